@@ -1,0 +1,69 @@
+"""What the kernel tests share: drawn tensors with hard values, and the comparison of a kernel with its twin."""
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+import fuseops.kernels.interpreter as interpreter  # noqa: F401  (fails early where Triton is missing)
+
+ROWS = st.sampled_from([0, 1, 2, 7, 63, 65, 127])
+WIDTHS = st.sampled_from([1, 3, 8, 17, 64, 100, 130])
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+VALUES = st.sampled_from(["normal", "large", "tiny", "constant", "nonfinite"])
+SEEDS = st.integers(0, 2**16)
+
+few = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def tensor(shape, dtype, values="normal", seed=0, strided=False):
+    """Values of one kind; ``strided`` rows lie in a wider buffer filled with NaN."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g)
+    if values == "large":
+        x = x * (1e4 if dtype != torch.float16 else 2e2)
+    elif values == "tiny":
+        x = x * 2.0**-130 if dtype != torch.float16 else x * 2.0**-18
+    elif values == "constant":
+        x = torch.ones(shape)
+    elif values == "nonfinite" and x.numel():
+        hard = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, torch.finfo(dtype).max])
+        where = torch.randint(0, x.numel(), (min(8, x.numel()),), generator=g)
+        x.view(-1)[where] = hard[torch.arange(len(where)) % len(hard)]
+    x = x.to(dtype)
+    if not strided or len(shape) != 2:
+        return x
+    wide = torch.full((shape[0], shape[1] + 3), float("nan"), dtype=dtype)
+    wide[:, : shape[1]] = x
+    return wide[:, : shape[1]]
+
+
+ULPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2e-5}
+STEPS = {torch.bfloat16: 2e-40, torch.float16: 1.2e-7, torch.float32: 1e-42}
+
+
+def assert_matches(op, *args, sums=False, exact=False):
+    """The Triton kernel gives what its twin gives, to one rounding of the output dtype.
+
+    ``sums`` allows for cancellation: 1e-4 of the largest value instead of 1e-6.
+    """
+    got, want = op.launcher(*args), op.twin(*args)
+    single = isinstance(got, torch.Tensor)
+    for g, w in zip(*([got], [want]) if single else (got, want), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype, (g.shape, w.shape, g.dtype, w.dtype)
+        assert g.stride() == w.stride() or g.numel() <= 1, "the fake must tell the kernel's strides"
+        if exact or not g.dtype.is_floating_point or not g.numel():
+            assert torch.equal(g, w), (g, w)
+            continue
+        largest = w.float().nan_to_num(0, 0, 0).abs().amax().item()
+        atol = max((1e-4 if sums else 1e-6) * largest, STEPS[g.dtype])
+        torch.testing.assert_close(g.float(), w.float(), rtol=ULPS[g.dtype], atol=atol, equal_nan=True)
+    return got
+
+
+def splits(rows, groups, seed, padding=0):
+    """Row ends of groups of random sizes, empty ones included; ``padding`` rows stay behind the last."""
+    g = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, max(rows - padding, 0) + 1, (groups - 1,), generator=g).sort().values
+    return torch.cat([cuts, torch.tensor([max(rows - padding, 0)])]).to(torch.int32)
