@@ -38,8 +38,10 @@ from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 TABLE = Path(__file__).with_name("aot.json")
 ARCHS = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
-SPILLS_ALLOWED: dict[str, str] = {}
-"""Kernels that may spill, with the reason."""
+SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
+    "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres fill the registers; a second pass would cost far more"),
+}
+"""Kernels that may spill, how many bytes and why."""
 
 _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
@@ -189,7 +191,7 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
         return None
     if result["shared"] > SHARED_LIMIT[row.arch]:
         return f"needs {result['shared']} bytes of shared memory, sm_{row.arch} has {SHARED_LIMIT[row.arch]}"
-    if result["stack"] and row.kernel not in SPILLS_ALLOWED:
+    if result["stack"] > SPILLS_ALLOWED.get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"
     return None
 
