@@ -1,15 +1,19 @@
 """Bias, one vector or one a group, and its gradient.
 
-Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].   dbias[g] = sum of probs[r] * dy[r] over the rows of
-g, dprobs[r] = sum of dy[r] * bias[g(r)]. Sums are float32 in two stages of fixed order, so they repeat bit for bit.
-Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,) float32.
-Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing taken from dy.
+Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].   dbias[g] = sum of probs[r] *
+dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)]. Sums are float32 in two stages of
+fixed order, so they repeat bit for bit.
+Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,)
+float32.
+Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing
+taken from dy.
 Hardware: sm_80 and later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +32,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     warps = max(4, min(32, n // 512))
-    return [{"BLOCK_R": rows, "BLOCK_N": n, "STAGES": 1, "num_warps": warps} for rows in (1, max(2048 // n, 1))]
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": 1, "num_warps": warps}
+        for rows in (1, max(2048 // n, 1))
+    ]
 
 
 def _whole_row_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -44,11 +51,14 @@ def _rows(n: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(8192, n, dtype=dtype, device="meta")
 
 
-def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple]:
+def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
     for dtype in DTYPES:
         for n in (2048, 100):
             x, bias = _rows(n, dtype), torch.empty(*(64,) * grouped, n, dtype=dtype, device="meta")
-            offs, probs = torch.empty(64, dtype=torch.int32, device="meta"), torch.empty(8192, device="meta")
+            offs, probs = (
+                torch.empty(64, dtype=torch.int32, device="meta"),
+                torch.empty(8192, device="meta"),
+            )
             if not grouped:
                 yield (x,) if backward else (x, bias)
             elif not backward:
@@ -60,7 +70,9 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple]:
 @kernel_op(twin=twins.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
-    require(bias.shape == x.shape[-1:], f"bias is {tuple(bias.shape)}, expected {tuple(x.shape[-1:])}.")
+    require(
+        bias.shape == x.shape[-1:], f"bias is {tuple(bias.shape)}, expected {tuple(x.shape[-1:])}."
+    )
     return _forward(x, bias.contiguous(), None, None)
 
 
@@ -68,7 +80,10 @@ def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """x + bias[group] (* probs); padding rows become zero."""
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
-    require(bias.shape == (len(offs), x.shape[1]), f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.")
+    require(
+        bias.shape == (len(offs), x.shape[1]),
+        f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.",
+    )
     return _forward(x, bias.contiguous(), offs, probs)
 
 
@@ -84,7 +99,10 @@ def grouped_bias_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    require(dy.shape[1] <= MAX_WIDTH or bias is None, f"dprobs needs rows of at most {MAX_WIDTH}, got {dy.shape[1]}.")
+    require(
+        dy.shape[1] <= MAX_WIDTH or bias is None,
+        f"dprobs needs rows of at most {MAX_WIDTH}, got {dy.shape[1]}.",
+    )
     return _backward(as_rows(dy), offs, probs, bias)
 
 
@@ -94,7 +112,17 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty(groups, n, dtype=dtype, device=partial.device)
     block_n = pow2(n, most=64)
     kernel = device("reduce").column_sum_kernel
-    launch(kernel, (cdiv(n, block_n), groups), partial, y, splits, n, BLOCK_S=32, BLOCK_N=block_n, num_warps=4)
+    launch(
+        kernel,
+        (cdiv(n, block_n), groups),
+        partial,
+        y,
+        splits,
+        n,
+        BLOCK_S=32,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
     return y
 
 
@@ -104,7 +132,7 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     groups = 1 if offs is None else len(offs)
     config = FWD.pick(len(x2), (n,), x)
     launch(
-        device("bias").bias_fwd_kernel, (cdiv(len(x2), config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
+        device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
         x2, bias, x if offs is None else offs, x if probs is None else probs.contiguous(), y,
         len(x2), n, groups, x2.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups), **config,
@@ -112,7 +140,9 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     return y
 
 
-def _backward(dy: Tensor, offs: Tensor | None, probs: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _backward(
+    dy: Tensor, offs: Tensor | None, probs: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, n = dy.shape
     groups = 1 if offs is None else len(offs)
     config = (BWD if bias is None else BWD_DPROBS).pick(rows, (n,), dy)

@@ -1,9 +1,10 @@
 """Which block sizes and warps a kernel is launched with.
 
-A ``Space`` names the configurations a kernel may be launched with and a default among them. ``space.pick`` looks, in
-this order, in the user's cache file (written by ``tune``), in the table shipped with the package, and takes the default
-otherwise. Both are keyed by kernel, architecture, dtype, weight dimensions and a bucket of rows, never by the raw row
-count, so a new token count neither compiles nor tunes anything. Nothing is ever timed inside ``pick``.
+A ``Space`` names the configurations a kernel may be launched with and a default among them.
+``space.pick`` looks, in this order, in the user's cache file (written by ``tune``), in the table
+shipped with the package, and takes the default otherwise. Both are keyed by kernel, architecture,
+dtype, weight dimensions and a bucket of rows, never by the raw row count, so a new token count
+neither compiles nor tunes anything. Nothing is ever timed inside ``pick``.
 """
 
 from __future__ import annotations
@@ -30,23 +31,30 @@ SHIPPED = Path(__file__).with_name("configs.json")
 MAX_BUCKET = 1 << 18
 
 SPACES: dict[str, Space] = {}
-_asked: list[tuple[Space, tuple]] | None = None
+_asked: list[tuple[Space, tuple[Any, ...]]] | None = None
 
 
 class Space:
     """The configurations of one kernel.
 
-    ``candidates(dims, itemsize)`` lists all that can be chosen for these weight dimensions; ``default(rows, dims,
+    ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
     itemsize)`` is one of them. Both are pure functions of sizes.
     """
 
-    def __init__(self, name: str, candidates: Callable[..., Iterable[Config]], default: Callable[..., Config]) -> None:
+    def __init__(
+        self, name: str, candidates: Callable[..., Iterable[Config]], default: Callable[..., Config]
+    ) -> None:
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
-        self.name, self.candidates, self.default = name, candidates, default
+        self.name, self._candidates, self.default = name, candidates, default
         self.forced: Config | None = None
-        self._memo: dict[tuple, Config] = {}
+        self._memo: dict[tuple[Any, ...], Config] = {}
         SPACES[name] = self
+
+    def candidates(self, dims: tuple[int, ...], itemsize: int) -> list[Config]:
+        """All configurations that can be chosen for these dimensions, each once."""
+        distinct = {tuple(config.items()): config for config in self._candidates(dims, itemsize)}
+        return list(distinct.values())
 
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""
@@ -60,9 +68,9 @@ class Space:
             found = self._memo[key] = self._look_up(key, like.dtype.itemsize)
         return found
 
-    def _look_up(self, key: tuple, itemsize: int) -> Config:
+    def _look_up(self, key: tuple[Any, ...], itemsize: int) -> Config:
         _, _, dims, rows = key
-        allowed = list(self.candidates(dims, itemsize))
+        allowed = self.candidates(dims, itemsize)
         for table in (cached_table(), shipped_table()):
             entry = table.get(entry_key(self.name, *key))
             if entry in allowed:
@@ -109,7 +117,9 @@ def versions() -> dict[str, str]:
 
 
 def store(entries: dict[str, Config]) -> Path:
-    """Add entries to the cache file. Several processes may do so at once: the file is replaced whole, under a lock."""
+    """Add entries to the cache file. Several processes may do so at once: the file is replaced
+    whole, under a lock.
+    """
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
@@ -139,12 +149,16 @@ def tune(
 ) -> dict[str, Config]:
     """Time every configuration of every kernel that ``call()`` launches and store the fastest.
 
-    ``time_us(call)`` measures one call (``fuseops.kernels.timing.time_us`` on a GPU); ``progress(what, done, total)`` is
-    told after each.
+    ``time_us(call)`` measures one call (``fuseops.kernels.timing.time_us`` on a GPU);
+    ``progress(what, done, total)`` is told after each.
     """
     with asking() as asked:
         call()
-    work = [(space, ask, config) for space, ask in asked for config in space.candidates(ask[2], ask[1].itemsize)]
+    work = [
+        (space, ask, config)
+        for space, ask in asked
+        for config in space.candidates(ask[2], ask[1].itemsize)
+    ]
     timed: dict[str, list[tuple[float, int, Config]]] = {}
     for number, (space, ask, config) in enumerate(work):
         key = entry_key(space.name, *ask)
@@ -168,7 +182,7 @@ def forced(space: Space, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def asking() -> Iterator[list[tuple[Space, tuple]]]:
+def asking() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
     """Inside, every configuration asked for is noted as (space, key), in order and once."""
     global _asked
     outer, _asked = _asked, []
@@ -184,5 +198,7 @@ def _entries(path: Path) -> dict[str, Config]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise FuseOpsError(f"cannot read the configuration table {path}: {error}. Delete it or tune again.") from error
+        raise FuseOpsError(
+            f"cannot read the configuration table {path}: {error}. Delete it or tune again."
+        ) from error
     return document["entries"] if document.get("schema_version") == SCHEMA_VERSION else {}

@@ -1,13 +1,17 @@
-"""Make Triton's CPU interpreter round and multiply as the hardware does. Loaded only under ``TRITON_INTERPRET=1``.
+"""Make Triton's CPU interpreter round and multiply as the hardware does. Loaded only under
+``TRITON_INTERPRET=1``.
 
 Repaired, in triton 3.6 to 3.9:
-* casts to bf16 truncate, and casts to fp8 drop a carry: here they round to nearest even, fp8 saturating as
-  ``cvt.rn.satfinite`` does (infinities too; NaN stays NaN);
-* ``tl.dot`` multiplies the bit patterns of bf16 operands, ``tl.dot_scaled`` is missing in 3.6: here operands are decoded
-  exactly and products are summed in float32 (float32 operands are not rounded to tf32);
-* integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6 (hardware: the number);
+* casts to bf16 truncate, and casts to fp8 drop a carry: here they round to nearest even, fp8
+  saturating as ``cvt.rn.satfinite`` does (infinities too; NaN stays NaN);
+* ``tl.dot`` multiplies the bit patterns of bf16 operands, ``tl.dot_scaled`` is missing in 3.6: here
+  operands are decoded exactly and products are summed in float32 (float32 operands are not rounded
+  to tf32);
+* integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
+  (hardware: the number);
 * loop bounds fail under numpy >= 2.4 in 3.6.
-Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32 first.
+Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import triton.language as tl
 from triton.runtime import interpreter as tri
 
 _FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+_E2M1 = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
+)
 _FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64, *_FP8)
 
 
@@ -88,15 +94,27 @@ def _fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any, *, origina
     return _cast(self, src, dst_type)
 
 
-def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+def _dot(
+    self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
     a_data, b_data = decode(a.data, a.dtype.scalar), decode(b.data, b.dtype.scalar)
     work = np.promote_types(d.data.dtype, np.float32) if a.dtype.is_floating() else d.data.dtype
     total = np.matmul(a_data, b_data, dtype=work) + d.data
     return tri.TensorHandle(encode(total, d.dtype.scalar), d.dtype.scalar)
 
 
-def _dot_scaled(  # noqa: PLR0913  (the builder's signature)
-    self: Any, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, fast_math, lhs_k_pack, rhs_k_pack, acc
+def _dot_scaled(
+    self: Any,
+    lhs,
+    lhs_scale,
+    lhs_format,
+    rhs,
+    rhs_scale,
+    rhs_format,
+    fast_math,
+    lhs_k_pack,
+    rhs_k_pack,
+    acc,
 ) -> Any:
     a = _scaled_operand(lhs, lhs_scale, lhs_format, k_axis=-1, k_pack=lhs_k_pack)
     b = _scaled_operand(rhs, rhs_scale, rhs_format, k_axis=-2, k_pack=rhs_k_pack)
@@ -114,16 +132,21 @@ def _semantic_dot_scaled(self: Any, *args: Any, original: Any) -> Any:
 
 
 def _scaled_operand(value: Any, scale: Any, kind: Any, k_axis: int, k_pack: bool) -> np.ndarray:
-    """Exact values of a scaled operand; scales are E8M0 bytes along K, stored (outer, K / group)."""
+    """Exact values of a scaled operand; scales are E8M0 bytes along K, (outer, K / group)."""
     if kind == tri._ir.ScaleDotElemTypeTY.E2M1:
         data = _unpack_e2m1(value.data, k_axis if k_pack else -3 - k_axis)
     else:
-        formats = {tri._ir.ScaleDotElemTypeTY.E4M3: tl.float8e4nv, tri._ir.ScaleDotElemTypeTY.E5M2: tl.float8e5}
+        formats = {
+            tri._ir.ScaleDotElemTypeTY.E4M3: tl.float8e4nv,
+            tri._ir.ScaleDotElemTypeTY.E5M2: tl.float8e5,
+        }
         data = decode(value.data, formats.get(kind, value.dtype.scalar)).astype(np.float32)
     if scale is None:
         return data
     exponent = scale.data.view(np.uint8)
-    factor = np.where(exponent == 255, np.nan, np.ldexp(np.float32(1), exponent.astype(np.int32) - 127))
+    factor = np.where(
+        exponent == 255, np.nan, np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
+    )
     factor = np.repeat(factor.astype(np.float32), data.shape[k_axis] // exponent.shape[-1], axis=-1)
     return data * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
 

@@ -1,7 +1,8 @@
-"""Where every Triton launch passes: device guard, interpreter shim, and the recorder of the ahead-of-time gate.
+"""Where every Triton launch passes: device guard, interpreter shim, and the recorder of the
+ahead-of-time gate.
 
-Device code lives in ``fuseops.kernels.device``, the only modules that import Triton; ``device("norm")`` loads one at the
-first launch, so that fuseops imports without Triton.
+Device code lives in ``fuseops.kernels.device``, the only modules that import Triton;
+``device("norm")`` loads one at the first launch, so that fuseops imports without Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple
+    args: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -51,7 +52,9 @@ def device(name: str) -> ModuleType:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the grid is empty."""
+    """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
+    grid is empty.
+    """
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, args, options))
     elif 0 in grid:

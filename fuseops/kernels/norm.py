@@ -1,17 +1,22 @@
 """RMSNorm, alone and with the residual add before it; backward with the residual's gradient added.
 
 Maths (float32, one rounding at each store):
-    h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset)
-    dx = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat,  x_hat = h * rstd
-The norm is taken of h as stored (rounded), so that fused equals unfused and backward needs only h and rstd. dweight is
-summed in two stages of fixed order, so it repeats bit for bit on one kind of GPU.
-Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) float32, dweight (N,) float32.
-Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the twin. Hardware: sm_80 and later.
+    h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset) dx
+    = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat,  x_hat = h
+    * rstd
+The norm is taken of h as stored (rounded), so that fused equals unfused and backward needs only h
+and rstd. dweight is summed in two stages of fixed order, so it repeats bit for bit on one kind of
+GPU.
+Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) float32, dweight (N,)
+float32.
+Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the twin.
+Hardware: sm_80 and later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +35,9 @@ def _fwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     sizes = {(max(total // n, 1), max(4, min(n * max(total // n, 1) // per_warp, 32)))
              for total in (1024, 2048) for per_warp in (512, 1024)}  # fmt: skip
-    return [{"BLOCK_R": rows, "BLOCK_N": n, "num_warps": pow2(warps)} for rows, warps in sorted(sizes)]
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n, "num_warps": pow2(warps)} for rows, warps in sorted(sizes)
+    ]
 
 
 def _fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -41,8 +48,14 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     rows = max(2048 // n, 1)
     warps = pow2(rows * n // 512, most=32, least=4)
-    choices = ((warps, 4, 1), (warps, 2, 2), (min(warps * 2, 32), 2, 1), (warps, 2, 1), (max(warps // 2, 4), 4, 1))
-    choices = choices[: 5 if n < 4096 else 4] if n <= 8192 else ((warps, 1, 1),)
+    choices: list[tuple[int, int, int]] = [
+        (warps, 4, 1),
+        (warps, 2, 2),
+        (min(warps * 2, 32), 2, 1),
+        (warps, 2, 1),
+        (max(warps // 2, 4), 4, 1),
+    ]
+    choices = choices[: 5 if n < 4096 else 4] if n <= 8192 else [(warps, 1, 1)]
     return [
         {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
         for w, per_sm, stages in dict.fromkeys(choices)
@@ -57,10 +70,16 @@ FWD = Space("rmsnorm_fwd", _fwd_candidates, _fwd_default)
 BWD = Space("rmsnorm_bwd", _bwd_candidates, _bwd_default)
 
 
-def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple]:
-    sizes = [(torch.bfloat16, n) for n in (100, 128, 2048, 4096, 7168, 16384)] + [(torch.float16, 4096), (torch.float32, 4096)]
+def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:
+    sizes = [(torch.bfloat16, n) for n in (100, 128, 2048, 4096, 7168, 16384)] + [
+        (torch.float16, 4096),
+        (torch.float32, 4096),
+    ]
     for dtype, n in sizes:
-        x, weight = torch.empty(8192, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
+        x, weight = (
+            torch.empty(8192, n, dtype=dtype, device="meta"),
+            torch.empty(n, dtype=dtype, device="meta"),
+        )
         rstd = torch.empty(8192, device="meta")
         for w in (weight, None) if n == 4096 else (weight,):
             if backward:
@@ -70,7 +89,9 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple]
 
 
 @kernel_op(twin=twins.rmsnorm_fwd, cases=_cases)
-def rmsnorm_fwd(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(y, rstd): y = x * rstd * (weight + weight_offset)."""
     if x.shape[-1] > MAX_WIDTH:
         return twins.rmsnorm_fwd(x, weight, eps, weight_offset)
@@ -83,7 +104,10 @@ def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, h, rstd): h = x + residual as stored, y and rstd of h."""
-    require(residual.shape == x.shape, f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.")
+    require(
+        residual.shape == x.shape,
+        f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
+    )
     if x.shape[-1] > MAX_WIDTH:
         return twins.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
     return _forward(x, residual, weight, eps, weight_offset)
@@ -94,18 +118,24 @@ def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
     need_dw: bool = True, weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not needed."""
+    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not
+    needed.
+    """
     n = x.shape[-1]
     _check_weight(weight, n)
     require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
-    require(rstd.shape == x.shape[:-1], f"rstd is {tuple(rstd.shape)}, expected {tuple(x.shape[:-1])}.")
+    require(
+        rstd.shape == x.shape[:-1], f"rstd is {tuple(rstd.shape)}, expected {tuple(x.shape[:-1])}."
+    )
     if n > MAX_WIDTH:
         return twins.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset)
     x2, dy2, rstd = as_rows(x), as_rows(dy), rstd.contiguous()
     dres2 = x2 if dres is None else as_rows(dres)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     config = dict(BWD.pick(len(x2), (n,), x))
-    programs = max(min(config.pop("PER_SM") * num_sms(x.device), cdiv(len(x2), config["BLOCK_R"])), 1)
+    programs = max(
+        min(config.pop("PER_SM") * num_sms(x.device), cdiv(len(x2), config["BLOCK_R"])), 1
+    )
     partial = torch.empty(1, programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
     launch(
         device("norm").rmsnorm_bwd_kernel, (programs,),
@@ -116,7 +146,9 @@ def rmsnorm_bwd(
     return dx, sum_partials(partial, torch.float32)[0] if need_dw else partial.new_empty(0)
 
 
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, ...]:
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
     n = x.shape[-1]
     _check_weight(weight, n)
     x2 = as_rows(x)
@@ -135,4 +167,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
 
 
 def _check_weight(weight: Tensor | None, n: int) -> None:
-    require(weight is None or weight.shape == (n,), f"weight is {weight is not None and tuple(weight.shape)}, expected ({n},).")
+    require(
+        weight is None or weight.shape == (n,),
+        f"weight is {weight is not None and tuple(weight.shape)}, expected ({n},).",
+    )

@@ -4,15 +4,18 @@
     def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
 registers ``torch.ops.fuseops.rmsnorm_fwd``, whose schema is the launcher's signature, with
-* the launcher on CUDA tensors (on CPU tensors too under ``TRITON_INTERPRET=1``), the twin elsewhere;
+* the launcher on CUDA tensors (on CPU tensors too under ``TRITON_INTERPRET=1``), the twin
+  elsewhere;
 * a fake for ``torch.compile`` made from the twin (or ``fake=``, where the twin reads values);
-* a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise ops) and a byte
-  formula (each input read once and each output written once, unless ``nbytes=`` says otherwise);
-* ``cases``, arguments on the meta device, from which the ahead-of-time table and the tests find every kernel.
+* a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise
+  ops) and a byte formula (each input read once and each output written once, unless ``nbytes=``
+  says otherwise);
+* ``cases``, arguments on the meta device, from which the ahead-of-time table and the tests find
+  every kernel.
 
-Called eagerly with plain tensors, the dispatcher is bypassed; whatever has to see the op (a dispatch or function
-mode, functorch, a tensor subclass, autograd, dynamo) still sees it. Autograd belongs to the ops layer: a kernel op has
-no derivative of its own.
+Called eagerly with plain tensors, the dispatcher is bypassed; whatever has to see the op (a
+dispatch or function mode, functorch, a tensor subclass, autograd, dynamo) still sees it. Autograd
+belongs to the ops layer: a kernel op has no derivative of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class KernelOp:
         self.label = f"fuseops::{self.name}"
         self.launcher, self.twin = launcher, twin
         self.min_arch: Callable[..., int] | None = min_arch
-        self.cases: Callable[[], Iterable[tuple]] = cases
+        self.cases: Callable[[], Iterable[tuple[Any, ...]]] = cases
         self._nbytes = nbytes
         if self.name in KERNEL_OPS:
             raise FuseOpsError(f"kernel op '{self.name}' is registered twice")
@@ -86,14 +89,16 @@ class KernelOp:
             return self._nbytes(*args)
         return tensor_bytes(args) + tensor_bytes(self.op(*meta(args)))
 
-    def _runs_triton(self, args: tuple, kwargs: dict) -> bool:
+    def _runs_triton(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 if value.device.type == "cpu":
                     return INTERPRET
                 if value.device.type != "cuda" or not _has_triton():
                     return False
-                return self.min_arch is None or arch_of(value.device) >= self.min_arch(*args, **kwargs)
+                return self.min_arch is None or arch_of(value.device) >= self.min_arch(
+                    *args, **kwargs
+                )
         return False
 
     def __repr__(self) -> str:
@@ -102,15 +107,15 @@ class KernelOp:
 
 def kernel_op(
     *,
-    twin: Callable,
-    fake: Callable | None = None,
-    flops: Callable | None = None,
-    nbytes: Callable | None = None,
+    twin: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    flops: Callable[..., Any] | None = None,
+    nbytes: Callable[..., Any] | None = None,
     min_arch: Callable[..., int] | None = None,
-    cases: Callable[[], Iterable[tuple]] = tuple,
-) -> Callable[[Callable], KernelOp]:
-    """Register the decorated launcher. ``min_arch(*args)`` names the first architecture (80, 90, ...) that can run it;
-    older ones run the twin."""
+    cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
+) -> Callable[[Callable[..., Any]], KernelOp]:
+    """Register the decorated launcher. ``min_arch(*args)`` names the first architecture (80, 90,
+    ...) that can run it; older ones run the twin."""
     return lambda launcher: KernelOp(launcher, twin, fake, flops, nbytes, min_arch, cases)
 
 
@@ -140,7 +145,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _plain(values: Iterable) -> bool:
+def _plain(values: Iterable[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
@@ -151,8 +156,7 @@ def _plain(values: Iterable) -> bool:
     return True
 
 
-
-def _register_flops(packet: Any, formula: Callable) -> None:
+def _register_flops(packet: Any, formula: Callable[..., Any]) -> None:
     # Imported here because torch's flop counter imports Triton, or warns that there is none.
     from torch.utils.flop_counter import register_flop_formula
 

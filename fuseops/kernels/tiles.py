@@ -20,7 +20,9 @@ def pow2(n: int, most: int = 1 << 30, least: int = 1) -> int:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(R, N) view of a tensor whose last axis is contiguous; copied only where no such view exists."""
+    """(R, N) view of a tensor whose last axis is contiguous; copied only where no such view
+    exists.
+    """
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
@@ -42,9 +44,9 @@ def tile_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def tile_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Small tiles while there are few rows, 16 elements a thread otherwise."""
-    wide = [c for c in tile_candidates(dims, itemsize) if c["BLOCK_R"] * c["BLOCK_N"] >= 2048] or tile_candidates(
-        dims, itemsize
-    )
+    wide = [
+        c for c in tile_candidates(dims, itemsize) if c["BLOCK_R"] * c["BLOCK_N"] >= 2048
+    ] or tile_candidates(dims, itemsize)
     return wide[0]
 
 
@@ -52,7 +54,9 @@ def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """A program owns whole rows and walks over their columns, loads STAGES steps ahead."""
     n = pow2(dims[-1], most=1024)
     sizes = ((1024, 4, 1), (2048, 4, 1), (2048, 8, 1), (1024, 4, 3), (2048, 4, 3))
-    return [{**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes]
+    return [
+        {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes
+    ]
 
 
 def row_loop_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -61,10 +65,12 @@ def row_loop_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns a block of columns and walks over a range of rows, loads STAGES steps ahead."""
+    """A program owns a block of columns and walks over its rows, loads STAGES steps ahead."""
     n = pow2(dims[-1], most=512 if itemsize == 2 else 256)
     sizes = ((2048, 4, 1), (4096, 8, 1), (2048, 4, 3), (4096, 8, 3))
-    return [{**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes]
+    return [
+        {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes
+    ]
 
 
 def column_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -72,8 +78,17 @@ def column_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return column_candidates(dims, itemsize)[0]
 
 
-def row_splits(rows: int, num_columns: int, block_r: int, like: Tensor, per_sm: int = 4) -> tuple[int, int]:
-    """(number of splits, rows of each) so that column blocks times splits fill the device ``per_sm`` times."""
+def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:
+    """One program a tile."""
+    return (cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),)
+
+
+def row_splits(
+    rows: int, num_columns: int, block_r: int, like: Tensor, per_sm: int = 4
+) -> tuple[int, int]:
+    """(number of splits, rows of each) so that column blocks times splits fill the device
+    ``per_sm`` times.
+    """
     wanted = max(per_sm * num_sms(like.device) // max(num_columns, 1), 1)
     each = pow2(cdiv(cdiv(max(rows, 1), wanted), block_r)) * block_r
     return max(cdiv(rows, each), 1), each

@@ -9,7 +9,7 @@ from laws import DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tenso
 from fuseops.kernels import activation as k
 from fuseops.kernels.twins import activation as twins
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @st.composite
@@ -17,7 +17,9 @@ def cases(draw):
     kind, rows, n, dtype = draw(st.sampled_from(k.KINDS)), draw(ROWS), draw(WIDTHS), draw(DTYPES)
     values, seed, strided = draw(VALUES), draw(SEEDS), draw(st.booleans())
     gated = kind in k.GATES
-    interleave = draw(st.sampled_from([g for g in (0, 1, 4, 10) if not g or n % g == 0])) if gated else 0
+    interleave = (
+        draw(st.sampled_from([g for g in (0, 1, 4, 10) if not g or n % g == 0])) if gated else 0
+    )
     x = tensor((rows, n * (1 + gated)), dtype, values, seed, strided)
     dy = tensor((rows, n), dtype, "normal", seed + 1, strided)
     probs = tensor((rows,), torch.float32, "normal", seed + 2).abs()
@@ -74,7 +76,10 @@ def test_twin_is_torch(kind, interleave):
         y = TORCH[kind](x)
     dy = torch.randn(y.shape, dtype=torch.float64)
     (dx,) = torch.autograd.grad(y, x, dy)
-    got = twins.act_fwd(x.detach().float(), kind, interleave), twins.act_bwd(dy, x.detach().float(), kind, interleave)
+    got = (
+        twins.act_fwd(x.detach().float(), kind, interleave),
+        twins.act_bwd(dy, x.detach().float(), kind, interleave),
+    )
     torch.testing.assert_close(got[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].double(), dx, rtol=1e-4, atol=1e-4)
 

@@ -30,7 +30,9 @@ if registry.INTERPRET:
         tl.store(c_ptr + m[:, None] * N + n[None, :], tl.dot(a, b, input_precision="ieee"))
 
     @triton.jit
-    def dot_scaled_kernel(a_ptr, s_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    def dot_scaled_kernel(
+        a_ptr, s_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+    ):
         m, n, k, g = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K), tl.arange(0, K // 32)
         a = tl.load(a_ptr + m[:, None] * K + k[None, :])
         scale = tl.load(s_ptr + m[:, None] * (K // 32) + g[None, :])
@@ -57,14 +59,21 @@ WIDER = {
 
 
 def every_pattern(dtype):
-    """All values of a 8- or 16-bit dtype; for float32 random patterns, and neighbours of every bf16 and fp16 value."""
+    """All values of a 8- or 16-bit dtype; for float32 random patterns, and neighbours of every
+    bf16 and fp16 value.
+    """
     if dtype.itemsize == 1:
         return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
     if dtype.itemsize == 2:
         return bits.to(torch.int16).view(dtype)
-    random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(0))
-    narrow = [bits.to(torch.int16).view(t).float().view(torch.int32) for t in (torch.bfloat16, torch.float16)]
+    random = torch.randint(
+        -(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(0)
+    )
+    narrow = [
+        bits.to(torch.int16).view(t).float().view(torch.int32)
+        for t in (torch.bfloat16, torch.float16)
+    ]
     near = [n + d for n in narrow for d in (-1, 0, 1, 0x7FFF, 0x8000, 0x8001, 0x1000)]
     return torch.cat([random.to(torch.int32), *near]).view(dtype)
 

@@ -1,15 +1,17 @@
-"""FP8 quantization equals its twin bit for bit, and the twin saturates whatever torch's own cast does."""
+"""FP8 quantization equals its twin bit for bit, and the twin saturates whatever torch's own cast
+does.
+"""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import ROWS, SEEDS, VALUES, assert_same_layout, few, tensor
+from laws import ROWS, SEEDS, VALUES, assert_same_layout, few, run, tensor
 
 from fuseops.kernels import quantize as k
 from fuseops.kernels.twins import quantize as twins
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
 LAYOUTS = st.sampled_from(k.LAYOUTS)
 WIDTHS = st.sampled_from([1, 8, 100, 128, 130, 257])
@@ -18,11 +20,17 @@ WIDTHS = st.sampled_from([1, 8, 100, 128, 130, 257])
 @st.composite
 def inputs(draw):
     shape = draw(ROWS), draw(WIDTHS)
-    return tensor(shape, draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])), draw(VALUES), draw(SEEDS), draw(st.booleans()))
+    return tensor(
+        shape,
+        draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
+        draw(VALUES),
+        draw(SEEDS),
+        draw(st.booleans()),
+    )
 
 
 def same_bits(op, *args):
-    for got, want in zip(op.launcher(*args), op.twin(*args), strict=True):
+    for got, want in zip(run(op, *args), op.twin(*args), strict=True):
         assert_same_layout(got, want)
         assert torch.equal(got.float().isnan(), want.float().isnan())
         assert torch.equal(got.float().nan_to_num(), want.float().nan_to_num()), (got, want)
@@ -50,9 +58,16 @@ def test_blocks(x, dtype, block_rows, layout, pow2):
 def test_saturation(dtype):
     """Finite values beyond the range and infinities become its ends, NaN stays NaN."""
     limit = torch.finfo(dtype).max
-    x = torch.tensor([limit, limit * 1.04, 1e30, float("inf"), -1e30, -float("inf"), float("nan"), 0.0])
+    x = torch.tensor(
+        [limit, limit * 1.04, 1e30, float("inf"), -1e30, -float("inf"), float("nan"), 0.0]
+    )
     q = twins.saturate(x, dtype).float()
-    assert q[:4].tolist() == [limit] * 4 and q[4:6].tolist() == [-limit] * 2 and q[6].isnan() and q[7] == 0
+    assert (
+        q[:4].tolist() == [limit] * 4
+        and q[4:6].tolist() == [-limit] * 2
+        and q[6].isnan()
+        and q[7] == 0
+    )
 
 
 @pytest.mark.parametrize("block_rows", [1, 128])
@@ -62,7 +77,10 @@ def test_round_trip(block_rows):
     row, col, row_scale, col_scale = k.quantize_blocks(x, torch.float8_e4m3fn, block_rows, "both")
     spread = lambda s, axis: s.repeat_interleave(128, axis)  # noqa: E731
     if block_rows == 1:
-        back = row.float() * spread(row_scale, 0)[:300].t(), col.float().t() * spread(col_scale, 0)[:200]
+        back = (
+            row.float() * spread(row_scale, 0)[:300].t(),
+            col.float().t() * spread(col_scale, 0)[:200],
+        )
     else:
         back = (
             row.float() * spread(spread(row_scale, 0), 1)[:200, :300],

@@ -1,4 +1,5 @@
-"""The activations themselves: values and slopes of float32 tiles. One branch here is one activation everywhere.
+"""The activations themselves: values and slopes of float32 tiles. One branch here is one activation
+everywhere.
 
 Comparisons are written so that NaN passes through, as in torch.
 """
@@ -55,7 +56,7 @@ def linear_slope(u, ACT: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr
 
 @triton.jit
 def gate_columns(cols, INTERLEAVE: tl.constexpr):
-    """Where the gate of output column j stands: j, or in alternating blocks of INTERLEAVE columns."""
+    """Where the gate of output column j stands: j, or in blocks of INTERLEAVE columns."""
     if INTERLEAVE == 0:
         return cols
     else:

@@ -70,15 +70,23 @@ def scaled_act_bwd_kernel(
         cols = (start + tl.arange(0, BLOCK_N))[None, :]
         mask = (rows < R)[:, None] & (cols < N)
         dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
-        y, dg, du = act_grad(x_row, cols, dy * probs, mask, N, ACT, GATED, INTERLEAVE, ALPHA, LIMIT, OFFSET)
+        y, dg, du = act_grad(
+            x_row, cols, dy * probs, mask, N, ACT, GATED, INTERLEAVE, ALPHA, LIMIT, OFFSET
+        )
         dx = dx_row + gate_columns(cols, INTERLEAVE)
         tl.store(dx, dg.to(dx_ptr.dtype.element_ty), mask=mask)
         if GATED:
-            tl.store(dx + (INTERLEAVE if INTERLEAVE else N), du.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dx + (INTERLEAVE if INTERLEAVE else N), du.to(dx_ptr.dtype.element_ty), mask=mask
+            )
         if NEED_DPROBS:
             dot += tl.where(mask, dy * y, 0.0)
         if NEED_Y:
-            tl.store(y_ptr + (rows * N)[:, None] + cols, (y * probs).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                y_ptr + (rows * N)[:, None] + cols,
+                (y * probs).to(y_ptr.dtype.element_ty),
+                mask=mask,
+            )
     if NEED_DPROBS:
         tl.store(dprobs_ptr + rows, tl.sum(dot, axis=1), mask=rows < R)
 
@@ -90,7 +98,9 @@ def act_bwd_bias_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program owns ROWS rows of a block of columns; its column sums of dx are one row of ``partial``."""
+    """A program owns ROWS rows of a block of columns; its column sums of dx are one row of
+    ``partial``.
+    """
     split = tl.program_id(1)
     cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     first = split.to(tl.int64) * ROWS
@@ -103,7 +113,9 @@ def act_bwd_bias_kernel(
     for start in tl.range(0, ROWS, BLOCK_R, num_stages=STAGES):
         rows = first + start + tl.arange(0, BLOCK_R)
         mask = (rows < last)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(
+            tl.float32
+        )
         x_row = x_ptr + (rows * stride_x)[:, None]
         _, dg, du = act_grad(x_row, cols, dy, mask, N, ACT, GATED, INTERLEAVE, ALPHA, LIMIT, OFFSET)
         dx = dx_ptr + (rows * width)[:, None] + gate

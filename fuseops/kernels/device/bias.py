@@ -15,7 +15,8 @@ def group_of(rows, offs_ptr, E, BLOCK_E: tl.constexpr):
 @triton.jit(do_not_specialize=["R"])
 def bias_fwd_kernel(
     x_ptr, bias_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, stride_x,
-    GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -25,7 +26,9 @@ def bias_fwd_kernel(
     if GROUPED:
         group = group_of(rows, offs_ptr, E, BLOCK_E)
         mask_in = mask & (group < E)[:, None]
-        bias = tl.load(bias_ptr + (group.to(tl.int64) * N)[:, None] + cols, mask=mask_in, other=0.0).to(tl.float32)
+        bias = tl.load(
+            bias_ptr + (group.to(tl.int64) * N)[:, None] + cols, mask=mask_in, other=0.0
+        ).to(tl.float32)
     else:
         mask_in = mask
         bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -63,13 +66,17 @@ def bias_bwd_kernel(
     for start in tl.range(0, last - first, BLOCK_R, num_stages=STAGES):
         rows = first + start + tl.arange(0, BLOCK_R)
         mask = (rows < last)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(
+            tl.float32
+        )
         if NEED_DPROBS:
             tl.store(dprobs_ptr + rows, tl.sum(dy * bias, axis=1), mask=rows < last)
         if SCALED:
             dy *= tl.load(probs_ptr + rows, mask=rows < last, other=0.0)[:, None]
         total += dy
-    tl.store(partial_ptr + (group * S + split) * N + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
+    tl.store(
+        partial_ptr + (group * S + split) * N + cols, tl.sum(total, axis=0)[None, :], mask=cols < N
+    )
     if NEED_DPROBS:
         if group == tl.num_programs(2) - 1:  # padding rows have no gradient
             for start in range(end + split * BLOCK_R, R, S * BLOCK_R):

@@ -14,7 +14,9 @@ def magnitude(x):
 
 @triton.jit
 def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
-    """LIMIT / amax, correctly rounded, at most FLT_MAX; rounded down to a power of two if wanted; 1 for amax 0."""
+    """LIMIT / amax, correctly rounded, at most FLT_MAX; rounded down to a power of two if wanted;
+    1 for amax 0.
+    """
     inv = tl.minimum(tl.div_rn(LIMIT, tl.where(amax == 0.0, LIMIT, amax)), FLT_MAX)
     if POW2:
         inv = (inv.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -32,7 +34,9 @@ def load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N:
     """float32 tile at (row0, col0): one 64-bit base, 32-bit offsets within the tile."""
     r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_N)[None, :]
     mask = (r < R - row0) & (c < N - col0)
-    return tl.load(x_ptr + row0.to(tl.int64) * stride_x + col0 + (r * stride_x + c), mask=mask, other=0.0).to(tl.float32)
+    return tl.load(
+        x_ptr + row0.to(tl.int64) * stride_x + col0 + (r * stride_x + c), mask=mask, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -47,7 +51,9 @@ def store_tile(y_ptr, q, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.co
 def store_transposed(
     col_ptr, q, row0, col0, R, N, ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """q (BLOCK_R, BLOCK_N) into the transposed tensor (N, R). R is not specialized: ALIGN says what divides it."""
+    """q (BLOCK_R, BLOCK_N) into the transposed tensor (N, R). R is not specialized: ALIGN says
+    what divides it.
+    """
     R = R // ALIGN * ALIGN
     c, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R)[None, :]
     mask = (c < N - col0) & (r < R - row0)
@@ -109,10 +115,13 @@ def quantize_rows_kernel(
 @triton.jit(do_not_specialize=["R"])
 def quantize_blocks_kernel(
     x_ptr, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, SQUARE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 128: along a row, along a column (BLOCK_R is 128), or SQUARE (the tile is one block)."""
+    """Blocks of 128: along a row, along a column (BLOCK_R is 128), or SQUARE (the tile is one
+    block).
+    """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block_r, block_n = pid // num_n, pid % num_n
@@ -132,8 +141,19 @@ def quantize_blocks_kernel(
         if ROW:
             WIDE: tl.constexpr = BLOCK_N // 128
             inv = inverse_scale(tl.max(tl.reshape(size, (BLOCK_R, WIDE, 128)), axis=2), LIMIT, POW2)
-            scaled = tl.reshape(tl.reshape(x, (BLOCK_R, WIDE, 128)) * inv[:, :, None], (BLOCK_R, BLOCK_N))
-            store_tile(row_ptr, saturate(scaled, LIMIT).to(row_ptr.dtype.element_ty), row0, col0, R, N, BLOCK_R, BLOCK_N)
+            scaled = tl.reshape(
+                tl.reshape(x, (BLOCK_R, WIDE, 128)) * inv[:, :, None], (BLOCK_R, BLOCK_N)
+            )
+            store_tile(
+                row_ptr,
+                saturate(scaled, LIMIT).to(row_ptr.dtype.element_ty),
+                row0,
+                col0,
+                R,
+                N,
+                BLOCK_R,
+                BLOCK_N,
+            )
             rows = row0 + tl.arange(0, BLOCK_R)[:, None]
             block = block_n * WIDE + tl.arange(0, WIDE)[None, :]
             scale = row_scale_ptr + rows + block.to(tl.int64) * R
@@ -142,5 +162,7 @@ def quantize_blocks_kernel(
             inv = inverse_scale(tl.max(size, axis=0), LIMIT, POW2)
             q = saturate(x * inv[None, :], LIMIT).to(row_ptr.dtype.element_ty)
             cols = col0 + tl.arange(0, BLOCK_N)
-            tl.store(col_scale_ptr + block_r.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N)
+            tl.store(
+                col_scale_ptr + block_r.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N
+            )
             store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)

@@ -1,1 +1,3 @@
-"""The plain torch twin of every kernel, one module a noun: readable spec, CPU backend, fake-shape and test oracle."""
+"""The plain torch twin of every kernel, one module a noun: readable spec, CPU backend, fake-shape
+and test oracle.
+"""

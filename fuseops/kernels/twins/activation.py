@@ -18,17 +18,23 @@ GATES = {
 
 
 def split_gate(x: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
-    """(gate, linear) halves of the last axis, or of its alternating blocks of ``interleave`` columns."""
+    """(gate, linear) halves of the last axis, or of its alternating blocks of ``interleave``
+    columns.
+    """
     if not interleave:
-        return x.chunk(2, dim=-1)
-    return tuple(h.flatten(-2) for h in x.unflatten(-1, (-1, 2, interleave)).unbind(-2))
+        gate, linear = x.chunk(2, dim=-1)
+        return gate, linear
+    gate, linear = x.unflatten(-1, (-1, 2, interleave)).unbind(-2)
+    return gate.flatten(-2), linear.flatten(-2)
 
 
 def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
     """Inverse of ``split_gate``."""
     if not interleave:
         return torch.cat([gate, linear], dim=-1)
-    return torch.stack([h.unflatten(-1, (-1, interleave)) for h in (gate, linear)], dim=-2).flatten(-3)
+    return torch.stack([h.unflatten(-1, (-1, interleave)) for h in (gate, linear)], dim=-2).flatten(
+        -3
+    )
 
 
 def act_slope(x: Tensor, act: str, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
@@ -53,7 +59,9 @@ def act_slope(x: Tensor, act: str, alpha: float, limit: float) -> tuple[Tensor, 
     return g * s, torch.where(x > limit, 0.0, s + alpha * g * s * (1 - s))
 
 
-def act_grad(dy: Tensor, x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float):
+def act_grad(
+    dy: Tensor, x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
+):
     """(y, dx) in float32."""
     x = x.float()
     if kind not in GATES:
@@ -92,7 +100,16 @@ def act_bwd_bias(dy, x, kind, interleave=0, alpha=1.702, limit=7.0, offset=1.0):
 
 
 def scaled_act_bwd(
-    dy, x, probs, kind, need_dprobs=True, need_y=False, interleave=0, alpha=1.702, limit=7.0, offset=1.0
+    dy,
+    x,
+    probs,
+    kind,
+    need_dprobs=True,
+    need_y=False,
+    interleave=0,
+    alpha=1.702,
+    limit=7.0,
+    offset=1.0,
 ):
     """(dx, dprobs, y) of scaled_act_fwd; what is not needed is empty."""
     dy = dy.float()

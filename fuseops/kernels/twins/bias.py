@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def group_of_rows(rows: int, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """(group of every row, whether it belongs to one); rows at or beyond offs[-1] belong to none."""
+    """(group of every row, whether it has one); rows at or beyond offs[-1] have none."""
     row = torch.arange(rows, device=offs.device)
     group = torch.searchsorted(offs, row.to(offs.dtype), right=True)
     return group.clamp(max=len(offs) - 1), group < len(offs)
@@ -24,7 +24,9 @@ def bias_bwd(dy):
 
 
 def grouped_bias_fwd(x, bias, offs, probs=None):
-    """x + bias[group] (* probs); padding rows become zero.   x (R, N), bias (E, N), offs (E,), probs (R,)"""
+    """x + bias[group] (* probs); padding rows become zero.   x (R, N), bias (E, N), offs (E,),
+    probs (R,)
+    """
     group, valid = group_of_rows(len(x), offs)
     shift = bias.float()[group]
     shift = shift if probs is None else shift * probs[:, None]

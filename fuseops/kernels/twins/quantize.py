@@ -22,13 +22,15 @@ def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays NaN."""
+    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays
+    NaN.
+    """
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 def quantize_tensor(x, dtype, layout="row", pow2=False):
-    """(rowwise (R, N), columnwise (N, R), scale (1,), amax (1,)); the layout not wanted is empty."""
+    """(rowwise (R, N), columnwise (N, R), scale (1,), amax (1,)); a layout not wanted is empty."""
     size = magnitude(x)
     amax = torch.cat([size.flatten(), size.new_zeros(1)]).amax().reshape(1)
     inv = inverse_scale(amax, dtype, pow2)
@@ -44,12 +46,16 @@ def quantize_rows(x, dtype, pow2=False):
 
 
 def quantize_blocks(x, dtype, block_rows, layout="row", pow2=False):
-    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128 (squares)."""
+    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128
+    (squares).
+    """
     rows, n = x.shape
     if not x.numel():
         return _nothing(x, dtype, block_rows, layout)
     blocks_r, blocks_n = -(-rows // BLOCK), -(-n // BLOCK)
-    padded = torch.nn.functional.pad(x.float(), (0, blocks_n * BLOCK - n, 0, blocks_r * BLOCK - rows))
+    padded = torch.nn.functional.pad(
+        x.float(), (0, blocks_n * BLOCK - n, 0, blocks_r * BLOCK - rows)
+    )
     tiles = padded.view(blocks_r, BLOCK, blocks_n, BLOCK)
     size = magnitude(tiles)
     if block_rows == BLOCK:
@@ -75,10 +81,15 @@ def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> tup
         shapes[2:] = [(blocks_r, blocks_n), (blocks_n, blocks_r)]
     wanted = (layout != "col", layout != "row") * 2
     dtypes = (dtype, dtype, torch.float32, torch.float32)
-    return tuple(x.new_empty(s if w else 0, dtype=d) for s, w, d in zip(shapes, wanted, dtypes, strict=True))
+    return tuple(
+        x.new_empty(s if w else 0, dtype=d) for s, w, d in zip(shapes, wanted, dtypes, strict=True)
+    )
 
 
 def pick_layout(row: Tensor, col: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """(row, transposed col), empty where the layout is not wanted."""
     none = row.new_empty(0)
-    return row.contiguous() if layout != "col" else none, col.t().contiguous() if layout != "row" else none
+    return (
+        row.contiguous() if layout != "col" else none,
+        col.t().contiguous() if layout != "row" else none,
+    )
