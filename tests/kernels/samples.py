@@ -11,6 +11,9 @@ def samples() -> dict[str, tuple]:
     x, y, dy = torch.randn(6, 32), torch.randn(6, 16), torch.randn(6, 16)
     probs, offs, w = torch.rand(6), torch.tensor([2, 2, 5], dtype=torch.int32), torch.randn(16)
     rstd, bias = torch.rand(6) + 0.5, torch.randn(3, 16)
+    experts = torch.tensor([[0, 2], [2, 1], [0, 2]])
+    index, pos = torch.tensor([0, 2, 1, 0, 1, 2]), torch.tensor([[0, 3], [4, 2], [1, 5]]).int()
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
     return {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
@@ -27,4 +30,10 @@ def samples() -> dict[str, tuple]:
         "quantize_tensor": (y, E4M3, "both"),
         "quantize_rows": (y, E4M3),
         "quantize_blocks": (y, E4M3, 1, "both"),
+        "scatter_rows": (dy[:3], pos, ends, 6, probs),
+        "gather_rows": (dy[:3], index, ends, probs),
+        "combine_fwd": (y, pos, ends, probs),
+        "combine_bwd": (dy[:3], y, pos, ends, probs),
+        "route": (experts, 3, probs.view(3, 2)),
+        "counts_to_offs": (offs,),
     }

@@ -1,0 +1,132 @@
+"""Kernels of fuseops.kernels.permute."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_used(offs_ptr, E, R):
+    """How many rows hold a copy; those behind are padding."""
+    return tl.minimum(tl.load(offs_ptr + E - 1), R)
+
+
+@triton.jit
+def store_zeros(y_ptr, first, R, N, block, blocks, cols, BLOCK_R: tl.constexpr):
+    """Zeros into these columns of rows first to R, shared by ``blocks`` programs."""
+    for start in range(first + block * BLOCK_R, R, blocks * BLOCK_R):
+        rows = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (rows < R)[:, None] & (cols < N)
+        tl.store(y_ptr + (rows * N)[:, None] + cols, 0.0, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "R", "blocks"])
+def scatter_rows_kernel(
+    x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, blocks, stride_x,
+    K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program reads a tile of tokens once and writes it K times, then its share of padding."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    block = pid // num_n
+    tokens = block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    here = tokens < T
+    used = rows_used(offs_ptr, E, R)
+    x = tl.load(
+        x_ptr + (tokens * stride_x)[:, None] + cols, mask=here[:, None] & (cols < N), other=0.0
+    )
+    for k in tl.static_range(K):
+        row = tl.load(pos_ptr + tokens * K + k, mask=here, other=-1).to(tl.int64)
+        kept = (row >= 0) & (row < used)
+        y = x
+        if SCALED:
+            probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
+            y = (x.to(tl.float32) * probs[:, None]).to(x.dtype)
+        tl.store(y_ptr + (row * N)[:, None] + cols, y, mask=kept[:, None] & (cols < N))
+    store_zeros(y_ptr, used, R, N, block, blocks, cols, BLOCK_R)
+
+
+@triton.jit(do_not_specialize=["R"])
+def gather_rows_kernel(
+    x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, stride_x,
+    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    rows = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    kept = rows < rows_used(offs_ptr, E, R)
+    token = tl.load(index_ptr + rows, mask=kept, other=0).to(tl.int64)
+    mask = kept[:, None] & (cols < N)
+    y = tl.load(x_ptr + (token * stride_x)[:, None] + cols, mask=mask, other=0.0)
+    if SCALED:
+        probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
+        y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
+    tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=(rows < R)[:, None] & (cols < N))
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def combine_fwd_kernel(
+    x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, stride_x,
+    K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The K rows of a token are added in the order of k."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    tokens = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    here = tokens < T
+    used = rows_used(offs_ptr, E, R)
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(pos_ptr + tokens * K + k, mask=here, other=-1).to(tl.int64)
+        kept = (row >= 0) & (row < used)
+        mask = kept[:, None] & (cols < N)
+        x = tl.load(x_ptr + (row * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            x *= tl.load(probs_ptr + row, mask=kept, other=0.0)[:, None]
+        total += x
+    y = total.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=here[:, None] & (cols < N))
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def combine_bwd_kernel(
+    dy_ptr, x_ptr, pos_ptr, offs_ptr, probs_ptr, dx_ptr, dprobs_ptr,
+    T, R, N, E, stride_dy, stride_x,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns whole tokens and their K rows, so that dprobs is one sum in a fixed order."""
+    pid = tl.program_id(0)
+    tokens = pid.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    here = tokens < T
+    used = rows_used(offs_ptr, E, R)
+    row = tl.load(
+        pos_ptr + (tokens * K)[:, None] + k[None, :], mask=here[:, None] & (k < K)[None, :], other=-1
+    ).to(tl.int64)
+    kept = (row >= 0) & (row < used)
+    probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
+    dot = tl.zeros((BLOCK_R, BLOCK_K, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        dy = tl.load(
+            dy_ptr + (tokens * stride_dy)[:, None] + cols[None, :],
+            mask=here[:, None] & (cols < N)[None, :], other=0.0,
+        ).to(tl.float32)[:, None, :]  # fmt: skip
+        mask = kept[:, :, None] & (cols < N)[None, None, :]
+        at = cols[None, None, :]
+        x = tl.load(x_ptr + (row * stride_x)[:, :, None] + at, mask=mask, other=0.0).to(tl.float32)
+        dx = (dy * probs[:, :, None]).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + (row * N)[:, :, None] + at, dx, mask=mask)
+        dot += dy * x
+    tl.store(dprobs_ptr + row, tl.sum(dot, axis=2), mask=kept)
+    step = tl.num_programs(0) * BLOCK_R
+    for first in range(used + pid * BLOCK_R, R, step):  # padding rows have no gradient
+        rows = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
+        tl.store(dprobs_ptr + rows, tl.zeros((BLOCK_R,), tl.float32), mask=rows < R)
+        for start in range(0, N, BLOCK_N):
+            cols = (start + tl.arange(0, BLOCK_N))[None, :]
+            mask = (rows < R)[:, None] & (cols < N)
+            tl.store(dx_ptr + (rows * N)[:, None] + cols, 0.0, mask=mask)

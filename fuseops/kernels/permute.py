@@ -1,0 +1,175 @@
+"""Rows of tokens to rows of experts and back: scatter, gather, and the weighted combine.
+
+Maths: scatter  y[pos[t, k]] = x[t];  gather  y[r] = x[index[r]], the same rows by another way;
+    combine  y[t] = sum over k of x[pos[t, k]] * probs[pos[t, k]], or without probs the plain sum.
+Scatter reads a token's row once and writes it K times, gather reads it K times: scatter is the
+faster wherever pos exists. Backwards: of scatter and gather the plain combine; of the plain
+combine scatter; of the weighted combine ``combine_bwd``, or scatter with probs where dprobs is not
+needed. Sums are float32 in the order of k, dprobs is one sum a row: both repeat bit for bit.
+Shapes: x (T, N) or (R, N), index (R,) int token of each row, pos (T, K) int row of each copy (its
+inverse map, each row at most once), offs (E,) int32 row ends on the device, probs (R,) float32.
+Layout: rows may be strided. Rows at or beyond offs[-1] are padding: written as zeros, never read.
+A copy whose pos is negative or a padding row does not exist: nothing is written or added for it.
+Values of one number a copy, such as probs, are rows with N = 1 of tokens with K = 1.
+Hardware: sm_80 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import tiles
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.registry import kernel_op, tensor_bytes
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.twins import permute as twins
+
+MAX_K = 64
+
+
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
+    k, width = pow2(dims[0]), pow2(dims[1])
+    choices = []
+    for total, warps, stages in ((2048, 4, 1), (4096, 4, 1), (4096, 8, 1), (4096, 8, 2)):
+        n = min(width, max(total // k, 32), 1024)
+        rows = max(total // (k * n), 1)
+        choices.append({"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "num_warps": warps})
+    return choices
+
+
+def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _bwd_candidates(dims, itemsize)[0]
+
+
+SCATTER = Space("scatter_rows", tiles.tile_candidates, tiles.tile_default)
+GATHER = Space("gather_rows", tiles.tile_candidates, tiles.tile_default)
+COMBINE = Space("combine_fwd", tiles.tile_candidates, tiles.tile_default)
+COMBINE_BWD = Space("combine_bwd", _bwd_candidates, _bwd_default)
+
+TOKENS, EXPERTS = 8192, 64
+
+
+def _cases(what: str) -> Iterator[tuple[Any, ...]]:
+    sizes = [(torch.bfloat16, 2048, 8), (torch.bfloat16, 4096, 2), (torch.bfloat16, 100, 4)]
+    sizes += [(torch.float16, 2048, 8), (torch.float32, 2048, 8)]
+    sizes += [] if what == "combine_bwd" else [(torch.float32, 1, 1)]  # probs
+    for dtype, n, k in sizes:
+        rows = TOKENS * k
+        tokens, routed = (torch.empty(r, n, dtype=dtype, device="meta") for r in (TOKENS, rows))
+        pos = torch.empty(TOKENS, k, dtype=torch.int32, device="meta")
+        index = torch.empty(rows, dtype=torch.int64, device="meta")
+        offs = torch.empty(EXPERTS, dtype=torch.int32, device="meta")
+        probs = torch.empty(rows, device="meta")
+        for p in (None, probs) if n > 1 and what != "combine_bwd" else (None,):
+            if what == "scatter":
+                yield tokens, pos, offs, rows, p
+            elif what == "gather":
+                yield tokens, index, offs, p
+            elif what == "combine":
+                yield routed, pos, offs, p
+        if what == "combine_bwd":
+            yield tokens, routed, pos, offs, probs
+
+
+def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> int:
+    """Each token is read once, though a gather reads it for each of its rows."""
+    return tensor_bytes((x, index, offs, probs)) + len(index) * x.shape[1] * x.element_size()
+
+
+@kernel_op(twin=twins.scatter_rows, cases=lambda: _cases("scatter"))
+def scatter_rows(
+    x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
+) -> Tensor:
+    """y[pos[t, k]] = x[t] (* probs[pos[t, k]]), zeros at padding rows.   x (T, N) -> y (rows, N)"""
+    x2, k = _checked(x, "x"), _check_pos(pos, len(x))
+    _check_rest(offs, probs, rows)
+    n = x.shape[1]
+    y = x.new_empty(rows, n)
+    config = SCATTER.pick(len(x), (n,), x)
+    blocks = max(cdiv(len(x), config["BLOCK_R"]), 1)
+    launch(
+        device("permute").scatter_rows_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        x2, pos.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        len(x), rows, n, len(offs), blocks, x2.stride(0), K=k, SCALED=probs is not None, **config,
+    )  # fmt: skip
+    return y
+
+
+@kernel_op(twin=twins.gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
+def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
+    x2 = _checked(x, "x")
+    require(index.dim() == 1, f"index is {tuple(index.shape)}, expected (R,).")
+    _check_rest(offs, probs, len(index))
+    rows, n = len(index), x.shape[1]
+    y = x.new_empty(rows, n)
+    config = GATHER.pick(rows, (n,), x)
+    launch(
+        device("permute").gather_rows_kernel, tiles.tile_grid(rows, n, config),
+        x2, index.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        rows, n, len(offs), x2.stride(0), SCALED=probs is not None, **config,
+    )  # fmt: skip
+    return y
+
+
+@kernel_op(twin=twins.combine_fwd, cases=lambda: _cases("combine"))
+def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    """y[t] = sum over k of x[pos[t, k]] (* probs[pos[t, k]]).   x (R, N), pos (T, K) -> y (T, N)"""
+    x2, k = _checked(x, "x"), _check_pos(pos, None)
+    _check_rest(offs, probs, len(x))
+    tokens, n = len(pos), x.shape[1]
+    y = x.new_empty(tokens, n)
+    config = COMBINE.pick(tokens, (n,), x)
+    launch(
+        device("permute").combine_fwd_kernel, tiles.tile_grid(tokens, n, config),
+        x2, pos.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        tokens, len(x), n, len(offs), x2.stride(0), K=k, SCALED=probs is not None, **config,
+    )  # fmt: skip
+    return y
+
+
+@kernel_op(twin=twins.combine_bwd, cases=lambda: _cases("combine_bwd"))
+def combine_bwd(
+    dy: Tensor, x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dx (R, N), dprobs (R,) float32) of combine_fwd with probs; zeros at padding rows."""
+    dy2, x2, k = _checked(dy, "dy"), _checked(x, "x"), _check_pos(pos, len(dy))
+    _check_rest(offs, probs, len(x))
+    rows, n = x.shape
+    require(dy.shape[1] == n, f"dy is {tuple(dy.shape)}, expected {(len(dy), n)}.")
+    dx, dprobs = x.new_empty(rows, n), torch.empty_like(probs, memory_format=torch.contiguous_format)
+    config = COMBINE_BWD.pick(len(dy), (k, n), x)
+    launch(
+        device("permute").combine_bwd_kernel, (max(cdiv(len(dy), config["BLOCK_R"]), 1),),
+        dy2, x2, pos.contiguous(), offs, probs.contiguous(), dx, dprobs,
+        len(dy), rows, n, len(offs), dy2.stride(0), x2.stride(0),
+        K=k, BLOCK_K=pow2(k), **config,
+    )  # fmt: skip
+    return dx, dprobs
+
+
+def _checked(x: Tensor, name: str) -> Tensor:
+    require(x.dim() == 2, f"{name} is {tuple(x.shape)}, expected two axes.")
+    return as_rows(x)
+
+
+def _check_pos(pos: Tensor, tokens: int | None) -> int:
+    """K, which is compiled into the kernels."""
+    fits = pos.dim() == 2 and (tokens is None or len(pos) == tokens)
+    require(fits, f"pos is {tuple(pos.shape)}, expected ({'T' if tokens is None else tokens}, K).")
+    require(1 <= pos.shape[1] <= MAX_K, f"K is {pos.shape[1]}, expected 1 to {MAX_K}.")
+    return pos.shape[1]
+
+
+def _check_rest(offs: Tensor, probs: Tensor | None, rows: int) -> None:
+    require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
+    require(0 <= rows < 1 << 31, f"there are {rows} rows, expected fewer than 2^31.")
+    if probs is not None:
+        require(probs.shape == (rows,), f"probs is {tuple(probs.shape)}, expected ({rows},).")
+        require(probs.dtype == torch.float32, f"probs is {probs.dtype}, expected torch.float32.")

@@ -1,0 +1,125 @@
+"""From chosen experts to rows: how many each expert gets, where its rows end, and which row every
+copy of a token takes.
+
+Maths: a stable counting sort. The row of copy i = (t, k) is the number of copies of lower experts,
+plus the number of copies of its own expert before it. Integers only and no atomics on results, so
+it repeats bit for bit.
+Shapes: experts (T, K) int, weights (T, K) or None -> offs (E,) int32 row ends, index (R,) int64
+token of each row, pos (T, K) int32 row of each copy, probs (R,) float32; R = T * K.
+Layout: an expert outside 0 to E-1 takes no copy: pos is -1, and as many rows behind offs[-1] are
+padding with index 0 and probs 0.
+Launches: one up to ONE_LAUNCH copies (every program counts them all), two beyond (count, place).
+Hardware: sm_80 and later. More than MAX_EXPERTS experts run the twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import cdiv, pow2, require
+from fuseops.kernels.twins import routing as twins
+
+MAX_EXPERTS = 1 << 11
+ONE_LAUNCH = 1 << 14
+PROGRAMS = 256  # each reads the counts of all
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [
+        {"BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
+        for s, h, warps in ((128, 1024, 4), (128, 512, 4), (128, 1024, 8), (256, 1024, 8))
+    ]
+
+
+def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _candidates(dims, itemsize)[0]
+
+
+ROUTE = Space("route", _candidates, _default)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for tokens, k, num_experts, dtype in (
+        (1024, 8, 128, torch.int32),
+        (32768, 8, 128, torch.int32),
+        (32768, 8, 256, torch.int32),
+        (8192, 2, 8, torch.int32),
+        (8192, 4, 64, torch.int64),
+    ):
+        experts = torch.empty(tokens, k, dtype=dtype, device="meta")
+        yield experts, num_experts
+        yield experts, num_experts, torch.empty(tokens, k, device="meta")
+
+
+def _count_cases() -> Iterator[tuple[Any, ...]]:
+    for dtype in (torch.int32, torch.int64):
+        for num_experts in (8, 128):
+            yield (torch.empty(num_experts, dtype=dtype, device="meta"),)
+
+
+@kernel_op(twin=twins.route, cases=_cases)
+def route(
+    experts: Tensor, num_experts: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(offs (E,), index (R,), pos (T, K), probs (R,) or empty), rows in order of expert, then
+    token.
+    """
+    require(
+        experts.dim() == 2 and experts.shape[1] > 0,
+        f"experts is {tuple(experts.shape)}, expected (T, K).",
+    )
+    require(num_experts > 0, f"num_experts is {num_experts}, expected at least 1.")
+    require(experts.numel() < 1 << 30, f"{experts.numel()} copies, expected fewer than 2^30.")
+    require(
+        weights is None or weights.shape == experts.shape,
+        f"weights is {weights is not None and tuple(weights.shape)}, "
+        f"expected {tuple(experts.shape)}.",
+    )
+    if num_experts > MAX_EXPERTS:
+        return twins.route(experts, num_experts, weights)
+    experts, rows, k = experts.contiguous(), experts.numel(), experts.shape[1]
+    where = experts.device
+    offs = torch.empty(num_experts, dtype=torch.int32, device=where)
+    index = torch.empty(rows, dtype=torch.int64, device=where)
+    pos = torch.empty(experts.shape, dtype=torch.int32, device=where)
+    probs = torch.empty(0 if weights is None else rows, dtype=torch.float32, device=where)
+    config = ROUTE.pick(rows, (num_experts,), experts)
+    block_h, block_e = config["BLOCK_H"], pow2(num_experts + 1, least=16)
+    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
+    programs = max(cdiv(rows, chunk), 1)
+    counted, counts = rows > ONE_LAUNCH, offs
+    if counted:
+        counts = torch.empty(programs, block_e, dtype=torch.int32, device=where)
+        launch(
+            device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
+            BLOCK_H=block_h, BLOCK_E=block_e, num_warps=config["num_warps"],
+        )  # fmt: skip
+    launch(
+        device("routing").route_kernel, (programs,),
+        experts, offs if weights is None else weights.contiguous(), counts, offs, index, pos, probs,
+        rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
+        BLOCK_C=max(4096 // block_e, 1), BLOCK_E=block_e, **config,
+    )  # fmt: skip
+    return offs, index, pos, probs
+
+
+@kernel_op(twin=twins.counts_to_offs, cases=_count_cases)
+def counts_to_offs(counts: Tensor) -> Tensor:
+    """offs (E,) int32: the row ends of groups with these counts (E,)."""
+    require(counts.dim() == 1, f"counts is {tuple(counts.shape)}, expected (E,).")
+    num_experts = len(counts)
+    if num_experts > MAX_EXPERTS:
+        return twins.counts_to_offs(counts)
+    offs = torch.empty(num_experts, dtype=torch.int32, device=counts.device)
+    launch(
+        device("routing").counts_to_offs_kernel, (1 if num_experts else 0,),
+        counts.contiguous(), offs, num_experts, BLOCK_E=pow2(num_experts), num_warps=4,
+    )  # fmt: skip
+    return offs
