@@ -1,5 +1,5 @@
 """Importing this registers every kernel op."""
 
-from fuseops.kernels import activation, bias, norm, permute, quantize, routing
+from fuseops.kernels import activation, bias, cast, norm, permute, quantize, router, routing
 
-__all__ = ["activation", "bias", "norm", "permute", "quantize", "routing"]
+__all__ = ["activation", "bias", "cast", "norm", "permute", "quantize", "router", "routing"]

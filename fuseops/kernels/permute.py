@@ -32,11 +32,24 @@ from fuseops.kernels.twins import permute as twins
 MAX_K = 64
 
 
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """At most 16 elements a thread: every row has an address of its own."""
+    n = pow2(dims[-1], most=1024 if itemsize == 4 else 2048)
+    return [
+        {"BLOCK_R": max(total // n, 1), "BLOCK_N": n, "num_warps": warps}
+        for total, warps in ((2048, 4), (1024, 4), (4096, 8))
+    ]
+
+
+def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _candidates(dims, itemsize)[0]
+
+
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
     k, width = pow2(dims[0]), pow2(dims[1])
     choices = []
-    for total, warps, stages in ((2048, 4, 1), (4096, 4, 1), (4096, 8, 1), (4096, 8, 2)):
+    for total, warps, stages in ((2048, 4, 1), (4096, 8, 1), (4096, 8, 2)):
         n = min(width, max(total // k, 32), 1024)
         rows = max(total // (k * n), 1)
         choices.append({"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "num_warps": warps})
@@ -47,9 +60,9 @@ def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _bwd_candidates(dims, itemsize)[0]
 
 
-SCATTER = Space("scatter_rows", tiles.tile_candidates, tiles.tile_default)
-GATHER = Space("gather_rows", tiles.tile_candidates, tiles.tile_default)
-COMBINE = Space("combine_fwd", tiles.tile_candidates, tiles.tile_default)
+SCATTER = Space("scatter_rows", _candidates, _default)
+GATHER = Space("gather_rows", _candidates, _default)
+COMBINE = Space("combine_fwd", _candidates, _default)
 COMBINE_BWD = Space("combine_bwd", _bwd_candidates, _bwd_default)
 
 TOKENS, EXPERTS = 8192, 64
@@ -66,15 +79,19 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
         index = torch.empty(rows, dtype=torch.int64, device="meta")
         offs = torch.empty(EXPERTS, dtype=torch.int32, device="meta")
         probs = torch.empty(rows, device="meta")
-        for p in (None, probs) if n > 1 and what != "combine_bwd" else (None,):
+        if what == "combine_bwd":
+            yield tokens, routed, pos, offs, probs
+            continue
+        for p in (None,) if n == 1 else (probs, None) if (dtype, n) == _USUAL else (probs,):
             if what == "scatter":
                 yield tokens, pos, offs, rows, p
             elif what == "gather":
                 yield tokens, index, offs, p
-            elif what == "combine":
+            else:
                 yield routed, pos, offs, p
-        if what == "combine_bwd":
-            yield tokens, routed, pos, offs, probs
+
+
+_USUAL = (torch.bfloat16, 2048)
 
 
 def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> int:
@@ -143,7 +160,10 @@ def combine_bwd(
     _check_rest(offs, probs, len(x))
     rows, n = x.shape
     require(dy.shape[1] == n, f"dy is {tuple(dy.shape)}, expected {(len(dy), n)}.")
-    dx, dprobs = x.new_empty(rows, n), torch.empty_like(probs, memory_format=torch.contiguous_format)
+    dx, dprobs = (
+        x.new_empty(rows, n),
+        torch.empty_like(probs, memory_format=torch.contiguous_format),
+    )
     config = COMBINE_BWD.pick(len(dy), (k, n), x)
     launch(
         device("permute").combine_bwd_kernel, (max(cdiv(len(dy), config["BLOCK_R"]), 1),),

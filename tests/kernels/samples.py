@@ -14,6 +14,7 @@ def samples() -> dict[str, tuple]:
     experts = torch.tensor([[0, 2], [2, 1], [0, 2]])
     index, pos = torch.tensor([0, 2, 1, 0, 1, 2]), torch.tensor([[0, 3], [4, 2], [1, 5]]).int()
     ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
     return {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
@@ -36,4 +37,8 @@ def samples() -> dict[str, tuple]:
         "combine_bwd": (dy[:3], y, pos, ends, probs),
         "route": (experts, 3, probs.view(3, 2)),
         "counts_to_offs": (offs,),
+        "router_fwd": (y, 3, "softmax", True, 1.5, w, True),
+        "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5, dy),
+        "cast": (y, torch.bfloat16),
+        "cast_transpose": (y, torch.bfloat16, "both"),
     }

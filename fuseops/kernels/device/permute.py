@@ -104,7 +104,9 @@ def combine_bwd_kernel(
     here = tokens < T
     used = rows_used(offs_ptr, E, R)
     row = tl.load(
-        pos_ptr + (tokens * K)[:, None] + k[None, :], mask=here[:, None] & (k < K)[None, :], other=-1
+        pos_ptr + (tokens * K)[:, None] + k[None, :],
+        mask=here[:, None] & (k < K)[None, :],
+        other=-1,
     ).to(tl.int64)
     kept = (row >= 0) & (row < used)
     probs = tl.load(probs_ptr + row, mask=kept, other=0.0)

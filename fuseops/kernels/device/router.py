@@ -1,0 +1,106 @@
+"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token."""
+
+import triton
+import triton.language as tl
+
+TINY: tl.constexpr = tl.constexpr(1e-20)
+LOWEST: tl.constexpr = tl.constexpr(-2147483648)
+
+
+@triton.jit
+def load_logits(at, mask, cols, E):
+    """float32 logits, -inf beyond the experts, 0 beyond the tokens (where -inf would give NaN)."""
+    return tl.where(cols < E, tl.load(at, mask=mask, other=0.0).to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def scores_of(logits, SOFTMAX: tl.constexpr):
+    """Scores of a float32 tile whose columns beyond the experts are -inf."""
+    if SOFTMAX:
+        e = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        return e / tl.sum(e, axis=1)[:, None]
+    else:
+        return tl.sigmoid(logits)
+
+
+@triton.jit
+def order_of(key):
+    """int32 in the order of float32 keys, above LOWEST; NaN is the largest, as inf, and -0 is 0."""
+    key = tl.where(key == key, tl.where(key == 0.0, 0.0, key), float("inf"))
+    bits = key.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_fwd_kernel(
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, scores_ptr, T, E, stride_logits, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    NEED_SCORES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """K times the largest key that is left, the lower expert first among equals."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_E)[None, :]
+    mask = (tokens < T)[:, None] & (cols < E)
+    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
+    scores = scores_of(logits, SOFTMAX)
+    if NEED_SCORES:
+        tl.store(scores_ptr + (tokens * E)[:, None] + cols, scores, mask=mask)
+    if BIASED:
+        key = scores + tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
+    else:
+        key = logits
+    left = tl.where(cols < E, order_of(key), LOWEST)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    weights = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
+    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
+    for k in tl.static_range(K):
+        largest = tl.max(left, axis=1)[:, None]
+        best = tl.min(tl.where(left == largest, cols, BLOCK_E), axis=1)[:, None]
+        chosen = cols == best
+        experts = tl.where(slots == k, best, experts)
+        weights = tl.where(
+            slots == k, tl.sum(tl.where(chosen, scores, 0.0), axis=1)[:, None], weights
+        )
+        left = tl.where(chosen, LOWEST, left)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
+    at = (tokens * K)[:, None] + slots
+    mask = (tokens < T)[:, None] & (slots < K)
+    tl.store(weights_ptr + at, weights * scale, mask=mask)
+    tl.store(experts_ptr + at, experts, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_bwd_kernel(
+    dweights_ptr, logits_ptr, experts_ptr, dscores_ptr, dlogits_ptr, T, E, stride_logits, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, HAS_DSCORES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = tokens < T
+    cols = tl.arange(0, BLOCK_E)[None, :]
+    mask = here[:, None] & (cols < E)
+    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
+    scores = scores_of(logits, SOFTMAX)
+    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    picked = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
+    for k in tl.static_range(K):
+        expert = tl.load(experts_ptr + tokens * K + k, mask=here, other=-1)[:, None]
+        dw = tl.load(dweights_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
+        d = tl.where(cols == expert, dw[:, None] * scale, d)
+        picked = picked | (cols == expert)
+    if NORMALIZE:
+        chosen = tl.where(picked, scores, 0.0)
+        total = tl.sum(chosen, axis=1)[:, None] + TINY
+        d = tl.where(picked, (d - tl.sum(d * chosen, axis=1)[:, None] / total) / total, 0.0)
+    if HAS_DSCORES:
+        d += tl.load(dscores_ptr + (tokens * E)[:, None] + cols, mask=mask, other=0.0).to(
+            tl.float32
+        )
+    if SOFTMAX:
+        d = scores * (d - tl.sum(d * scores, axis=1)[:, None])
+    else:
+        d = d * scores * (1.0 - scores)
+    tl.store(
+        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty), mask=mask
+    )

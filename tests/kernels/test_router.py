@@ -1,0 +1,114 @@
+"""The router picks what a stable sort picks, its weights equal the twin's, its gradient equals
+autograd's.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import DTYPES, SEEDS, assert_matches, few, reference, run, tensor
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import router as k
+
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's words on inf and NaN
+]
+TOKENS = st.sampled_from([0, 1, 7, 65])
+SIZES = st.sampled_from([(1, 1), (3, 2), (8, 2), (40, 8), (64, 5), (130, 3)])
+SCORE = st.sampled_from(k.SCORES)
+
+
+def logits_of(tokens, experts, dtype, seed, values, strided):
+    """``ties``: few distinct values, zeros of both signs and masked experts among them."""
+    if values != "ties":
+        return tensor((tokens, experts), dtype, values, seed, strided)
+    g = torch.Generator().manual_seed(seed)
+    levels = torch.tensor([0.0, -0.0, 1.0, -1.0, -float("inf")])
+    return levels[torch.randint(0, 5, (tokens, experts), generator=g)].to(dtype)
+
+
+@given(
+    TOKENS,
+    SIZES,
+    DTYPES,
+    SEEDS,
+    st.sampled_from(["normal", "large", "ties", "nonfinite"]),
+    SCORE,
+    st.booleans(),
+    st.booleans(),
+)
+@few
+def test_forward(tokens, sizes, dtype, seed, values, score, normalize, strided):
+    experts, top_k = sizes
+    x = logits_of(tokens, experts, dtype, seed, values, strided)
+    _, chosen, _ = assert_matches(
+        k.router_fwd, x, top_k, score, normalize, 2.5, None, seed % 2 == 0
+    )
+    assert chosen.sort(-1).values.diff().gt(0).all()  # no expert twice
+
+
+@given(TOKENS, SIZES, SEEDS, SCORE, st.booleans())
+@few
+def test_bias_corrects_the_choice_alone(tokens, sizes, seed, score, normalize):
+    """Two keys may differ by less than a rounding of the scores: keys are compared, not experts."""
+    experts, top_k = sizes
+    x = tensor((tokens, experts), torch.float32, "normal", seed)
+    bias = tensor((experts,), torch.float32, "normal", seed + 1)
+    args = x, top_k, score, normalize, 1.5, bias, True
+    weights, chosen, scores = run(k.router_fwd, *args)
+    _, wanted, want_scores = reference(k.router_fwd, *args)
+    keys = want_scores.double() + bias
+    torch.testing.assert_close(scores.double(), want_scores.double(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        keys.gather(1, chosen.long()), keys.gather(1, wanted.long()), rtol=1e-5, atol=1e-5
+    )
+    taken = want_scores.double().gather(1, chosen.long())
+    taken = taken / taken.sum(1, keepdim=True) if normalize else taken
+    torch.testing.assert_close(weights.double(), 1.5 * taken, rtol=1e-5, atol=1e-7)
+
+
+@given(TOKENS, SIZES, DTYPES, SEEDS, SCORE, st.booleans(), st.booleans(), st.booleans())
+@few
+def test_backward(tokens, sizes, dtype, seed, score, normalize, with_scores, strided):
+    experts, top_k = sizes
+    x = tensor((tokens, experts), dtype, "normal", seed, strided)
+    chosen = k.router_fwd.twin(x, top_k, score)[1]
+    dw = tensor((tokens, top_k), torch.float32, "normal", seed + 1)
+    ds = tensor((tokens, experts), torch.float32, "normal", seed + 2) if with_scores else None
+    args = dw, x, chosen, score, normalize, 2.5, ds
+    assert torch.equal(assert_matches(k.router_bwd, *args, sums=True), run(k.router_bwd, *args))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("score", k.SCORES)
+def test_twins_are_autograd(score, normalize):
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    dw, ds = torch.randn(9, 3), torch.randn(9, 12)
+    scores = torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)
+    top = scores.topk(3)
+    weights = top.values / top.values.sum(-1, keepdim=True) if normalize else top.values
+    (want,) = torch.autograd.grad([2.5 * weights, scores], x, [dw.double(), ds.double()])
+    logits = x.detach().float()
+    got, experts, got_scores = k.router_fwd.twin(logits, 3, score, normalize, 2.5, None, True)
+    assert torch.equal(experts.long(), top.indices)
+    torch.testing.assert_close(got.double(), 2.5 * weights.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got_scores.double(), scores.detach(), rtol=1e-5, atol=1e-6)
+    got = k.router_bwd.twin(dw, logits, experts, score, normalize, 2.5, ds)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_more_experts_than_a_program_holds_run_the_twin():
+    x = torch.randn(2, k.MAX_EXPERTS + 1)
+    assert torch.equal(run(k.router_fwd, x, 2)[1], k.router_fwd.twin(x, 2)[1])
+
+
+def test_errors_name_what_was_given():
+    x = torch.zeros(2, 4)
+    with pytest.raises(FuseOpsError, match="k is 5, expected 1 to 4"):
+        k.router_fwd.launcher(x, 5)
+    with pytest.raises(FuseOpsError, match="unknown score 'relu'"):
+        k.router_fwd.launcher(x, 2, "relu")
+    with pytest.raises(FuseOpsError, match=r"dweights is \(2, 3\), expected \(2, 2\)"):
+        k.router_bwd.launcher(torch.zeros(2, 3), x, torch.zeros(2, 2, dtype=torch.int32))
