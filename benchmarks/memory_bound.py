@@ -32,6 +32,13 @@ from fuseops.kernels.registry import KernelOp
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = ((8192, 4096), (65536, 2048))
+MOE = {
+    (32768, 2048): (128, 8),
+    (32768, 4096): (64, 4),
+    (8192, 4096): (8, 2),
+    (24576, 1536): (128, 8),
+}
+"""(tokens, columns): (experts, k)."""
 SMALL_ROWS = (64, 1024)
 SMALL_CASES = ("swiglu_fwd", "scaled_swiglu_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize_rows")
 FOOTPRINT = 400 << 20
@@ -50,6 +57,7 @@ class Case(NamedTuple):
     eager: Call | None = None
     liger: Callable[[], Call] | None = None
     tail: tuple = ()
+    shapes: tuple[tuple[int, int], ...] = SHAPES
 
 
 def rnd(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -190,6 +198,87 @@ def activation_cases() -> Iterator[Case]:
     yield Case("scaled_swiglu_bwd_y", scaled_bwd, args, tail=("swiglu", True, True))
 
 
+def logits(r: int, n: int) -> tuple:
+    return rnd(r, MOE[r, n][0], dtype=torch.float32), MOE[r, n][1]
+
+
+def chosen(r: int, n: int) -> tuple:
+    weights, experts = logits(r, n)[0].topk(MOE[r, n][1])
+    return experts.to(torch.int32), MOE[r, n][0], weights
+
+
+def routed(r: int, n: int) -> tuple[Tensor, ...]:
+    """(offs, index, pos, probs) of random choices."""
+    return k.routing.route(*chosen(r, n))
+
+
+def scatter_args(r: int, n: int) -> tuple:
+    offs, index, pos, _ = routed(r, n)
+    return rnd(r, n), pos, offs, len(index)
+
+
+def gather_args(r: int, n: int) -> tuple:
+    offs, index, *_ = routed(r, n)
+    return rnd(r, n), index, offs
+
+
+def combine_args(r: int, n: int) -> tuple:
+    offs, index, pos, probs = routed(r, n)
+    return rnd(len(index), n), pos, offs, probs
+
+
+def combine_bwd_args(r: int, n: int) -> tuple:
+    return rnd(r, n), *combine_args(r, n)
+
+
+def router_bwd_args(r: int, n: int) -> tuple:
+    scores, k = logits(r, n)
+    return rnd(r, k, dtype=torch.float32), scores, scores.topk(k).indices.to(torch.int32)
+
+
+def scatter(x: Tensor, pos: Tensor, offs: Tensor, rows: int) -> Tensor:
+    y = x.new_empty(rows, x.shape[1])
+    return y.index_copy_(0, pos.flatten().long(), x.repeat_interleave(pos.shape[1], 0))
+
+
+def combine(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    pos = pos.long()
+    y = x[pos] if probs is None else x[pos] * probs[pos][:, :, None]
+    return y.sum(1).to(x.dtype)
+
+
+def topk_softmax(logits: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
+    top = torch.softmax(logits, -1).topk(k)
+    return top.values / top.values.sum(-1, keepdim=True), top.indices
+
+
+def moe_cases() -> Iterator[Case]:
+    p, moe = k.permute, tuple(MOE)
+    gather = lambda x, index, _: x.index_select(0, index)  # noqa: E731
+    plain = lambda r, n: combine_args(r, n)[:3]  # noqa: E731
+    soft = ("softmax", True)
+    yield Case("scatter_rows", p.scatter_rows, scatter_args, scatter, shapes=moe)
+    yield Case("gather_rows", p.gather_rows, gather_args, gather, shapes=moe)
+    yield Case("combine_plain", p.combine_fwd, plain, combine, shapes=moe)
+    yield Case("combine_fwd", p.combine_fwd, combine_args, combine, shapes=moe)
+    yield Case("combine_bwd", p.combine_bwd, combine_bwd_args, shapes=moe)
+    yield Case("route", k.routing.route, chosen, shapes=moe)
+    yield Case("router_fwd", k.router.router_fwd, logits, topk_softmax, tail=soft, shapes=moe)
+    yield Case("router_bwd", k.router.router_bwd, router_bwd_args, tail=soft, shapes=moe)
+
+
+def cast_cases() -> Iterator[Case]:
+    c, bf16 = k.cast, torch.bfloat16
+    f32 = lambda r, n: (rnd(r, n, dtype=torch.float32),)  # noqa: E731
+    to = lambda x, dtype: x.to(dtype)  # noqa: E731
+    both = lambda x, dtype, _: (x.to(dtype), x.t().to(dtype).contiguous())  # noqa: E731
+    transpose = lambda x, *_: x.t().contiguous()  # noqa: E731
+    yield Case("cast_down", c.cast, f32, to, tail=(bf16,))
+    yield Case("cast_up", c.cast, x, to, tail=(torch.float32,))
+    yield Case("transpose", c.cast_transpose, x, transpose, tail=(bf16, "col"))
+    yield Case("cast_transpose", c.cast_transpose, f32, both, tail=(bf16, "both"))
+
+
 def cases() -> Iterator[Case]:
     b, norm, q = k.bias, k.norm, k.quantize
     yield from activation_cases()
@@ -214,6 +303,8 @@ def cases() -> Iterator[Case]:
         for layout in ("row", "col", "both"):
             name = f"quantize_{block}x128_{layout}"
             yield Case(name, q.quantize_blocks, x, tail=(E4M3, block, layout))
+    yield from moe_cases()
+    yield from cast_cases()
 
 
 def candidates(case: Case) -> dict[str, Call | str]:
@@ -375,9 +466,9 @@ def main() -> None:
     )
     chosen = [case for case in cases() if options.only in case.name]
     work: list[tuple] = (
-        [(tune, report["tuned"], c, s) for c in chosen for s in SHAPES] if options.tune else []
+        [(tune, report["tuned"], c, s) for c in chosen for s in c.shapes] if options.tune else []
     )
-    work += [(bandwidth, report["bandwidth"], c, s) for s in SHAPES for c in chosen]
+    work += [(bandwidth, report["bandwidth"], c, s) for c in chosen for s in c.shapes]
     work += [
         (small, report["small"], c, (r, 4096))
         for c in chosen

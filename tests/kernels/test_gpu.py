@@ -83,3 +83,31 @@ def test_addresses_past_two_to_the_31():
         k.quantize.quantize_blocks(tail, torch.float8_e4m3fn, 1)[0].view(torch.uint8),
     )
     assert col.shape == (n, rows) and bool((col[:, :-3].view(torch.uint8) == 0).all())
+
+
+def test_permuted_rows_past_two_to_the_31():
+    tokens, n = (1 << 20) + 3, 2056
+    x = torch.zeros(tokens, n, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = torch.randn(3, n, device="cuda").bfloat16()
+    tail = x[-3:].clone()
+    pos = torch.arange(tokens, dtype=torch.int32, device="cuda")[:, None]
+    offs, probs = pos[-1] + 1, torch.ones(tokens, device="cuda")
+    y = k.permute.scatter_rows(x, pos, offs, tokens)
+    assert torch.equal(y[-3:], tail)
+    assert torch.equal(k.permute.gather_rows(y, pos[:, 0], offs)[-3:], tail)
+    assert torch.equal(k.permute.combine_fwd(x, pos, offs)[-3:], tail)
+    dx, dprobs = k.permute.combine_bwd(y, x, pos, offs, probs)
+    assert torch.equal(dx[-3:], tail)
+    torch.testing.assert_close(dprobs[-3:], tail.float().square().sum(1), rtol=1e-5, atol=1e-3)
+    del y, dx
+    row, col = k.cast.cast_transpose(x, torch.bfloat16)
+    assert torch.equal(row[-3:], tail) and torch.equal(col[:, -3:], tail.t())
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 2048, 2049, 60000])
+def test_route_of_many_copies_is_a_stable_sort(tokens):
+    experts = torch.randint(-1, 130, (tokens, 8), device="cuda", dtype=torch.int32)
+    weights = torch.rand(tokens, 8, device="cuda")
+    want = k.routing.route.twin(experts, 128, weights)
+    for _ in range(3):
+        assert all(map(torch.equal, k.routing.route(experts, 128, weights), want))
