@@ -208,3 +208,73 @@ def _align(rows: int) -> int:
 
 def _limit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
+
+
+def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(8, 128, 64), _square(8, 128, 32), _square(16)]
+
+
+COLUMN_AMAX = Space("column_amax", tiles.tile_candidates, tiles.tile_default)
+COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
+GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
+MAX_SPLITS = 64
+
+
+def _group_cases() -> Iterator[tuple[Any, ...]]:
+    for x, fmt, *tail in _cases((False,)):
+        yield x, torch.empty(64, dtype=torch.int32, device="meta"), fmt, *tail
+
+
+def _column_bytes(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
+    return 2 * tensor_bytes(x) + x.numel() + 4 * x.shape[1]
+
+
+@fp8_op(twin=twins.quantize_columns, nbytes=_column_bytes, cases=lambda: _cases((False,)))
+def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,)); two
+    launches.
+    """
+    x, _, col = _outputs(x, dtype, "col")
+    rows, n = x.shape
+    if not x.numel():
+        return twins.quantize_columns(x, dtype, pow2)
+    scale = x.new_empty(n, dtype=torch.float32)
+    config = COLUMN_AMAX.pick(rows, (n,), x)
+    blocks = cdiv(n, config["BLOCK_N"])
+    _, each = tiles.row_splits(rows, blocks, config["BLOCK_R"], x)
+    each = max(each, tiles.pow2(cdiv(rows, MAX_SPLITS)))
+    splits = cdiv(rows, each)
+    partial = x.new_empty(splits, n, dtype=torch.float32)
+    kernel = device("quantize").column_amax_kernel
+    launch(kernel, (blocks, splits), x, partial, rows, n, each, x.stride(0), **config)
+    config = COLUMNS.pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
+        x, partial, col, scale, rows, n, splits, x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
+        ALIGN=_align(rows), BLOCK_S=MAX_SPLITS, **config,
+    )  # fmt: skip
+    return col, scale
+
+
+@fp8_op(twin=twins.quantize_group_blocks, cases=_group_cases)
+def quantize_group_blocks(
+    x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(q (N, R), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each
+    group, as a weight gradient reads them.
+
+    The scales of group g begin at row offs[g-1] // 128 + g, which needs no look at the counts.
+    Padding rows behind offs[-1] are zeros in q; scales that nothing uses are 1.
+    """
+    x, _, col = _outputs(x, dtype, "col")
+    rows, n = x.shape
+    require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
+    blocks = rows // 128 + len(offs)
+    scale = x.new_empty(blocks, n, dtype=torch.float32)
+    config = GROUP_BLOCKS.pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        x, offs, col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
+        BLOCK_E=tiles.pow2(len(offs)), **config,
+    )  # fmt: skip
+    return col, scale

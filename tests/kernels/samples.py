@@ -39,6 +39,8 @@ def samples() -> dict[str, tuple]:
         "counts_to_offs": (offs,),
         "router_fwd": (y, 3, "softmax", True, 1.5, w, True),
         "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5, dy),
+        "quantize_columns": (y, E4M3),
+        "quantize_group_blocks": (y, offs, E4M3),
         "cast": (y, torch.bfloat16),
         "cast_transpose": (y, torch.bfloat16, "both"),
     }

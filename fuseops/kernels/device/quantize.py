@@ -166,3 +166,81 @@ def quantize_blocks_kernel(
                 col_scale_ptr + block_r.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N
             )
             store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["R", "ROWS"])
+def column_amax_kernel(
+    x_ptr, partial_ptr, R, N, ROWS, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """A program takes ROWS rows of a block of columns: one row of ``partial``."""
+    split = tl.program_id(1)
+    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    first = split.to(tl.int64) * ROWS
+    last = tl.minimum(first + ROWS, R)
+    largest = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for start in range(0, ROWS, BLOCK_R):
+        rows = first + start + tl.arange(0, BLOCK_R)
+        mask = (rows < last)[:, None] & (cols < N)
+        x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(x))
+    at = partial_ptr + split.to(tl.int64) * N + cols
+    tl.store(at, tl.max(largest, axis=0)[None, :], mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["R", "S"])
+def quantize_columns_kernel(
+    x_ptr, partial_ptr, col_ptr, scale_ptr, R, N, S, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile; S partial amaxes of its columns come from ``column_amax_kernel``."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
+    cols = col0 + tl.arange(0, BLOCK_N)
+    s = tl.arange(0, BLOCK_S)[:, None]
+    at = partial_ptr + s.to(tl.int64) * N + cols[None, :]
+    partial = tl.load(at, mask=(s < S) & (cols < N)[None, :], other=0.0)
+    inv = inverse_scale(tl.max(partial, axis=0), LIMIT, POW2)
+    if row0 == 0:
+        tl.store(scale_ptr + cols, tl.div_rn(1.0, inv), mask=cols < N)
+    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    q = saturate(x * inv[None, :], LIMIT).to(col_ptr.dtype.element_ty)
+    store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_group_blocks_kernel(
+    x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    block = pid // num_n
+    e = tl.arange(0, BLOCK_E)
+    ends = tl.load(offs_ptr + e, mask=e < E, other=0)
+    begins = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    firsts = tl.where(e < E, begins // BLOCK_R + e, 2147483647)
+    group = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
+    end = tl.sum(tl.where(e == group, ends, 0), axis=0)
+    row0 = tl.sum(tl.where(e == group, begins - firsts * BLOCK_R, 0), axis=0) + block * BLOCK_R
+    cols = (pid % num_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    rows = (row0 + tl.arange(0, BLOCK_R)).to(tl.int64)
+    mask = (rows < end)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    inv = inverse_scale(tl.max(magnitude(x), axis=0), LIMIT, POW2)
+    tl.store(scale_ptr + block.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N)
+    q = saturate(x * inv[None, :], LIMIT).to(col_ptr.dtype.element_ty)
+    here = (cols < N)[:, None] & (rows < end)[None, :]
+    tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], tl.trans(q), mask=here)
+    used = tl.load(offs_ptr + E - 1)
+    step = tl.num_programs(0) // num_n * BLOCK_R
+    for start in range(used + block * BLOCK_R, R, step):  # padding rows
+        rows = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        here = (cols < N)[:, None] & (rows < R)[None, :]
+        zeros = tl.zeros((BLOCK_N, BLOCK_R), tl.float32).to(col_ptr.dtype.element_ty)
+        tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], zeros, mask=here)

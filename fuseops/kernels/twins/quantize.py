@@ -93,3 +93,30 @@ def pick_layout(row: Tensor, col: Tensor, layout: str) -> tuple[Tensor, Tensor]:
         row.contiguous() if layout != "col" else none,
         col.t().contiguous() if layout != "row" else none,
     )
+
+
+def quantize_columns(x, dtype, pow2=False):
+    """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,))."""
+    largest = torch.cat([magnitude(x), x.new_zeros(1, x.shape[1], dtype=torch.float32)]).amax(0)
+    inv = inverse_scale(largest, dtype, pow2)
+    return saturate(x.float() * inv, dtype).t().contiguous(), 1 / inv
+
+
+def quantize_group_blocks(x, offs, dtype, pow2=False):
+    """(q (N, R), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each
+    group; zeros in q for padding rows, 1 for scales that nothing uses.
+    """
+    rows, n = x.shape
+    group = torch.searchsorted(
+        offs, torch.arange(rows, device=x.device, dtype=offs.dtype), right=True
+    )
+    valid = (group < len(offs))[:, None]
+    group = group.clamp(max=len(offs) - 1)
+    begin = torch.cat([offs.new_zeros(1), offs[:-1]])[group].long()
+    row = torch.arange(rows, device=x.device)
+    block = torch.where(valid[:, 0], begin // BLOCK + group + (row - begin) // BLOCK, 0)
+    x = torch.where(valid, x.float(), 0.0)
+    amax = x.new_zeros(rows // BLOCK + len(offs), n, dtype=torch.float32)
+    amax = amax.scatter_reduce(0, block[:, None].expand(-1, n), magnitude(x).to(amax.dtype), "amax")
+    inv = inverse_scale(amax, dtype, pow2)
+    return saturate(x * inv[block], dtype).t().contiguous(), 1 / inv
