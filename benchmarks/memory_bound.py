@@ -303,6 +303,8 @@ def cases() -> Iterator[Case]:
         for layout in ("row", "col", "both"):
             name = f"quantize_{block}x128_{layout}"
             yield Case(name, q.quantize_blocks, x, tail=(E4M3, block, layout))
+    yield Case("quantize_columns", q.quantize_columns, x, tail=(E4M3,))
+    yield Case("quantize_group_blocks", q.quantize_group_blocks, group_dbias, tail=(E4M3,))
     yield from moe_cases()
     yield from cast_cases()
 

@@ -44,6 +44,7 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
     "act_bwd_bias_kernel": (16, "some gated forms: two column sums beside three tiles"),
     "scaled_act_bwd_kernel": (8, "two rows, three tiles in flight, dprobs and y"),
+    "gather_rows_kernel": (8, "rows that are not aligned, scaled, on sm_90 and sm_100"),
     "bias_fwd_kernel": (8, "grouped, rows that are not aligned, on sm_120"),
 }
 """Kernels that may spill, how many bytes and why."""

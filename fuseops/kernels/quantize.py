@@ -11,6 +11,8 @@ along R.
     one read, rowwise only 1x128:  row scale (ceil(N/128), R), col scale (ceil(R/128), N)        one
     read for both layouts 128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose
     one read for both layouts
+    quantize_columns: columnwise with col scale (N,), two reads;  quantize_group_blocks: columnwise in
+    vectors of 128 rows that begin anew in each group
 Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
 Hardware: sm_89 and later convert; older ones run the twin.
 """

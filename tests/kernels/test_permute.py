@@ -23,6 +23,8 @@ def routed(tokens, top_k, seed, lost=False, experts=5, padding=0):
     chosen = torch.randint(-1 if lost else 0, experts, (tokens, top_k), generator=g)
     weights = torch.rand(tokens, top_k, generator=g)
     offs, index, pos, probs = routing_twins.route(chosen, experts, weights)
+    nowhere = torch.where(torch.arange(pos.numel()).view(pos.shape) % 2 == 0, -1, pos.numel() - 1)
+    pos = torch.where(pos < 0, nowhere, pos).to(torch.int32)  # a negative or a padding row
     beyond = torch.full((padding,), float("nan"))
     index = torch.cat([index, torch.full((padding,), -(2**40))])
     index[int(offs[-1]) :] = -(2**40)  # never read
@@ -66,13 +68,22 @@ def test_combine_backward(case):
     assert torch.equal(dprobs, run(k.combine_bwd, x, y, pos, offs, probs)[1])
 
 
+def test_rows_wider_than_a_tile():
+    offs, index, pos, probs, rows = routed(5, 3, 0, lost=True, padding=2)
+    x, y = torch.randn(5, 2500), torch.randn(rows, 2500)
+    assert_matches(k.scatter_rows, x, pos, offs, rows, probs)
+    assert_matches(k.gather_rows, x, index, offs)
+    assert_matches(k.combine_fwd, y, pos, offs, probs, sums=True)
+    assert_matches(k.combine_bwd, x, y, pos, offs, probs, sums=True)
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_twins_are_autograd(lost):
     offs, _, pos, probs, rows = routed(9, 3, 4, lost)
     x, dy = torch.randn(rows, 8), torch.randn(9, 8)
     leaves = [t.double().requires_grad_() for t in (x, probs)]
     y = k.combine_fwd.twin(leaves[0], pos, offs, leaves[1])
-    kept = (pos >= 0).double()[:, :, None]
+    kept = ((pos >= 0) & (pos < offs[-1])).double()[:, :, None]
     plain = (leaves[0] * leaves[1][:, None])[pos.clamp(min=0).long()] * kept
     torch.testing.assert_close(y.float(), plain.sum(1).float(), rtol=1e-5, atol=1e-5)
     want = torch.autograd.grad(plain.sum(1), leaves, dy.double())
@@ -92,7 +103,7 @@ def test_one_number_a_copy():
     weights = torch.rand(40, 2)
     flat = pos.view(-1, 1)
     moved = run(k.scatter_rows, weights.view(-1, 1), flat, offs, rows)
-    kept = (flat >= 0)[:, 0]
+    kept = ((flat >= 0) & (flat < offs[-1]))[:, 0]
     assert torch.equal(moved[flat[kept, 0].long(), 0], weights.view(-1)[kept])
     back = run(k.combine_fwd, moved, flat, offs)
     assert torch.equal(back[:, 0], torch.where(kept, weights.view(-1), 0.0))
