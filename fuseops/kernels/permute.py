@@ -112,7 +112,7 @@ def scatter_rows(
     blocks = max(cdiv(len(x), config["BLOCK_R"]), 1)
     launch(
         device("permute").scatter_rows_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x2, pos.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
         len(x), rows, n, len(offs), blocks, x2.stride(0), K=k, SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
@@ -129,7 +129,7 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     config = GATHER.pick(rows, (n,), x)
     launch(
         device("permute").gather_rows_kernel, tiles.tile_grid(rows, n, config),
-        x2, index.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        x2, index.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
         rows, n, len(offs), x2.stride(0), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
@@ -145,7 +145,7 @@ def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = Non
     config = COMBINE.pick(tokens, (n,), x)
     launch(
         device("permute").combine_fwd_kernel, tiles.tile_grid(tokens, n, config),
-        x2, pos.contiguous(), offs, x2 if probs is None else probs.contiguous(), y,
+        x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
         tokens, len(x), n, len(offs), x2.stride(0), K=k, SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
@@ -167,7 +167,7 @@ def combine_bwd(
     config = COMBINE_BWD.pick(len(dy), (k, n), x)
     launch(
         device("permute").combine_bwd_kernel, (max(cdiv(len(dy), config["BLOCK_R"]), 1),),
-        dy2, x2, pos.contiguous(), offs, probs.contiguous(), dx, dprobs,
+        dy2, x2, pos.contiguous(), offs.contiguous(), probs.contiguous(), dx, dprobs,
         len(dy), rows, n, len(offs), dy2.stride(0), x2.stride(0),
         K=k, BLOCK_K=pow2(k), **config,
     )  # fmt: skip

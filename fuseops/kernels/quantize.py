@@ -276,7 +276,7 @@ def quantize_group_blocks(
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
         device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x, offs, col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
+        x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
         BLOCK_E=tiles.pow2(len(offs)), **config,
     )  # fmt: skip
     return col, scale
