@@ -213,7 +213,8 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(8, 128, 64), _square(8, 128, 32), _square(16)]
+    narrow = [_square(8, 128, 64), _square(8, 128, 32)]
+    return [*narrow, _square(16)] if dims[-1] % 16 == 0 else narrow
 
 
 COLUMN_AMAX = Space("column_amax", tiles.tile_candidates, tiles.tile_default)
