@@ -53,14 +53,15 @@ find_python() {
   die "no suitable Python found; fuseops needs Python 3.11 or newer (or name one: PYTHON=...)$faults"
 }
 
-# "VERSION CUDA|cpu" of the torch that this Python imports, nothing if it has none that is new enough.
+# "VERSION for CUDA ...|ROCm|CPU": the torch that this Python imports, nothing if that is none or too old.
 torch_of() {
   "$1" - "$MIN_TORCH" 2>/dev/null <<'PY' || true
 import sys
 import torch
 release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 if release >= tuple(int(part) for part in sys.argv[1].split(".")):
-    print(torch.__version__, torch.version.cuda or "cpu")
+    cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
+    print(torch.__version__, f"for CUDA {cuda}" if cuda else "for ROCm" if rocm else "for CPU")
 PY
 }
 
@@ -69,8 +70,8 @@ keep_torch() {
   case "$SETUP_TORCH:$1" in
     pin:* | *:"") return 1 ;;
     system:*) return 0 ;;
-    *" cpu") return 1 ;;   # auto: a CPU torch is quickly replaced by the tested version
-    *) return 0 ;;         # auto: a CUDA torch was chosen to fit this machine's driver
+    *" for CPU") return 1 ;;   # auto: a CPU torch is quickly replaced by the tested version
+    *) return 0 ;;             # auto: a GPU's torch was chosen to fit this machine's driver
   esac
 }
 
@@ -87,7 +88,11 @@ make_venv() {
   site=""
   if [ "$SETUP_TORCH" != pin ]; then
     found=$(torch_of "$PYTHON")
-    if keep_torch "$found"; then site="--system-site-packages"; fi
+    if keep_torch "$found"; then
+      site="--system-site-packages"
+    elif [ "$SETUP_TORCH" = system ]; then
+      die "SETUP_TORCH=system, but $PYTHON imports no torch >= $MIN_TORCH"
+    fi
   fi
   say "creating $VENV from $("$PYTHON" --version)"
   "$PYTHON" -m venv --clear $site "$VENV" || die "could not create $VENV"
@@ -99,8 +104,8 @@ install_torch() {
     say "keeping torch $found and its triton"
     return
   fi
-  [ "$SETUP_TORCH" != system ] || die "SETUP_TORCH=system, but $PYTHON imports no torch >= $MIN_TORCH (a $VENV from before is kept: 'make clean'?)"
-  say "installing torch (a CUDA wheel is large: this can take minutes)"
+  [ "$SETUP_TORCH" != system ] || die "SETUP_TORCH=system, but $VENV sees no torch: 'make clean' first"
+  say "installing torch as constraints.txt pins it (a CUDA wheel is large and takes minutes)"
   pip_install -c constraints.txt torch numpy
   # The CPU wheel brings no triton, and Triton's interpreter runs the kernels' tests without a GPU.
   if [ "$(uname -s)" = Linux ] && ! "$VENV/bin/python" -c "import triton" 2>/dev/null; then
