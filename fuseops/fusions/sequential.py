@@ -1,0 +1,303 @@
+"""Sequential: ops and plain modules in a row, run by plans.  Residual: one with a Tap before and an Add after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import torch_private
+from ..errors import FuseOpsError, RecomputationError, SideInputError
+from ..ops import names as naming
+from ..ops import op as op_module
+from ..ops import scopes
+from ..ops.op import Op
+from ..ops.routing import Routing
+from ..ops.structure import Add, Tap
+from .run import Run, Tokens
+
+RESERVED = ("returns", "call")
+
+
+class Runner:
+    """The pieces of one Sequential (or one op that is called alone), rebuilt when the children change."""
+
+    def __init__(self, children: list[tuple[str, nn.Module]], alone: bool = False) -> None:
+        self.children = tuple(module for _, module in children)
+        self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
+        self.reads, self.writes = _side_names(self.pieces)
+        self.last: Tokens | None = None
+
+    def live_after(self, k: int, returns: tuple[str, ...]) -> frozenset[str]:
+        """Side names that are read after piece k, or returned."""
+        later = {name for _, piece in self.pieces[k + 1 :] for name in getattr(piece, "reads", ())}
+        return frozenset(later | set(returns))
+
+
+def _pieces(children: list[tuple[str, nn.Module]], alone: bool) -> list[tuple[str, Run | nn.Module]]:
+    pieces: list[tuple[str, Run | nn.Module]] = []
+    pending: list[tuple[str, Op[Any]]] = []
+
+    def flush(end: str) -> None:
+        if pending:
+            pieces.append((pending[0][0], Run([op for _, op in pending], [name for name, _ in pending], end, alone)))
+            pending.clear()
+
+    for name, module in children:
+        if isinstance(module, Op):
+            pending.append((name, module))
+        else:
+            kind = "a nested Sequential" if isinstance(module, Sequential) else "a plain module"
+            flush(f"{name!r} is {type(module).__name__}, {kind}")
+            pieces.append((name, module))
+    flush("the sequence ends")
+    return pieces
+
+
+def _side_names(pieces: list[tuple[str, Run | nn.Module]]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What the whole sequence reads from its caller, and what it writes.  Raises SideInputError on a clash."""
+    reads: dict[str, None] = {}
+    written: dict[str, str] = {}
+    for at, piece in pieces:
+        reads |= dict.fromkeys(name for name in getattr(piece, "reads", ()) if name not in written)
+        for name in getattr(piece, "writes", ()) if isinstance(piece, Run) else ():
+            if name in written:
+                raise SideInputError(f"side tensor {name!r} is written twice, at {written[name]!r} and at {at!r}.")
+            if name in reads:
+                raise SideInputError(f"side tensor {name!r} is written at {at!r}, after it was read.")
+            written[name] = at
+    return tuple(reads), frozenset(written)
+
+
+class _Planned:
+    """What a Sequential and an op called alone have in common: a runner, and settings of their own."""
+
+
+def runner_of(module: Any) -> Runner:
+    """The runner of a Sequential, rebuilt when a child was replaced."""
+    runner: Runner | None = module.__dict__.get("_runner")
+    children = module._planned()
+    if runner is None or runner.children != tuple(m for _, m in children):
+        runner = module.__dict__["_runner"] = Runner(children)
+        _check_taps(runner)
+    return runner
+
+
+def _check_taps(runner: Runner) -> None:
+    """Nothing yet: a Tap that nobody reads is found when a call is planned, since `returns` may ask for it."""
+
+
+def tokens_of(module: Any, runner: Runner) -> Tokens:
+    """The settings of this call. A recomputation must find those of its forward."""
+    tokens = (scopes.process.token, module.__dict__.get("_settings", 0), scopes.thread.token)
+    if runner.last is not None and runner.last != tokens and torch_private.in_backward():
+        before, now = scopes.resolve(*runner.last), scopes.resolve(*tokens)
+        changed = before.difference(now)
+        if changed:
+            raise RecomputationError(
+                f"{_described(module)} is recomputed under other settings than its forward ran under: "
+                f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
+                "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
+            )
+    runner.last = tokens
+    return tokens
+
+
+def _described(module: Any) -> str:
+    path = module.__dict__.get("_path")
+    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+
+class Sequential(nn.Sequential):
+    """A `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
+
+    Children by position, or by name: `Sequential({"fc1": ..., "act": ..., "fc2": ...})`. State_dict keys, indexing,
+    slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration comes along.
+
+    forward(x, routing=None, *, returns=(), **side): side inputs by name, or one `Routing` that holds several. Returns
+    y, or (y, *side tensors) when `returns` names some.
+    Raises SideInputError for a missing, unknown or non-tensor side input.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], Mapping) and not named:
+            super().__init__()
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            super().__init__(*args)
+        for name, module in named.items():
+            self.add_module(name, module)
+
+    # --- structure
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of everything that runs, in order."""
+        return list(self._modules.items())  # type: ignore[arg-type]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Side inputs that the caller must pass."""
+        return runner_of(self).reads
+
+    def _like(self, children: Iterable[tuple[str, nn.Module]]) -> Sequential:
+        """A Sequential of this class over other children, with this one's configuration."""
+        new = type(self).__new__(type(self))
+        nn.Module.__init__(new)
+        for name, module in children:
+            new.add_module(name, module)
+        for key, value in self.__dict__.items():
+            if key in ("_settings", "training") or isinstance(value, (Tap, Add)):
+                new.__dict__[key] = value
+        return new
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return self._like(list(self._modules.items())[idx])  # type: ignore[arg-type]
+        if isinstance(idx, str):
+            return self._modules[idx]
+        return super().__getitem__(idx)
+
+    def __add__(self, other: Any) -> Sequential:
+        if not isinstance(other, nn.Sequential):
+            raise TypeError(f"can only add a Sequential to a Sequential, got {type(other).__name__}")
+        return self._like((str(i), m) for i, m in enumerate([*self, *other]))
+
+    def __mul__(self, other: int) -> Sequential:
+        if not isinstance(other, int) or other <= 0:
+            raise TypeError(f"a Sequential is repeated a positive number of times, got {other!r}")
+        return self._like((str(i), m) for i, m in enumerate(list(self) * other))
+
+    def __rmul__(self, other: int) -> Sequential:
+        return self * other
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_runner"}
+
+    # --- running
+
+    def forward(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Any:  # type: ignore[override]
+        runner = runner_of(self)
+        returns = tuple(returns)
+        env = side_inputs(self, runner, args, side)
+        if returns:
+            _check_returns(self, runner, returns)
+        check_input(self, x)
+        tokens = tokens_of(self, runner)
+        path, entered = _enter(self)
+        scratch: dict[str, Any] = {}
+        try:
+            for k, (name, piece) in enumerate(runner.pieces):
+                if isinstance(piece, Run):
+                    x = piece(x, env, tokens, runner.live_after(k, returns), path, scratch)
+                elif isinstance(piece, Sequential):
+                    x = piece(x, **{n: env[n] for n in piece.reads})
+                else:
+                    x = piece(x)
+        finally:
+            if entered:
+                naming.thread.outermost = None
+        return (x, *(env[name] for name in returns)) if returns else x
+
+    def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Any:
+        """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""
+        from .explain import plan_of
+
+        return plan_of(self, x, *args, returns=returns, **side)
+
+    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> str:
+        """`plan` as text."""
+        return str(self.plan(x, *args, returns=returns, **side))
+
+
+def _enter(module: Sequential) -> tuple[str, bool]:
+    """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
+    if not naming.thread.observers:
+        return module.__dict__.get("_prefix", ""), False
+    if "_prefix" in module.__dict__:
+        return module.__dict__["_prefix"], False
+    outermost = naming.thread.outermost
+    if outermost is None:
+        naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
+        return "", True
+    return outermost.get(id(module), ""), False
+
+
+def check_input(module: nn.Module, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{_described(module)} expects a tensor as its first argument, got {type(x).__name__}.")
+
+
+def _check_returns(module: Sequential, runner: Runner, returns: tuple[str, ...]) -> None:
+    unknown = [name for name in returns if name not in runner.writes]
+    if unknown:
+        raise SideInputError(f"{_described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}.")
+
+
+def side_inputs(module: nn.Module, runner: Runner, args: tuple[Any, ...], side: dict[str, Any]) -> dict[str, Any]:
+    """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
+    env = dict(side)
+    if args:
+        if len(args) > 1 or not isinstance(args[0], Routing):
+            raise SideInputError(
+                f"{_described(module)} takes x and at most one Routing by position, got "
+                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: it reads {list(runner.reads)}."
+            )
+        for name, value in args[0]._asdict().items():
+            if value is not None and name in runner.reads:
+                if name in side:
+                    raise SideInputError(f"{_described(module)}: {name!r} is in the Routing and passed by name.")
+                env[name] = value
+    if len(env) != len(runner.reads) or not all(isinstance(env.get(name), Tensor) for name in runner.reads):
+        _refuse_sides(module, runner, env)
+    return env
+
+
+def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> None:
+    where, reads = _described(module), list(runner.reads)
+    for name, value in env.items():
+        if name in runner.writes:
+            raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
+        if name not in reads:
+            raise SideInputError(f"{where} does not read {name!r}; it reads {reads}.")
+        if not isinstance(value, Tensor):
+            raise SideInputError(
+                f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
+                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`."
+            )
+    missing = [name for name in reads if name not in env]
+    raise SideInputError(f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing.")
+
+
+class Residual(Sequential):
+    """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # not registered: the keys and positions of the children stay as they are
+        self.__dict__["_tap"], self.__dict__["_add"] = Tap("residual"), Add("residual")
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        return [("tap", self.__dict__["_tap"]), *super()._planned(), ("add", self.__dict__["_add"])]
+
+
+def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
+    """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
+    check_input(op, x)
+    runner: Runner | None = op.__dict__.get("_runner")
+    if runner is None:
+        runner = op.__dict__["_runner"] = Runner([("0", op)], alone=True)
+    env = side_inputs(op, runner, args, side)
+    tokens = tokens_of(op, runner)
+    run = runner.pieces[0][1]
+    if not isinstance(run, Run):
+        raise FuseOpsError(f"{type(op).__name__} is not an op")
+    y = run(x, env, tokens, frozenset(op.writes), op.__dict__.get("_prefix", ""), {})
+    return (y, *(env[name] for name in op.writes)) if op.writes else y
+
+
+op_module.run_alone = _run_alone
