@@ -3,6 +3,9 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -25,3 +28,14 @@ def pop_saved_tensor_hooks() -> None:
 def push_saved_tensor_hooks(pack: object, unpack: object) -> None:
     """Put a pair back on this thread's stack."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def inside_functorch() -> bool:
+    """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the pass over all arguments that only `torch.func` transforms need."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply

@@ -180,7 +180,10 @@ class _Builder:
         exports = self._exports(start, stop)
         needed = any(self.needs[start:stop]) and mode == "node"
         steps = [self._forward_step(u, start, position) for u in forward if start <= u.start < stop]
-        backs = [self._backward_step(u, start, position) for u in reversed(backward) if start <= u.start < stop]
+        casts = [step.members[0] for step in steps if step.cast is not None]
+        backs = [
+            self._backward_step(u, start, position, casts) for u in reversed(backward) if start <= u.start < stop
+        ]
         return Segment(
             kind=mode,
             start=start,
@@ -192,11 +195,12 @@ class _Builder:
             exports=exports,
             export_positions=tuple(position[("side", name)] for name in exports),
             forward=tuple(steps),
-            backward=tuple(s for s in backs if any(s.calls[k].needs for k in range(len(s.calls)))),
+            backward=tuple(step for step in backs if any(call.needs for call in step.calls)),
             slots=tuple(self._slots(start, stop, forward)),
             size=size,
             needs_grad=needed,
-            autocast=self.facts.device.type if self.facts.compute is not None else None,
+            device=self.facts.device.type,
+            autocast=self.facts.compute is not None,
             note=self.facts.notes[start],
         )
 
@@ -229,12 +233,13 @@ class _Builder:
             cast=self.facts.compute if first.autocast and not first.pure else None,
             form=input_format,
             offs=position.get(("side", "offs")) if input_format and input_format.granularity == "group" else None,
+            pure=u.kind == "op" and first.pure,
             takes_call=first.signature.fwd_call,
             live=first.live_call,
             writes=self._writes(u, position),
         )
 
-    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
+    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int], casts: list[int]) -> Step:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
         return Step(
@@ -243,9 +248,11 @@ class _Builder:
             kind=u.kind,
             args=(),
             calls=tuple(self._call(i) for i in members),
-            cast=self.facts.compute,
+            cast_index=casts.index(u.start - base) if u.start - base in casts else None,
+            pure=u.kind == "op" and last.pure,
+            empty=tuple(op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]),
             form=self._grad_format(u.stop - 1) if u.kind != "joint" else None,
-            takes_call=last.signature.bwd_call,
+            keywords={"call": self._call(u.start)} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             live=last.live_call,
             writes=self._writes(u, position),

@@ -39,13 +39,29 @@ class _Entry(NamedTuple):
 
 def opaque_reason(op: Op[Any]) -> str | None:
     """Why an op is called through its own `__call__` and matched by no rule, or None."""
-    if op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks:
+    own = op.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return "has hooks"
-    if "forward" in op.__dict__:
+    if "forward" in own:
         return "has a forward of its own (replaced on the instance)"
-    if type(op).forward is not Op.forward:
+    if op.__class__.forward is not Op.forward:
         return "overrides forward"
     return None
+
+
+def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
+    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
+    own = op.__dict__
+    registered = own["_parameters"]
+    facts = [op.__class__, own["training"], op.alias]
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        facts.append("hooks")
+    if "forward" in own:
+        facts.append("forward")
+    for name in parameters:
+        p = registered[name] if name in registered else getattr(op, name)
+        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
+    return tuple(facts)
 
 
 def _is_dtensor(t: Any) -> bool:
@@ -75,30 +91,14 @@ class Run:
 
     def _key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: frozenset[str]) -> Any:
         grad = torch.is_grad_enabled()
-        ops = tuple(
-            [
-                (
-                    op.__class__,
-                    op.training,
-                    op.alias,
-                    opaque_reason(op) if not self.alone else None,
-                    tuple([self._fact(op, name, grad) for name in wanted]),
-                )
-                for op, wanted in zip(self.ops, self.parameter_names, strict=True)
-            ]
-        )
-        sides = tuple([(n, t.dtype, grad and t.requires_grad) for n in self.reads for t in (side[n],)])
+        ops = [op_facts(op, wanted, grad) for op, wanted in zip(self.ops, self.parameter_names, strict=True)]
+        sides = [(n, t.dtype, grad and t.requires_grad) for n in self.reads for t in (side[n],)]
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (
-            ops, sides, tokens, live, x.dtype, x.device, grad and x.requires_grad, type(x), autocast,
+            *ops, *sides, tokens, live, x.dtype, x.device, grad and x.requires_grad, type(x), autocast,
             torch.compiler.is_compiling(),
         )  # fmt: skip
-
-    @staticmethod
-    def _fact(op: Op[Any], name: str, grad: bool) -> Any:
-        p = op._parameters[name] if name in op._parameters else getattr(op, name)
-        return None if p is None else (grad and p.requires_grad, p.dtype, type(p))
 
     # --- finding the plan
 
@@ -231,31 +231,30 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
     """Run one segment with autocast off where the plan reads it, and say where an error happened."""
     try:
         if seg.kind == "call":
-            op = seg.ops[0]
-            return op(x, **{name: env[name] for name in seg.reads})
-        if seg.autocast is not None and not (seg.kind == "plain" and seg.ops[0].pure):
-            with torch.autocast(seg.autocast, enabled=False):
+            return seg.ops[0](x, **{name: env[name] for name in seg.reads})
+        if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+            with torch.autocast(seg.device, enabled=False):
                 return _run(seg, x, env, live)
         return _run(seg, x, env, live)
     except Exception as error:
-        error.add_note(f"in the forward of fuseops {bridge._where(seg, live)}; x {describe(x)}")
+        error.add_note(f"in the forward of fuseops {bridge.where(seg, live.path)}; x {describe(x)}")
         raise
 
 
 def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
-    inputs: list[Any] = [env[name] for name in seg.reads]
+    inputs = [env[name] for name in seg.reads]
     for i, name in seg.params:
-        parameters = seg.ops[i]._parameters
-        inputs.append(parameters[name] if name in parameters else getattr(seg.ops[i], name))
+        op = seg.ops[i]
+        registered = op.__dict__["_parameters"]
+        inputs.append(registered[name] if name in registered else getattr(op, name))
     if seg.kind == "node" and seg.needs_grad:
-        out = bridge.run_node(seg, live, x, inputs)
-        if not seg.exports:
-            return out
-        y, *exported = out
-    else:
-        y, _, _ = bridge.run_forward(seg, x, inputs, live.scratch, quantize=seg.kind == "node")
-        exported = [inputs[position] for position in seg.export_positions]
-    env.update(zip(seg.exports, exported, strict=True))
+        y = bridge.run_node(seg, live, x, inputs)
+        if seg.exports:
+            y, *exported = y
+            env.update(zip(seg.exports, exported, strict=True))
+        return y
+    y, _, _ = bridge.run_forward(seg, x, inputs, live.scratch, quantize=seg.kind == "node")
+    env.update({name: inputs[place] for name, place in zip(seg.exports, seg.export_positions, strict=True)})
     return y
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..ops.op import Call, FusedOp, Op
+from ..ops.op import Call, Op
 from ..recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
@@ -32,11 +33,15 @@ class Step:
     args: tuple[Args, ...]  # forward: keyword tensors of every member
     calls: tuple[Call, ...]
     keep: frozenset[str] = frozenset()  # joint: fields to save
-    cast: Any = None  # autocast dtype of the input, or None
+    cast: Any = None  # forward: autocast dtype of the input, or None
+    cast_index: int | None = None  # backward: which cast of the forward to undo
+    pure: bool = False  # a level-1 op
+    empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
     form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
     offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # backward: what bwd of a single op takes by keyword
     live: bool = False  # wants call.out and call.scratch
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     params: tuple[Args, ...] = ()  # backward: needed parameters of every member, name -> position
@@ -69,13 +74,11 @@ class Segment:
     slots: tuple[Slot, ...] = ()
     size: int = 0  # tensors in the node, inputs and published ones
     needs_grad: bool = False
-    autocast: str | None = None  # device type whose autocast must be off inside
+    device: str = "cpu"  # device type
+    autocast: bool = False  # autocast is on around it, and must be off inside
     note: str = ""
     id: int = field(default_factory=lambda: next(_ids))
 
     @property
     def inputs(self) -> int:
         return len(self.reads) + len(self.params)
-
-
-__all__ = ["Args", "FusedOp", "Segment", "Slot", "Step"]

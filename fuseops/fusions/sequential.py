@@ -28,11 +28,15 @@ class Runner:
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
         self.last: Tokens | None = None
+        self._live: dict[tuple[str, ...], tuple[frozenset[str], ...]] = {}
 
-    def live_after(self, k: int, returns: tuple[str, ...]) -> frozenset[str]:
-        """Side names that are read after piece k, or returned."""
-        later = {name for _, piece in self.pieces[k + 1 :] for name in getattr(piece, "reads", ())}
-        return frozenset(later | set(returns))
+    def live_after(self, returns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+        """For every piece, the side names that are read after it, or returned."""
+        if returns not in self._live:
+            reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
+            later = [frozenset(returns).union(*reads[k + 1 :]) for k in range(len(reads))]
+            self._live[returns] = tuple(later)
+        return self._live[returns]
 
 
 def _pieces(children: list[tuple[str, nn.Module]], alone: bool) -> list[tuple[str, Run | nn.Module]]:
@@ -70,22 +74,12 @@ def _side_names(pieces: list[tuple[str, Run | nn.Module]]) -> tuple[tuple[str, .
     return tuple(reads), frozenset(written)
 
 
-class _Planned:
-    """What a Sequential and an op called alone have in common: a runner, and settings of their own."""
-
-
 def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
     runner: Runner | None = module.__dict__.get("_runner")
-    children = module._planned()
-    if runner is None or runner.children != tuple(m for _, m in children):
-        runner = module.__dict__["_runner"] = Runner(children)
-        _check_taps(runner)
+    if runner is None or runner.children != module._planned_modules():
+        runner = module.__dict__["_runner"] = Runner(module._planned())
     return runner
-
-
-def _check_taps(runner: Runner) -> None:
-    """Nothing yet: a Tap that nobody reads is found when a call is planned, since `returns` may ask for it."""
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
@@ -135,6 +129,9 @@ class Sequential(nn.Sequential):
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs, in order."""
         return list(self._modules.items())  # type: ignore[arg-type]
+
+    def _planned_modules(self) -> tuple[Any, ...]:
+        return tuple(self._modules.values())
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -191,9 +188,9 @@ class Sequential(nn.Sequential):
         path, entered = _enter(self)
         scratch: dict[str, Any] = {}
         try:
-            for k, (name, piece) in enumerate(runner.pieces):
+            for (_, piece), live in zip(runner.pieces, runner.live_after(returns), strict=True):
                 if isinstance(piece, Run):
-                    x = piece(x, env, tokens, runner.live_after(k, returns), path, scratch)
+                    x = piece(x, env, tokens, live, path, scratch)
                 elif isinstance(piece, Sequential):
                     x = piece(x, **{n: env[n] for n in piece.reads})
                 else:
@@ -283,6 +280,9 @@ class Residual(Sequential):
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         return [("tap", self.__dict__["_tap"]), *super()._planned(), ("add", self.__dict__["_add"])]
+
+    def _planned_modules(self) -> tuple[Any, ...]:
+        return (self.__dict__["_tap"], *super()._planned_modules(), self.__dict__["_add"])
 
 
 def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:

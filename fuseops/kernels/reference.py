@@ -133,7 +133,8 @@ def act_bias_bwd(dy: Tensor, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def column_sum(dy: Tensor) -> Tensor:
     """Sum over all but the last axis, kept in the accumulator's dtype (a bias gradient).   (..., D) -> (D,)"""
-    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=accumulator(dy.dtype))
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    return rows.sum(0) if rows.dtype is torch.float32 else rows.sum(0, dtype=accumulator(dy.dtype))
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------

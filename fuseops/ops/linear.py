@@ -36,33 +36,43 @@ def saved_operand(x: Any) -> Any:
     return x.only(COL) if isinstance(x, Quantized) else x
 
 
-def linear(x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def linear(x: Any, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """x W^T + b in the precision of the call."""
-    cast = call.precision.cast
-    if not isinstance(x, Quantized):
-        return F.linear(x, weight, bias) if call.precision.compute is None else F.linear(x, cast(weight), cast(bias))  # type: ignore[arg-type]
+    if type(x) is not Quantized:
+        if call.precision.compute is None:
+            return F.linear(x, weight, bias)
+        return F.linear(x, call.precision.cast(weight), call.precision.cast(bias))  # type: ignore[arg-type]
     y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def linear_bwd(saved: LinearSaved, dy: Tensor | Quantized, call: Call) -> Grads:
+def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     """The gradients of `linear` that `call.needs` names."""
+    if type(dy) is Quantized:
+        return _quantized_bwd(saved, dy, call)
     x, weight = saved
-    needs, params = call.needs, {}
+    needs, compute = call.needs, call.precision.compute
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
     dx: Tensor | None = None
-    high = dy.high if isinstance(dy, Quantized) else dy
-    if "bias" in needs:
-        params["bias"] = K.column_sum(high)  # type: ignore[arg-type]
-    if isinstance(dy, Quantized):
-        if "x" in needs:
-            dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
-        if "weight" in needs:
-            params["weight"] = gemm.wgrad(dy, x)  # type: ignore[arg-type]
-        return Grads(dx, params)
+    params = {}
     if "x" in needs:
-        dx = dy @ call.precision.cast(weight)  # type: ignore[operator]
+        dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[union-attr, arg-type]
+        if rows is not dy:
+            dx = dx.view(*dy.shape[:-1], -1)
     if "weight" in needs:
-        params["weight"] = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr, arg-type]
+    if "bias" in needs:
+        params["bias"] = K.column_sum(rows)
+    return Grads(dx, params)
+
+
+def _quantized_bwd(saved: LinearSaved, dy: Quantized, call: Call) -> Grads:
+    needs, params = call.needs, {}
+    dx = gemm.dgrad(dy, saved.weight, call.precision.roles.weight) if "x" in needs else None  # type: ignore[arg-type]
+    if "weight" in needs:
+        params["weight"] = gemm.wgrad(dy, saved.x)  # type: ignore[arg-type]
+    if "bias" in needs:
+        params["bias"] = K.column_sum(dy.high)  # type: ignore[arg-type]
     return Grads(dx, params)
 
 
