@@ -13,10 +13,7 @@ from ..ops.op import Grads, Out
 from ..recipes import gemm
 from . import second_order
 from .saving import pack, saved_names, unpack
-from .segment import Args, Segment, Step
-
-SEGMENTS: dict[int, Segment] = {}  # a Function takes an int, which torch.compile treats as a constant
-
+from .segment import TABLE, Args, Segment, Step
 
 class Live:
     """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
@@ -173,7 +170,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seg_id: int, live: Live | None, x: Any, *inputs: Any) -> Any:
-        seg = SEGMENTS[seg_id]
+        seg = TABLE[seg_id]
         t = list(inputs)
         y, saved, ctx.casts = run_forward(seg, x, t, None if live is None else live.scratch)
         flat, ctx.rows = pack(seg, saved)
@@ -221,11 +218,13 @@ def _backward_in(seg: Segment, saved: list[Any], dy: Any, dsides: Any, casts: An
 _apply = torch_private.direct_apply(Node)
 
 
-def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
+def run_node(seg: Segment, live: Live | None, x: Any, inputs: Sequence[Any]) -> Any:
     """Apply the Function. Names are published only while somebody observes.
 
     Raises FuseOpsError inside a `torch.func` transform, which needs plain differentiable torch.
     """
+    if live is None:  # traced: names, ties and messages are eager
+        return Node.apply(seg.id, None, x, *_distinct(x, inputs))
     if torch_private.inside_functorch():
         raise FuseOpsError(f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`.")
     live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)]))
@@ -237,6 +236,14 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
             return _apply(seg.id, live, x, *inputs)
         finally:
             live.frame = None
+
+
+def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
+    seen = [x]
+    for t in inputs:
+        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
+    return seen[1:]
 
 
 # --- messages ------------------------------------------------------------------------------------------------------

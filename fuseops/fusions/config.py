@@ -44,7 +44,7 @@ def configure(
     set_root(model)
     for module in model.modules():
         if isinstance(module, (Sequential, Op)):
-            module.__dict__["_settings"] = _replaced(module.__dict__.get("_settings", 0), override)
+            module.__dict__["_settings"] = _replaced(module._settings, override)
 
 
 def _replaced(token: int, override: Override) -> int:

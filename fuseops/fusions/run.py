@@ -6,7 +6,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from ..ops import scopes
 from ..ops.op import Op
 from ..ops.scopes import Settings
 from . import bridge
-from .bridge import SEGMENTS, Live, describe
+from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
 from .cover import Scan, choose, reasons_against, scan
 from .rule import Conditions
-from .segment import Segment
+from .segment import TABLE, Segment
 from .tables import TABLES
 
 log = logging.getLogger("fuseops.fusion")
@@ -29,7 +29,22 @@ log = logging.getLogger("fuseops.fusion")
 Tokens = tuple[int, int, int]  # process, model, scopes
 
 
-class _Entry(NamedTuple):
+class Key(NamedTuple):
+    """What a plan depends on, besides the outcome of conditions. Python constants only, so that traced code can hold it."""
+
+    ops: tuple[Any, ...]  # op_facts of every op
+    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
+    tokens: Tokens
+    live: tuple[str, ...]  # side names read after the run, or returned
+    dtype: torch.dtype
+    device: torch.device
+    x_needs: bool
+    x_class: type
+    autocast: torch.dtype | None
+    compiling: bool
+
+
+class Entry(NamedTuple):
     """All plans of one key; they differ in the outcome of conditions only."""
 
     scan: Scan
@@ -64,8 +79,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     return tuple(facts)
 
 
-def _is_dtensor(t: Any) -> bool:
-    return type(t).__name__ == "DTensor"
+def _is_dtensor(cls: type) -> bool:
+    return cls.__name__ == "DTensor"
 
 
 class Run:
@@ -73,7 +88,9 @@ class Run:
 
     def __init__(self, ops: Sequence[Op[Any]], names: Sequence[str], end: str, alone: bool = False) -> None:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
-        self.entries: dict[Any, _Entry] = {}
+        self.entries: dict[Key, Entry] = {}
+        self.numbers: list[int] = []  # of this run's objects in TABLE
+        weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
         written: set[str] = set()
         reads: dict[str, None] = {}
@@ -84,38 +101,38 @@ class Run:
                     raise SideInputError(f"op {name!r} writes {w!r}, which is read before it is written.")
                 written.add(w)
         self.reads, self.writes = tuple(reads), frozenset(written)
-        self.segments: list[int] = []
-        weakref.finalize(self, _forget, self.segments)
-
-    # --- the key
-
-    def _key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: frozenset[str]) -> Any:
-        grad = torch.is_grad_enabled()
-        ops = [op_facts(op, wanted, grad) for op, wanted in zip(self.ops, self.parameter_names, strict=True)]
-        sides = [(n, t.dtype, grad and t.requires_grad) for n in self.reads for t in (side[n],)]
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (
-            *ops, *sides, tokens, live, x.dtype, x.device, grad and x.requires_grad, type(x), autocast,
-            torch.compiler.is_compiling(),
-        )  # fmt: skip
 
     # --- finding the plan
 
-    def plan(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: frozenset[str]) -> RunPlan:
-        """The plan of this call, from the cache or new."""
-        key = self._key(x, side, tokens, live)
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self.entries[key] = self._entry(x, side, tokens, live)
-        if not entry.scan.candidates:
-            plan = entry.plans.get(())
-            return plan if plan is not None else self._new_plan(entry, (), x)
-        reasons = self._reasons(entry, x)
-        plan = entry.plans.get(tuple([r is None for r in reasons]))
-        return plan if plan is not None else self._new_plan(entry, reasons, x)
+    def key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Key:
+        """The key of this call."""
+        grad = torch.is_grad_enabled()
+        kind = x.device.type
+        return Key(
+            tuple([op_facts(op, wanted, grad) for op, wanted in zip(self.ops, self.parameter_names, strict=True)]),
+            tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in self.reads]),
+            tokens,
+            live,
+            x.dtype,
+            x.device,
+            grad and x.requires_grad,
+            x.__class__,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            torch.compiler.is_compiling(),
+        )
 
-    def _reasons(self, entry: _Entry, x: Tensor) -> tuple[str | None, ...]:
+    def plan(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> RunPlan:
+        """The plan of this call, from the cache or new."""
+        key = self.key(x, side, tokens, live)
+        entry = self.entries.get(key) or self._new_entry(key)
+        reasons = self._reasons(entry, x) if entry.scan.candidates else ()
+        plan = entry.plans.get(tuple([reason is None for reason in reasons]))
+        if plan is None:
+            self._check_shapes(x)
+            plan = self._new_plan(entry, reasons)
+        return plan
+
+    def _reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
         return reasons_against(
             entry.scan, self.ops, entry.facts.settings, lambda start, stop: self._conditions(entry.facts, x, start, stop)
         )
@@ -143,59 +160,51 @@ class Run:
             training=self.ops[start].training,
         )
 
-    def _entry(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: frozenset[str]) -> _Entry:
-        settings = scopes.resolve(*tokens)
-        facts = self._facts(x, side, settings, live)
-        rules = () if settings.reference else (*settings.rules, *TABLES)
-        check_names(settings, rules)
-        opaque = [note if mode else None for mode, note in zip(facts.modes, facts.notes, strict=True)]
-        opaque = [None if self.ops[i].alias else why for i, why in enumerate(opaque)]
-        return _Entry(scan(self.ops, rules, opaque, self.end), facts, {})
-
-    def _facts(self, x: Tensor, side: Mapping[str, Any], settings: Settings, live: frozenset[str]) -> Facts:
-        grad = torch.is_grad_enabled()
-        grads = set()
-        for i, (op, wanted) in enumerate(zip(self.ops, self.parameter_names, strict=True)):
-            for name in wanted:
-                p = getattr(op, name)
-                if grad and p is not None and p.requires_grad:
-                    grads.add((i, name))
-        kind = x.device.type
-        modes = [self._mode(op, x, settings) for op in self.ops]
-        return Facts(
+    def _new_entry(self, key: Key) -> Entry:
+        settings = scopes.resolve(*key.tokens)
+        modes = [self._mode(op, key, settings) for op in self.ops]
+        facts = Facts(
             settings=settings,
-            x_needs=grad and x.requires_grad,
-            grads=frozenset(grads),
-            side_grads=frozenset(n for n in self.reads if grad and side[n].requires_grad),
+            x_needs=key.x_needs,
+            grads=frozenset(self._wanted(key)),
+            side_grads=frozenset(name for name, _, wanted in key.sides if wanted),
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
-            compute=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            device=x.device,
-            live=live,
+            compute=key.autocast,
+            device=key.device,
+            live=frozenset(key.live),
         )
+        rules = () if settings.reference else (*settings.rules, *TABLES)
+        check_names(settings, rules)
+        opaque = [None if op.alias or not mode else note for op, (mode, note) in zip(self.ops, modes, strict=True)]
+        entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
+        return entry
 
-    def _mode(self, op: Op[Any], x: Tensor, settings: Settings) -> tuple[str, str]:
+    def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
+        """(op, parameter) pairs that want a gradient."""
+        for i, (facts, wanted) in enumerate(zip(key.ops, self.parameter_names, strict=True)):
+            for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
+                if parameter is not None and parameter[0]:
+                    yield i, name
+
+    def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
         """How an op runs when no span covers it, and why."""
         why = None if self.alone else opaque_reason(op)
         if why is not None:
             return "call", why
-        if _is_dtensor(x) or any(_is_dtensor(p) for p in op._parameters.values()):
+        if _is_dtensor(key.x_class) or any(_is_dtensor(type(p)) for p in op._parameters.values()):
             return "plain", "works on DTensors"
         if settings.reference:
             return "plain", "reference"
-        if op.pure and torch.compiler.is_compiling():
+        if op.pure and key.compiling:
             return "plain", "level-1 op under torch.compile"
         return ("plain", "alias") if op.alias else ("", "")
 
-    def _new_plan(self, entry: _Entry, reasons: tuple[str | None, ...], x: Tensor) -> RunPlan:
-        self._check_shapes(x)
-        cover = choose(entry.scan, reasons, len(self.ops))
-        plan = build(self.ops, self.names, cover, entry.facts)
-        for segment in plan.segments:
-            SEGMENTS[segment.id] = segment
-            self.segments.append(segment.id)
+    def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+        plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan, entry.facts.settings)
-        entry.plans[tuple(r is None for r in reasons)] = plan
+        self.numbers += [segment.id for segment in plan.segments]
+        entry.plans[tuple(reason is None for reason in reasons)] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
 
@@ -211,9 +220,11 @@ class Run:
     # --- running
 
     def __call__(
-        self, x: Any, env: dict[str, Any], tokens: Tokens, live: frozenset[str], path: str, scratch: dict[str, Any]
+        self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...], path: str, scratch: dict[str, Any]
     ) -> Any:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
+        if torch.compiler.is_compiling():
+            return run_traced(self, x, env, tokens, live)
         plan = self.plan(x, env, tokens, live)
         for watcher in scopes.thread.watchers:
             watcher(plan)
@@ -222,9 +233,34 @@ class Run:
         return x
 
 
-def _forget(segments: list[int]) -> None:
-    for segment in segments:
-        SEGMENTS.pop(segment, None)
+# --- under torch.compile -------------------------------------------------------------------------------------------
+#
+# The planner is opaque to dynamo, and reached through ints: a key of constants computed in traced code, constant ids, a
+# table look-up. Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _entry_id(run: Run, key: tuple[Any, ...]) -> int:
+    known = Key(*key)
+    run.numbers.append(TABLE.add(run.entries.get(known) or run._new_entry(known)))
+    return run.numbers[-1]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tuple[int, ...]:
+    entry: Entry = TABLE[entry_id]
+    plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(entry, reasons)
+    return tuple(segment.id for segment in plan.segments)
+
+
+def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
+    """`Run.__call__` as dynamo traces it."""
+    entry_id = _entry_id(run, tuple(run.key(x, env, tokens, live)))
+    entry = TABLE[entry_id]
+    reasons = run._reasons(entry, x) if entry.scan.candidates else ()
+    for segment in _segment_ids(run, entry_id, reasons):
+        x = _run(TABLE[segment], x, env, None)
+    return x
 
 
 def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
@@ -241,7 +277,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
         raise
 
 
-def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
+def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     inputs = [env[name] for name in seg.reads]
     for i, name in seg.params:
         op = seg.ops[i]
@@ -253,8 +289,9 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    y, _, _ = bridge.run_forward(seg, x, inputs, live.scratch, quantize=seg.kind == "node")
-    env.update({name: inputs[place] for name, place in zip(seg.exports, seg.export_positions, strict=True)})
+    y, _, _ = bridge.run_forward(seg, x, inputs, None if live is None else live.scratch, seg.kind == "node")
+    for name, place in zip(seg.exports, seg.export_positions, strict=True):
+        env[name] = inputs[place]
     return y
 
 

@@ -7,12 +7,14 @@ quantized tensor takes one slot a component. What is not a tensor (a shape) stay
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.names import SavedName
 from ..recipes import Quantized
 from .segment import Segment
 
+PLAIN = frozenset({Tensor, nn.Parameter})
 Row = tuple[Any, ...]  # int slots, None, Const or Parts
 
 
@@ -32,7 +34,8 @@ class Parts(NamedTuple):
 def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | None]]:
     """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
     flat: list[Tensor] = []
-    slots: dict[int, int] = {}
+    # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
+    slots: dict[int, int] | None = None if torch.compiler.is_compiling() else {}
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
         values = saved[slot.owner]
@@ -41,25 +44,26 @@ def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | N
         row: list[Any] = [None] * len(slot.names)
         for k in slot.kept:
             value = values[k]
-            kind = type(value)
-            if kind is Tensor or kind is nn.Parameter:
+            if value is None:
+                continue
+            if slots is not None and value.__class__ in PLAIN:  # the common case, inline
                 row[k] = place = slots.setdefault(id(value), len(flat))
                 if place == len(flat):
                     flat.append(value)
-            elif value is not None:
+            else:
                 row[k] = _place(value, flat, slots)
         rows[slot.owner] = tuple(row)
     return flat, rows
 
 
-def _place(value: Any, flat: list[Tensor], slots: dict[int, int]) -> Any:
+def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
     if isinstance(value, Tensor):
-        place = slots.setdefault(id(value), len(flat))
+        place = len(flat) if slots is None else slots.setdefault(id(value), len(flat))
         if place == len(flat):
             flat.append(value)
         return place
     if isinstance(value, Quantized):
-        parts = tuple((name, _place(c, flat, slots)) for name, c in value.components().items())
+        parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
         return Parts(value.rebuilt({}), parts)
     return Const(value)
 

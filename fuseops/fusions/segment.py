@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,31 @@ from ..ops.op import Call, Op
 from ..recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
+
+
+class Table:
+    """Objects by int, until their owner drops them. Traced code reads it: a Function and a constant carry only the int.
+
+    One attribute an object, since dynamo reads attributes one by one, but would snapshot a whole dict.
+    """
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+
+    def add(self, item: Any) -> int:
+        number = next(self._ids)
+        setattr(self, f"item{number}", item)
+        return number
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            delattr(self, f"item{number}")
+
+    def __getitem__(self, number: int) -> Any:
+        return getattr(self, f"item{number}")
+
+
+TABLE = Table()
 
 
 class Slot(NamedTuple):
@@ -48,9 +73,6 @@ class Step:
     sides: tuple[Args, ...] = ()  # backward: needed side inputs of every member, name -> position
 
 
-_ids = itertools.count(1)
-
-
 @dataclass(eq=False)
 class Segment:
     """A run of ops that is one autograd node ("node"), or runs outside of it ("plain", "call").
@@ -77,7 +99,10 @@ class Segment:
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
     note: str = ""
-    id: int = field(default_factory=lambda: next(_ids))
+    id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = TABLE.add(self)
 
     @property
     def inputs(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import torch_private
@@ -28,13 +29,13 @@ class Runner:
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
         self.last: Tokens | None = None
-        self._live: dict[tuple[str, ...], tuple[frozenset[str], ...]] = {}
+        self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
-    def live_after(self, returns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned."""
         if returns not in self._live:
             reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
-            later = [frozenset(returns).union(*reads[k + 1 :]) for k in range(len(reads))]
+            later = [tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))]
             self._live[returns] = tuple(later)
         return self._live[returns]
 
@@ -76,15 +77,31 @@ def _side_names(pieces: list[tuple[str, Run | nn.Module]]) -> tuple[tuple[str, .
 
 def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
-    runner: Runner | None = module.__dict__.get("_runner")
-    if runner is None or runner.children != module._planned_modules():
-        runner = module.__dict__["_runner"] = Runner(module._planned())
+    if torch.compiler.is_compiling():
+        _prepare(module, *module._planned_modules())  # dynamo guards on the identity of every child
+    elif module._runner is None or module._runner.children != module._planned_modules():
+        _build_runner(module)
+    runner: Runner = module._runner
     return runner
+
+
+def _build_runner(module: Any) -> None:
+    module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepare(module: Any, *children: Any) -> int:
+    """Build the runner outside of the trace."""
+    if module._runner is None or module._runner.children != children:
+        _build_runner(module)
+    return 0
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
     """The settings of this call. A recomputation must find those of its forward."""
-    tokens = (scopes.process.token, module.__dict__.get("_settings", 0), scopes.thread.token)
+    tokens = (scopes.process.token, module._settings, scopes.thread.token)
+    if torch.compiler.is_compiling():
+        return tokens
     if runner.last is not None and runner.last != tokens and torch_private.in_backward():
         before, now = scopes.resolve(*runner.last), scopes.resolve(*tokens)
         changed = before.difference(now)
@@ -113,6 +130,9 @@ class Sequential(nn.Sequential):
     y, or (y, *side tensors) when `returns` names some.
     Raises SideInputError for a missing, unknown or non-tensor side input.
     """
+
+    _runner: Runner | None = None
+    _settings: int = 0  # token of what fuseops.configure said of this model
 
     def __init__(self, *args: Any, **named: Any) -> None:
         if len(args) == 1 and isinstance(args[0], Mapping) and not named:
@@ -273,30 +293,31 @@ def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> 
 class Residual(Sequential):
     """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
 
+    _tap: Tap
+    _add: Add
+
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         # not registered: the keys and positions of the children stay as they are
         self.__dict__["_tap"], self.__dict__["_add"] = Tap("residual"), Add("residual")
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
-        return [("tap", self.__dict__["_tap"]), *super()._planned(), ("add", self.__dict__["_add"])]
+        return [("tap", self._tap), *super()._planned(), ("add", self._add)]
 
     def _planned_modules(self) -> tuple[Any, ...]:
-        return (self.__dict__["_tap"], *super()._planned_modules(), self.__dict__["_add"])
+        return (self._tap, *super()._planned_modules(), self._add)
 
 
 def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
     check_input(op, x)
-    runner: Runner | None = op.__dict__.get("_runner")
-    if runner is None:
-        runner = op.__dict__["_runner"] = Runner([("0", op)], alone=True)
+    runner = runner_of(op)
     env = side_inputs(op, runner, args, side)
     tokens = tokens_of(op, runner)
     run = runner.pieces[0][1]
     if not isinstance(run, Run):
         raise FuseOpsError(f"{type(op).__name__} is not an op")
-    y = run(x, env, tokens, frozenset(op.writes), op.__dict__.get("_prefix", ""), {})
+    y = run(x, env, tokens, tuple(op.writes), op.__dict__.get("_prefix", ""), {})
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 
 

@@ -15,8 +15,8 @@ from .reference import grouped_quantize as grouped_quantize
 from .reference import quantize as quantize
 from .reference import rms_norm_bwd as rms_norm_bwd
 from .reference import rms_norm_fwd as rms_norm_fwd
-from .reference import scaled_grouped_mm as scaled_grouped_mm
-from .reference import scaled_grouped_wgrad as scaled_grouped_wgrad
+from .grouped import scaled_grouped_mm as scaled_grouped_mm
+from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .reference import scaled_mm as scaled_mm
 from .reference import scaled_swiglu_bwd as scaled_swiglu_bwd
 from .reference import scaled_swiglu_fwd as scaled_swiglu_fwd

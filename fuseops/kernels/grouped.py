@@ -106,3 +106,16 @@ def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
 def grouped_bias_bwd(dy: Tensor, offs: Tensor) -> Tensor:
     """See `reference.grouped_bias_bwd`.   (R, N), (E,) int32 -> (E, N)"""
     return _launch(dy, _bias_bwd, _bias_bwd_op, dy, offs)
+
+
+def scaled_grouped_mm(a: Tensor, b: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """grouped_mm with one scale a group, accumulated in float32.   fp8 (R, K), (E, N, K), (E,) float32 -> (R, N)"""
+    y = grouped_mm(a.to(torch.float32), b.to(torch.float32), offs)
+    by_row = torch.cat([scale, scale.new_zeros(1)])[reference.group_of_row(offs, a.shape[0])]
+    return (y * by_row.unsqueeze(-1)).to(dtype)
+
+
+def scaled_grouped_wgrad(dy: Tensor, x: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """grouped_wgrad with one scale a group.   fp8 (R, N), (R, K), (E,) float32 -> (E, N, K)"""
+    dw = grouped_wgrad(dy.to(torch.float32), x.to(torch.float32), offs)
+    return (dw * scale[:, None, None]).to(dtype)

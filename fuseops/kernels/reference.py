@@ -242,16 +242,3 @@ def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 def scaled_mm(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """(a @ b.T) * scale, accumulated in float32.   fp8 (M, K), (N, K), () -> (M, N)"""
     return (a.to(torch.float32) @ b.to(torch.float32).t() * scale).to(dtype)
-
-
-def scaled_grouped_mm(a: Tensor, b: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """grouped_mm with one scale a group.   fp8 (R, K), (E, N, K), (E,) float32 -> (R, N)"""
-    y = grouped_mm(a.to(torch.float32), b.to(torch.float32), offs)
-    by_row = torch.cat([scale, scale.new_zeros(1)])[group_of_row(offs, a.shape[0])]
-    return (y * by_row.unsqueeze(-1)).to(dtype)
-
-
-def scaled_grouped_wgrad(dy: Tensor, x: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """grouped_wgrad with one scale a group.   fp8 (R, N), (R, K), (E,) float32 -> (E, N, K)"""
-    dw = grouped_wgrad(dy.to(torch.float32), x.to(torch.float32), offs)
-    return (dw * scale[:, None, None]).to(dtype)

@@ -101,6 +101,9 @@ class Op(nn.Module, Generic[S]):
     granularity: ClassVar[str | None] = None  # of its operands under a recipe; None: no recipe applies
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
 
+    _runner: Any = None  # of an op that is called alone
+    _settings: int = 0  # token of what fuseops.configure said of this op
+
     Saved: ClassVar[type[Any]]
     signature: ClassVar[Signature]
     pure: ClassVar[bool]  # level 1: a `fwd` and no `bwd`
@@ -170,6 +173,13 @@ class Op(nn.Module, Generic[S]):
                 f"add it to fwd(self, x, *, ...), or take **side."
             )
         return self.reads
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        """An op called alone is a sequence of one."""
+        return [("0", self)]
+
+    def _planned_modules(self) -> tuple[nn.Module, ...]:
+        return (self,)
 
     def __getstate__(self) -> dict[str, Any]:
         """Plans belong to the live object: they are neither copied nor pickled."""
