@@ -25,7 +25,7 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def push_saved_tensor_hooks(pack: object, unpack: object) -> None:
+def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
     """Put a pair back on this thread's stack."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -37,5 +37,5 @@ def inside_functorch() -> bool:
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the pass over all arguments that only `torch.func` transforms need."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply

@@ -65,23 +65,47 @@ def tied() -> fo.Sequential:
 
 
 def residual() -> fo.Sequential:
-    return fo.Residual(fo.ops.RMSNorm(16), fo.ops.Linear(16, 32, bias=False), fo.ops.SwiGLU(), fo.ops.Linear(16, 16))
+    return fo.Residual(
+        fo.ops.RMSNorm(16),
+        fo.ops.Linear(16, 32, bias=False),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(16, 16),
+    )
 
 
 CASES: dict[str, tuple[Callable[[], fo.Sequential], Callable[[int], Side]]] = {
-    "linear_act": (lambda: fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16)), nothing),
-    "bias_act": (lambda: fo.Sequential(fo.ops.Linear(16, 16, bias=False), fo.ops.Bias(16), fo.ops.SReLU()), nothing),
+    "linear_act": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16)),
+        nothing,
+    ),
+    "bias_act": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16, bias=False), fo.ops.Bias(16), fo.ops.SReLU()),
+        nothing,
+    ),
     "residual": (residual, nothing),
-    "nested": (lambda: fo.Sequential(residual(), nn.LayerNorm(16), residual(), fo.ops.Identity()), nothing),
-    "level_1": (lambda: fo.Sequential(fo.ops.Linear(16, 16), ScaledSwish(16), fo.ops.Linear(16, 16)), probs),
+    "nested": (
+        lambda: fo.Sequential(residual(), nn.LayerNorm(16), residual(), fo.ops.Identity()),
+        nothing,
+    ),
+    "level_1": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16), ScaledSwish(16), fo.ops.Linear(16, 16)),
+        probs,
+    ),
     "reshape": (
-        lambda: fo.Sequential(fo.ops.Linear(16, 16), fo.ops.Reshape(-1, 4, 4), fo.ops.SiLU(), fo.ops.Reshape(-1, 16)),
+        lambda: fo.Sequential(
+            fo.ops.Linear(16, 16), fo.ops.Reshape(-1, 4, 4), fo.ops.SiLU(), fo.ops.Reshape(-1, 16)
+        ),
         nothing,
     ),
     "grouped_mlp": (lambda: experts(False), routed),
     "grouped_biased": (lambda: experts(True), routed),
     "tied": (tied, nothing),
-    "fp8": (lambda: quantized(fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16))), nothing),
+    "fp8": (
+        lambda: quantized(
+            fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16))
+        ),
+        nothing,
+    ),
     "fp8_grouped": (lambda: quantized(experts(True)), routed),
 }
 

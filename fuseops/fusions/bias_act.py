@@ -5,15 +5,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import kernels as K
-from ..ops.op import Call, FusedOp, Grads
+from fuseops import kernels as K
+from fuseops.ops.op import Call, FusedOp, Grads
 
 
 class BiasAct(FusedOp):
     """dx = dy * act'(h), dbias = sum of dx, where h is the activation's saved input (the bias is already in it)."""
 
     def bwd(
-        self, saved: tuple[Any, ...], dy: Tensor, calls: tuple[Call, ...], dside: Mapping[str, Tensor | None]
+        self,
+        saved: tuple[Any, ...],
+        dy: Tensor,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         act: Any = self.members[1]
         if "bias" not in calls[0].needs:

@@ -6,14 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import torch_private
-from ..errors import FuseOpsError
-from ..ops import names
-from ..ops.op import Grads, Out
-from ..recipes import gemm
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops import names
+from fuseops.ops.op import Grads, Out
+from fuseops.recipes import gemm
+
 from . import second_order
 from .saving import pack, saved_names, unpack
 from .segment import TABLE, Args, Segment, Step
+
 
 class Live:
     """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
@@ -52,7 +54,9 @@ def run_forward(
             saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, scratch)
-            for i, member in zip(step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False):
+            for i, member in zip(
+                step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
+            ):
                 saved[i] = member
         x = out.y
         for name, _ in step.writes:
@@ -71,7 +75,11 @@ def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
 
 def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
     members = tuple({name: t[position] for name, position in args} for args in step.args)
-    calls = tuple(_live_call(step, k, scratch) for k in range(len(step.calls))) if step.live else step.calls
+    calls = (
+        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
+        if step.live
+        else step.calls
+    )
     if step.kind == "joint":
         out: Out = step.target.fwd(x, members, calls, step.keep)
     else:
@@ -83,7 +91,12 @@ def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
 
 
 def run_backward(
-    seg: Segment, saved: list[Any], dy: Any, dsides: Sequence[Tensor | None], casts: Sequence[torch.dtype], scratch: Any
+    seg: Segment,
+    saved: list[Any],
+    dy: Any,
+    dsides: Sequence[Tensor | None],
+    casts: Sequence[torch.dtype],
+    scratch: Any,
 ) -> list[Any]:
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one"""
     grads: list[Any] = [None] * seg.size
@@ -97,11 +110,15 @@ def run_backward(
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
         if step.kind == "op":
             mine = saved[step.members[0]]
-            keywords = {**step.keywords, "dside": dside or {}} if step.takes_dside else step.keywords
+            keywords = (
+                {**step.keywords, "dside": dside or {}} if step.takes_dside else step.keywords
+            )
             if step.pure:
                 result = bwd_by_autograd(step.target, mine, dy, dside or {}, step.calls[0])
             elif step.live:
-                result = step.target.bwd(mine or step.empty[0], dy, **(keywords | {"call": _live_call(step, 0, scratch)}))
+                result = step.target.bwd(
+                    mine or step.empty[0], dy, **{**keywords, "call": _live_call(step, 0, scratch)}
+                )
             else:
                 result = step.target.bwd(mine or step.empty[0], dy, **keywords)
             _collect(grads, result, step.params[0], step.sides[0])
@@ -127,8 +144,14 @@ def _collect(grads: list[Any], result: Grads, params: Args, sides: Args) -> None
         grads[position] = _add(grads[position], result.side[name])  # type: ignore[index]
 
 
-def _fused_bwd(step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any) -> Sequence[Grads]:
-    calls = tuple(_live_call(step, k, scratch) for k in range(len(step.calls))) if step.live else step.calls
+def _fused_bwd(
+    step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any
+) -> Sequence[Grads]:
+    calls = (
+        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
+        if step.live
+        else step.calls
+    )
     if step.kind == "joint":
         mine = saved[step.members[0]]
     else:
@@ -142,10 +165,16 @@ def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: A
     fields = ("x", *op.signature.keywords)
     with torch.enable_grad():
         tensors = {
-            name: value.detach().requires_grad_(name in call.needs) if isinstance(value, Tensor) else value
+            name: value.detach().requires_grad_(name in call.needs)
+            if isinstance(value, Tensor)
+            else value
             for name, value in zip(fields, saved, strict=True)
         }
-        keywords = {n: v for n, v in tensors.items() if n != "x" and (v is not None or n not in op.signature.optional)}
+        keywords = {
+            n: v
+            for n, v in tensors.items()
+            if n != "x" and (v is not None or n not in op.signature.optional)
+        }
         if op.signature.fwd_call:
             keywords["call"] = call
         out = op.fwd(tensors["x"], **keywords)
@@ -156,7 +185,10 @@ def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: A
         found: Any = [None] * len(wanted)
         if pairs and wanted:
             found = torch.autograd.grad(
-                [y for y, _ in pairs], list(wanted.values()), [d for _, d in pairs], allow_unused=True
+                [y for y, _ in pairs],
+                list(wanted.values()),
+                [d for _, d in pairs],
+                allow_unused=True,
             )
     by_name = dict(zip(wanted, found, strict=True))
     return Grads(by_name.get("x"), by_name, by_name)
@@ -178,7 +210,9 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
         if live is not None and live.frame is not None:
-            live.frame.fill(saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat)
+            live.frame.fill(
+                saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat
+            )
         if not seg.exports:
             return y
         exported = [t[position] for position in seg.export_positions]
@@ -201,7 +235,9 @@ class Node(torch.autograd.Function):
         return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
-def _backward_in(seg: Segment, saved: list[Any], dy: Any, dsides: Any, casts: Any, live: Live | None) -> list[Any]:
+def _backward_in(
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, casts: Any, live: Live | None
+) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
         return run_backward(seg, saved, dy, dsides, casts, None)
@@ -224,9 +260,11 @@ def run_node(seg: Segment, live: Live | None, x: Any, inputs: Sequence[Any]) -> 
     Raises FuseOpsError inside a `torch.func` transform, which needs plain differentiable torch.
     """
     if live is None:  # traced: names, ties and messages are eager
-        return Node.apply(seg.id, None, x, *_distinct(x, inputs))
+        return Node.apply(seg.id, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
     if torch_private.inside_functorch():
-        raise FuseOpsError(f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`.")
+        raise FuseOpsError(
+            f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
+        )
     live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)]))
     if not names.thread.observers:
         return _apply(seg.id, live, x, *inputs)

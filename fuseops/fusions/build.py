@@ -1,14 +1,16 @@
 """From a cover to executable segments: needs, kept fields, formats on edges, cuts, positions."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import FuseOpsError
-from ..ops.op import Call, FusedOp, Op, Precision
-from ..ops.scopes import Settings
-from ..recipes import Format, Roles
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.ops.scopes import Settings
+from fuseops.recipes import Format, Roles
+
 from .cover import Candidate, Cover
 from .plan import Edge, Miss, Span
 from .segment import Args, Segment, Slot, Step
@@ -59,7 +61,8 @@ def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Fac
     bounds = _cuts(ops, forward, backward, facts)
     builder = _Builder(ops, names, needs, facts)
     segments = tuple(
-        builder.segment(start, stop, forward, backward) for start, stop in zip(bounds, bounds[1:], strict=False)
+        builder.segment(start, stop, forward, backward)
+        for start, stop in itertools.pairwise(bounds)
     )
     plan = RunPlan(
         segments,
@@ -75,7 +78,9 @@ def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Fac
 def _unit(c: Candidate, ops: Sequence[Op[Any]]) -> _Unit:
     target = c.rule.build(*ops[c.start : c.stop])
     if not isinstance(target, FusedOp):
-        raise FuseOpsError(f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}.")
+        raise FuseOpsError(
+            f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
+        )
     if len(target.members) != c.stop - c.start:
         raise FuseOpsError(
             f"rule {c.rule.name!r}: {type(target).__name__}.members has {len(target.members)} ops, "
@@ -105,7 +110,9 @@ def _verify(plan: RunPlan, size: int) -> None:
     for direction, spans in (("forward", plan.forward), ("backward", plan.backward)):
         covered = [i for s in spans for i in range(s.start, s.stop)]
         if covered != list(range(size)):
-            raise FuseOpsError(f"{direction} spans cover ops {covered}, not 0..{size - 1} in order.")
+            raise FuseOpsError(
+                f"{direction} spans cover ops {covered}, not 0..{size - 1} in order."
+            )
 
 
 # --- needs ---------------------------------------------------------------------------------------------------------
@@ -129,7 +136,9 @@ def needs_of(ops: Sequence[Op[Any]], facts: Facts) -> tuple[frozenset[str], ...]
     return tuple(result)
 
 
-def kept_fields(saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[str, ...], needs: frozenset[str]) -> frozenset[str]:
+def kept_fields(
+    saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[str, ...], needs: frozenset[str]
+) -> frozenset[str]:
     """Saved fields that some needed gradient reads; a need that is not listed reads all."""
     if not needs:
         return NOTHING
@@ -141,7 +150,9 @@ def kept_fields(saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[s
 # --- cuts ----------------------------------------------------------------------------------------------------------
 
 
-def _cuts(ops: Sequence[Op[Any]], forward: list[_Unit], backward: list[_Unit], facts: Facts) -> list[int]:
+def _cuts(
+    ops: Sequence[Op[Any]], forward: list[_Unit], backward: list[_Unit], facts: Facts
+) -> list[int]:
     """Segment bounds: around every op that runs outside a node, and before a Tap or a norm where nothing crosses."""
     inside = {i for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
     cuts = {0, len(ops)}
@@ -160,17 +171,23 @@ class _Builder:
     """Turns units into segments with flat positions: side inputs, then parameters, then published side tensors."""
 
     def __init__(
-        self, ops: Sequence[Op[Any]], names: Sequence[str], needs: Sequence[frozenset[str]], facts: Facts
+        self,
+        ops: Sequence[Op[Any]],
+        names: Sequence[str],
+        needs: Sequence[frozenset[str]],
+        facts: Facts,
     ) -> None:
         self.ops, self.names, self.needs, self.facts = ops, names, needs, facts
         self.edges: list[Edge] = []
 
-    def segment(self, start: int, stop: int, forward: list[_Unit], backward: list[_Unit]) -> Segment:
+    def segment(
+        self, start: int, stop: int, forward: list[_Unit], backward: list[_Unit]
+    ) -> Segment:
         ops = tuple(self.ops[start:stop])
         mode = self.facts.modes[start] or "node"
         reads = self._outside_reads(start, stop)
         params = [(i, name) for i, op in enumerate(ops) for name in op.parameter_names()]
-        position = {("side", name): k for k, name in enumerate(reads)}
+        position: dict[Any, int] = {("side", name): k for k, name in enumerate(reads)}
         position |= {("param", i, name): len(reads) + k for k, (i, name) in enumerate(params)}
         size = len(position)
         for op in ops:
@@ -182,7 +199,9 @@ class _Builder:
         steps = [self._forward_step(u, start, position) for u in forward if start <= u.start < stop]
         casts = [step.members[0] for step in steps if step.cast is not None]
         backs = [
-            self._backward_step(u, start, position, casts) for u in reversed(backward) if start <= u.start < stop
+            self._backward_step(u, start, position, casts)
+            for u in reversed(backward)
+            if start <= u.start < stop
         ]
         return Segment(
             kind=mode,
@@ -232,14 +251,18 @@ class _Builder:
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
             form=input_format,
-            offs=position.get(("side", "offs")) if input_format and input_format.granularity == "group" else None,
+            offs=position.get(("side", "offs"))
+            if input_format and input_format.granularity == "group"
+            else None,
             pure=u.kind == "op" and first.pure,
             takes_call=first.signature.fwd_call,
             live=first.live_call,
             writes=self._writes(u, position),
         )
 
-    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int], casts: list[int]) -> Step:
+    def _backward_step(
+        self, u: _Unit, base: int, position: dict[Any, int], casts: list[int]
+    ) -> Step:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
         return Step(
@@ -250,7 +273,9 @@ class _Builder:
             calls=tuple(self._call(i) for i in members),
             cast_index=casts.index(u.start - base) if u.start - base in casts else None,
             pure=u.kind == "op" and last.pure,
-            empty=tuple(op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]),
+            empty=tuple(
+                op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
+            ),
             form=self._grad_format(u.stop - 1) if u.kind != "joint" else None,
             keywords={"call": self._call(u.start)} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
@@ -272,7 +297,9 @@ class _Builder:
     def _needed(self, i: int, base: int, position: dict[Any, int], what: str) -> Args:
         op, needs = self.ops[i], self.needs[i]
         if what == "param":
-            return tuple((n, position[("param", i - base, n)]) for n in op.parameter_names() if n in needs)
+            return tuple(
+                (n, position[("param", i - base, n)]) for n in op.parameter_names() if n in needs
+            )
         return tuple((n, position[("side", n)]) for n in op.side_names() if n in needs)
 
     def _call(self, i: int) -> Call:
@@ -287,7 +314,9 @@ class _Builder:
 
     def _joint_keep(self, u: _Unit) -> frozenset[str]:
         fused = u.target
-        needs = {f"{i - u.start}.{n}" for i in range(u.start, u.stop) for n in self.needs[i] if n != "x"}
+        needs = {
+            f"{i - u.start}.{n}" for i in range(u.start, u.stop) for n in self.needs[i] if n != "x"
+        }
         if "x" in self.needs[u.start]:
             needs.add("x")
         return self._keep(fused, frozenset(needs))
@@ -347,7 +376,13 @@ class _Builder:
         op, keep = self.ops[i], self._call(i).keep
         fields = op.Saved._fields
         kept = tuple(k for k, name in enumerate(fields) if name in keep)
-        return Slot(i - start, op.Saved, kept, tuple(f"{self.names[i]}.{f}" for f in fields), type(op).__name__)
+        return Slot(
+            i - start,
+            op.Saved,
+            kept,
+            tuple(f"{self.names[i]}.{f}" for f in fields),
+            type(op).__name__,
+        )
 
     def _joint_slot(self, u: _Unit, start: int) -> Slot:
         fused, keep = u.target, self._joint_keep(u)

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import FuseOpsError, FusionMissError
-from ..ops import scopes
-from ..ops.op import Op
-from ..ops.scopes import Override
-from ..recipes import Recipe
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Override
+from fuseops.recipes import Recipe
+
 from .plan import Miss
 from .rule import Rule
 from .sequential import Sequential
@@ -60,7 +61,9 @@ def set_root(model: nn.Module) -> None:
         if isinstance(module, (Sequential, Op)):
             parts = [part for part in path.split(".") if part not in WRAPPERS]
             module.__dict__["_path"] = ".".join(parts)
-            module.__dict__["_prefix"] = "".join(f"{part}." for part in (parts[:-1] if isinstance(module, Op) else parts))
+            module.__dict__["_prefix"] = "".join(
+                f"{part}." for part in (parts[:-1] if isinstance(module, Op) else parts)
+            )
 
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -71,7 +74,9 @@ def _override(**said: Any) -> Override:
     if "fusion" in given and not isinstance(given["fusion"], bool):
         raise FuseOpsError(f"fusion must be True or False, got {given['fusion']!r}.")
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
-        raise FuseOpsError(f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}.")
+        raise FuseOpsError(
+            f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."
+        )
     if "rules" in given:
         given["rules"] = tuple(given["rules"])
         wrong = [r for r in given["rules"] if not isinstance(r, Rule)]
@@ -126,8 +131,12 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         scopes.thread.watchers.remove(watch)
     silent = sorted(wanted - fired)
     if silent:
-        nearest = "; ".join(f"{misses[n].reason} at {misses[n].span}" for n in silent if n in misses)
-        raise FusionMissError(f"strict rules {silent} never fired in this scope. {nearest or 'No call came near them.'}")
+        nearest = "; ".join(
+            f"{misses[n].reason} at {misses[n].span}" for n in silent if n in misses
+        )
+        raise FusionMissError(
+            f"strict rules {silent} never fired in this scope. {nearest or 'No call came near them.'}"
+        )
 
 
 def rules(*extra: Rule) -> AbstractContextManager[None]:
@@ -145,7 +154,7 @@ def reference() -> AbstractContextManager[None]:
     return scopes.scope((("reference", True),))
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
     the scopes that this was called in.
     """
@@ -158,13 +167,17 @@ def from_environment(environ: Any = os.environ) -> None:
     if environ.get("FUSEOPS_FUSION", "1") == "0":
         said["fusion"] = False
     if environ.get("FUSEOPS_DISABLE"):
-        said["disable"] = [name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()]
+        said["disable"] = [
+            name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
+        ]
     if said:
         scopes.process.token = scopes.intern(0, _override(**said))
     level = environ.get("FUSEOPS_LOG", "").upper()
     if level:
         if level not in LEVELS:
-            raise FuseOpsError(f"FUSEOPS_LOG={environ['FUSEOPS_LOG']!r}: expected one of {', '.join(LEVELS).lower()}.")
+            raise FuseOpsError(
+                f"FUSEOPS_LOG={environ['FUSEOPS_LOG']!r}: expected one of {', '.join(LEVELS).lower()}."
+            )
         logger = logging.getLogger("fuseops")
         logger.setLevel(level)
         logger.addHandler(logging.StreamHandler())

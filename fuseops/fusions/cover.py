@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..ops.op import Op
-from ..ops.scopes import Settings
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Settings
+
 from .plan import Miss
 from .rule import Conditions, Match, Rule, match
 
@@ -80,14 +81,20 @@ def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
     return Cover(joint, forward, backward, (*misses, *scanned.near))
 
 
-def _leftmost(able: Sequence[Candidate], kind: str, size: int, taken: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _leftmost(
+    able: Sequence[Candidate], kind: str, size: int, taken: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
     free_from, chosen = 0, []
     blocked = {i for c in taken for i in range(c.start, c.stop)}
     for start in range(size):
         if start < free_from:
             continue
         for c in able:
-            if c.rule.kind == kind and c.start == start and blocked.isdisjoint(range(c.start, c.stop)):
+            if (
+                c.rule.kind == kind
+                and c.start == start
+                and blocked.isdisjoint(range(c.start, c.stop))
+            ):
                 chosen.append(c)
                 free_from = c.stop
                 break
@@ -127,5 +134,7 @@ def reasons_against(
         elif not c.rule.when:
             answers.append(None)
         else:
-            answers.append(c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop)))
+            answers.append(
+                c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
+            )
     return tuple(answers)

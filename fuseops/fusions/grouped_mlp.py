@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import kernels as K
-from ..ops.grouped_linear import check_offs
-from ..ops.op import Call, FusedOp, Grads, Out
+from fuseops import kernels as K
+from fuseops.ops.grouped_linear import check_offs
+from fuseops.ops.op import Call, FusedOp, Grads, Out
 
 
 class GroupedMLPSaved(NamedTuple):
@@ -35,10 +35,21 @@ class GroupedMLP(FusedOp):
         "2.weight": ("h", "probs", "offs"),
     }
     recomputes = ("h",)
-    names = {"x": "0.x", "h": "1.x", "probs": "1.probs", "offs": "0.offs", "fc1": "0.weight", "fc2": "2.weight"}
+    names = {
+        "x": "0.x",
+        "h": "1.x",
+        "probs": "1.probs",
+        "offs": "0.offs",
+        "fc1": "0.weight",
+        "fc2": "2.weight",
+    }
 
     def fwd(
-        self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...], keep: frozenset[str]
+        self,
+        x: Tensor,
+        t: tuple[Mapping[str, Tensor], ...],
+        calls: tuple[Call, ...],
+        keep: frozenset[str],
     ) -> Out:
         fc1, fc2, offs, probs = t[0]["weight"], t[2]["weight"], t[0]["offs"], t[1]["probs"]
         check_offs(offs, fc1.shape[0])
@@ -48,7 +59,11 @@ class GroupedMLP(FusedOp):
         return Out(y, GroupedMLPSaved(x, h, probs, offs, fc1, fc2))
 
     def bwd(
-        self, saved: GroupedMLPSaved, dy: Tensor, calls: tuple[Call, ...], dside: Mapping[str, Tensor | None]
+        self,
+        saved: GroupedMLPSaved,
+        dy: Tensor,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         x, h, probs, offs, fc1, fc2 = saved
         first, act, last = (call.needs for call in calls)

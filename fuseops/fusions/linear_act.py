@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import kernels as K
-from ..ops.activations import ActivationSaved
-from ..ops.linear import BiasSaved, LinearSaved, linear, saved_operand
-from ..ops.op import Call, FusedOp, Out
+from fuseops import kernels as K
+from fuseops.ops.activations import ActivationSaved
+from fuseops.ops.linear import BiasSaved, LinearSaved, linear, saved_operand
+from fuseops.ops.op import Call, FusedOp, Out
 
 
 class LinearAct(FusedOp):
@@ -23,4 +23,3 @@ class LinearAct(FusedOp):
         if len(t) == 3:
             saved.insert(1, BiasSaved())
         return Out(K.act_fwd(h, act.kind), tuple(saved))
-

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import kernels as K
-from ..ops.linear import LinearSaved, linear
-from ..ops.norms import RMSNormSaved
-from ..ops.op import Call, FusedOp, Out
+from fuseops import kernels as K
+from fuseops.ops.linear import LinearSaved, linear
+from fuseops.ops.norms import RMSNormSaved
+from fuseops.ops.op import Call, FusedOp, Out
 
 
 class NormLinear(FusedOp):

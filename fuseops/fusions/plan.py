@@ -67,7 +67,9 @@ class FusionPlan:
     edges: tuple[Edge, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    temporaries: int = 0  # bytes of the largest output that a forward span writes besides what is saved
+    temporaries: int = (
+        0  # bytes of the largest output that a forward span writes besides what is saved
+    )
 
     @property
     def saved_bytes(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ..errors import FuseOpsError
-from ..ops.op import FusedOp, Op
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import FusedOp, Op
 
 KINDS = ("joint", "forward", "backward")
 
@@ -66,16 +66,22 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise FuseOpsError(f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}.")
+            raise FuseOpsError(
+                f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}."
+            )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
         object.__setattr__(self, "pattern", tuple(self.pattern))
         if not any(not isinstance(element, Maybe) for element in self.pattern):
-            raise FuseOpsError(f"Rule {self.name!r}: the pattern needs at least one op that is not optional.")
+            raise FuseOpsError(
+                f"Rule {self.name!r}: the pattern needs at least one op that is not optional."
+            )
         for element in self.pattern:
             for t in types_of(element):
                 if not (isinstance(t, type) and issubclass(t, Op)):
-                    raise FuseOpsError(f"Rule {self.name!r}: {t!r} in its pattern is not a subclass of fuseops.Op.")
+                    raise FuseOpsError(
+                        f"Rule {self.name!r}: {t!r} in its pattern is not a subclass of fuseops.Op."
+                    )
 
     def reason_against(self, ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
         """The first condition's reason, or None when all hold.  Raises TypeError for an answer of another kind."""
@@ -102,7 +108,9 @@ _DEFINING = ("fwd", "bwd", "forward", "Saved")
 
 
 def _overridden(cls: type, wanted: type) -> str | None:
-    changed = (n for n in _DEFINING if hasattr(wanted, n) and getattr(cls, n) is not getattr(wanted, n))
+    changed = (
+        n for n in _DEFINING if hasattr(wanted, n) and getattr(cls, n) is not getattr(wanted, n)
+    )
     return next(changed, None)
 
 
@@ -130,7 +138,9 @@ class Match(NamedTuple):
     why: str  # the obstacle
 
 
-def match(rule: Rule, ops: Sequence[Any], start: int, opaque: Sequence[str | None], end: str) -> Match:
+def match(
+    rule: Rule, ops: Sequence[Any], start: int, opaque: Sequence[str | None], end: str
+) -> Match:
     """Match the rule at `start`. `opaque[i]` says why op i is matched by no rule; `end` names what follows the run."""
     best = Match(0, -1, "")
 
@@ -152,7 +162,9 @@ def match(rule: Rule, ops: Sequence[Any], start: int, opaque: Sequence[str | Non
     return best if length is None else Match(length, length, "")
 
 
-def _why_not(ops: Sequence[Any], position: int, wanted: Any, opaque: Sequence[str | None], end: str) -> str | None:
+def _why_not(
+    ops: Sequence[Any], position: int, wanted: Any, opaque: Sequence[str | None], end: str
+) -> str | None:
     if position >= len(ops):
         names = " | ".join(t.__name__ for t in types_of(wanted))
         return f"{end}, wanted {names}"

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import FuseOpsError, FusionMissError, SideInputError
-from ..ops import scopes
-from ..ops.op import Op
-from ..ops.scopes import Settings
+from fuseops.errors import FuseOpsError, FusionMissError, SideInputError
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Settings
+
 from . import bridge
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
@@ -30,7 +31,7 @@ Tokens = tuple[int, int, int]  # process, model, scopes
 
 
 class Key(NamedTuple):
-    """What a plan depends on, besides the outcome of conditions. Python constants only, so that traced code can hold it."""
+    """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
 
     ops: tuple[Any, ...]  # op_facts of every op
     sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
@@ -55,7 +56,12 @@ class Entry(NamedTuple):
 def opaque_reason(op: Op[Any]) -> str | None:
     """Why an op is called through its own `__call__` and matched by no rule, or None."""
     own = op.__dict__
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
         return "has hooks"
     if "forward" in own:
         return "has a forward of its own (replaced on the instance)"
@@ -69,7 +75,12 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     own = op.__dict__
     registered = own["_parameters"]
     facts = [op.__class__, own["training"], op.alias]
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
         facts.append("hooks")
     if "forward" in own:
         facts.append("forward")
@@ -86,7 +97,9 @@ def _is_dtensor(cls: type) -> bool:
 class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
-    def __init__(self, ops: Sequence[Op[Any]], names: Sequence[str], end: str, alone: bool = False) -> None:
+    def __init__(
+        self, ops: Sequence[Op[Any]], names: Sequence[str], end: str, alone: bool = False
+    ) -> None:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
         self.entries: dict[Key, Entry] = {}
         self.numbers: list[int] = []  # of this run's objects in TABLE
@@ -98,7 +111,9 @@ class Run:
             reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
             for w in op.writes:
                 if w in reads:
-                    raise SideInputError(f"op {name!r} writes {w!r}, which is read before it is written.")
+                    raise SideInputError(
+                        f"op {name!r} writes {w!r}, which is read before it is written."
+                    )
                 written.add(w)
         self.reads, self.writes = tuple(reads), frozenset(written)
 
@@ -109,7 +124,12 @@ class Run:
         grad = torch.is_grad_enabled()
         kind = x.device.type
         return Key(
-            tuple([op_facts(op, wanted, grad) for op, wanted in zip(self.ops, self.parameter_names, strict=True)]),
+            tuple(
+                [
+                    op_facts(op, wanted, grad)
+                    for op, wanted in zip(self.ops, self.parameter_names, strict=True)
+                ]
+            ),
             tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in self.reads]),
             tokens,
             live,
@@ -121,7 +141,9 @@ class Run:
             torch.compiler.is_compiling(),
         )
 
-    def plan(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> RunPlan:
+    def plan(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         key = self.key(x, side, tokens, live)
         entry = self.entries.get(key) or self._new_entry(key)
@@ -134,7 +156,10 @@ class Run:
 
     def _reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
         return reasons_against(
-            entry.scan, self.ops, entry.facts.settings, lambda start, stop: self._conditions(entry.facts, x, start, stop)
+            entry.scan,
+            self.ops,
+            entry.facts.settings,
+            lambda start, stop: self._conditions(entry.facts, x, start, stop),
         )
 
     def _conditions(self, facts: Facts, x: Tensor, start: int, stop: int) -> Conditions:
@@ -176,7 +201,10 @@ class Run:
         )
         rules = () if settings.reference else (*settings.rules, *TABLES)
         check_names(settings, rules)
-        opaque = [None if op.alias or not mode else note for op, (mode, note) in zip(self.ops, modes, strict=True)]
+        opaque = [
+            None if op.alias or not mode else note
+            for op, (mode, note) in zip(self.ops, modes, strict=True)
+        ]
         entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
         return entry
 
@@ -220,7 +248,13 @@ class Run:
     # --- running
 
     def __call__(
-        self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...], path: str, scratch: dict[str, Any]
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
     ) -> Any:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
         if torch.compiler.is_compiling():
@@ -239,17 +273,19 @@ class Run:
 # table look-up. Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _entry_id(run: Run, key: tuple[Any, ...]) -> int:
     known = Key(*key)
     run.numbers.append(TABLE.add(run.entries.get(known) or run._new_entry(known)))
     return run.numbers[-1]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tuple[int, ...]:
     entry: Entry = TABLE[entry_id]
-    plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(entry, reasons)
+    plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(
+        entry, reasons
+    )
     return tuple(segment.id for segment in plan.segments)
 
 
@@ -289,7 +325,9 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    y, _, _ = bridge.run_forward(seg, x, inputs, None if live is None else live.scratch, seg.kind == "node")
+    y, _, _ = bridge.run_forward(
+        seg, x, inputs, None if live is None else live.scratch, seg.kind == "node"
+    )
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
@@ -301,14 +339,23 @@ def check_names(settings: Settings, rules: Sequence[Any]) -> None:
     strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
     unknown = (settings.disable | strict) - known
     if unknown and rules:
-        raise FuseOpsError(f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}.")
+        raise FuseOpsError(
+            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
+        )
 
 
 def check_strict(plan: RunPlan, settings: Settings) -> None:
     """Raise FusionMissError for a condition or overlap miss of a rule that strict mode protects."""
     for miss in plan.misses:
         near = miss.reason.startswith("op ") or " ends" in miss.reason
-        protected = settings.strict is True or (isinstance(settings.strict, frozenset) and miss.rule in settings.strict)
-        if protected and not near and not (settings.strict is True and miss.reason.startswith("overlaps")):
-            raise FusionMissError(f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}")
-
+        protected = settings.strict is True or (
+            isinstance(settings.strict, frozenset) and miss.rule in settings.strict
+        )
+        if (
+            protected
+            and not near
+            and not (settings.strict is True and miss.reason.startswith("overlaps"))
+        ):
+            raise FusionMissError(
+                f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
+            )

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.names import SavedName
-from ..recipes import Quantized
+from fuseops.ops.names import SavedName
+from fuseops.recipes import Quantized
+
 from .segment import Segment
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -75,7 +76,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
         row = rows[slot.owner]
         if row is not None:
             values = [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in row]
-            saved[slot.owner] = slot.cls._make(values)  # type: ignore[attr-defined]
+            saved[slot.owner] = slot.cls._make(values)
     return saved
 
 
@@ -86,7 +87,11 @@ def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
 
 
 def saved_names(
-    seg: Segment, rows: Sequence[Row | None], flat: Sequence[Tensor], prefix: str, params: Sequence[Any]
+    seg: Segment,
+    rows: Sequence[Row | None],
+    flat: Sequence[Tensor],
+    prefix: str,
+    params: Sequence[Any],
 ) -> list[SavedName]:
     """Every name of every flat tensor, in save order; a parameter is recognised by identity."""
     found: list[list[str]] = [[] for _ in flat]
@@ -97,7 +102,9 @@ def saved_names(
             for component, place in _places(entry):
                 found[place].append(f"{prefix}{name}.{component}" if component else prefix + name)
                 ops[place] = slot.op
-    return [SavedName(tuple(n), id(t) in own, op) for n, t, op in zip(found, flat, ops, strict=True)]
+    return [
+        SavedName(tuple(n), id(t) in own, op) for n, t, op in zip(found, flat, ops, strict=True)
+    ]
 
 
 def _places(entry: Any) -> tuple[tuple[str, int], ...]:

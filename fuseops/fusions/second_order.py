@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DoubleBackwardError
+from fuseops.errors import DoubleBackwardError
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -24,10 +24,12 @@ class _FirstOrderOnly(torch.autograd.Function):
         raise DoubleBackwardError(ctx.message)
 
 
-def guard(grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str) -> list[Tensor | None]:
+def guard(
+    grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str
+) -> list[Tensor | None]:
     """The same gradients, which raise DoubleBackwardError(message) when someone differentiates them."""
     present = [g for g in grads if g is not None]
-    guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))
+    guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))  # type: ignore[no-untyped-call]
     return [None if g is None else next(guarded) for g in grads]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..ops.op import Call, Op
-from ..recipes import Format
+from fuseops.ops.op import Call, Op
+from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -66,7 +66,9 @@ class Step:
     offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
-    keywords: Mapping[str, Any] = field(default_factory=dict)  # backward: what bwd of a single op takes by keyword
+    keywords: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # backward: what bwd of a single op takes by keyword
     live: bool = False  # wants call.out and call.scratch
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     params: tuple[Args, ...] = ()  # backward: needed parameters of every member, name -> position

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import torch_private
-from ..errors import FuseOpsError, RecomputationError, SideInputError
-from ..ops import names as naming
-from ..ops import op as op_module
-from ..ops import scopes
-from ..ops.op import Op
-from ..ops.routing import Routing
-from ..ops.structure import Add, Tap
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, RecomputationError, SideInputError
+from fuseops.ops import names as naming
+from fuseops.ops import op as op_module
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.routing import Routing
+from fuseops.ops.structure import Add, Tap
+
 from .run import Run, Tokens
 
 RESERVED = ("returns", "call")
@@ -25,6 +26,7 @@ class Runner:
     """The pieces of one Sequential (or one op that is called alone), rebuilt when the children change."""
 
     def __init__(self, children: list[tuple[str, nn.Module]], alone: bool = False) -> None:
+        self.alone = alone
         self.children = tuple(module for _, module in children)
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
@@ -32,21 +34,52 @@ class Runner:
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """For every piece, the side names that are read after it, or returned."""
+        """For every piece, the side names that are read after it, or returned.
+
+        Raises SideInputError when something is published that nobody reads.
+        """
         if returns not in self._live:
+            self._check_published(returns)
             reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
-            later = [tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))]
+            later = [
+                tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))
+            ]
             self._live[returns] = tuple(later)
         return self._live[returns]
 
+    def _check_published(self, returns: tuple[str, ...]) -> None:
+        read = {name for _, piece in self.pieces for name in getattr(piece, "reads", ())} | set(
+            returns
+        )
+        inner = {
+            n
+            for _, piece in self.pieces
+            if isinstance(piece, Run)
+            for op in piece.ops
+            for n in op.side_names()
+        }
+        unread = sorted(self.writes - read - inner)
+        if unread and not self.alone:
+            raise SideInputError(
+                f"side tensors {unread} are published and read by nobody: add an op that reads them, or ask for them "
+                f"with returns={tuple(unread)}."
+            )
 
-def _pieces(children: list[tuple[str, nn.Module]], alone: bool) -> list[tuple[str, Run | nn.Module]]:
+
+def _pieces(
+    children: list[tuple[str, nn.Module]], alone: bool
+) -> list[tuple[str, Run | nn.Module]]:
     pieces: list[tuple[str, Run | nn.Module]] = []
     pending: list[tuple[str, Op[Any]]] = []
 
     def flush(end: str) -> None:
         if pending:
-            pieces.append((pending[0][0], Run([op for _, op in pending], [name for name, _ in pending], end, alone)))
+            pieces.append(
+                (
+                    pending[0][0],
+                    Run([op for _, op in pending], [name for name, _ in pending], end, alone),
+                )
+            )
             pending.clear()
 
     for name, module in children:
@@ -60,7 +93,9 @@ def _pieces(children: list[tuple[str, nn.Module]], alone: bool) -> list[tuple[st
     return pieces
 
 
-def _side_names(pieces: list[tuple[str, Run | nn.Module]]) -> tuple[tuple[str, ...], frozenset[str]]:
+def _side_names(
+    pieces: list[tuple[str, Run | nn.Module]],
+) -> tuple[tuple[str, ...], frozenset[str]]:
     """What the whole sequence reads from its caller, and what it writes.  Raises SideInputError on a clash."""
     reads: dict[str, None] = {}
     written: dict[str, str] = {}
@@ -68,9 +103,13 @@ def _side_names(pieces: list[tuple[str, Run | nn.Module]]) -> tuple[tuple[str, .
         reads |= dict.fromkeys(name for name in getattr(piece, "reads", ()) if name not in written)
         for name in getattr(piece, "writes", ()) if isinstance(piece, Run) else ():
             if name in written:
-                raise SideInputError(f"side tensor {name!r} is written twice, at {written[name]!r} and at {at!r}.")
+                raise SideInputError(
+                    f"side tensor {name!r} is written twice, at {written[name]!r} and at {at!r}."
+                )
             if name in reads:
-                raise SideInputError(f"side tensor {name!r} is written at {at!r}, after it was read.")
+                raise SideInputError(
+                    f"side tensor {name!r} is written at {at!r}, after it was read."
+                )
             written[name] = at
     return tuple(reads), frozenset(written)
 
@@ -89,7 +128,7 @@ def _build_runner(module: Any) -> None:
     module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _prepare(module: Any, *children: Any) -> int:
     """Build the runner outside of the trace."""
     if module._runner is None or module._runner.children != children:
@@ -148,7 +187,7 @@ class Sequential(nn.Sequential):
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs, in order."""
-        return list(self._modules.items())  # type: ignore[arg-type]
+        return list(self._modules.items())
 
     def _planned_modules(self) -> tuple[Any, ...]:
         return tuple(self._modules.values())
@@ -171,14 +210,16 @@ class Sequential(nn.Sequential):
 
     def __getitem__(self, idx: Any) -> Any:
         if isinstance(idx, slice):
-            return self._like(list(self._modules.items())[idx])  # type: ignore[arg-type]
+            return self._like(list(self._modules.items())[idx])
         if isinstance(idx, str):
             return self._modules[idx]
         return super().__getitem__(idx)
 
     def __add__(self, other: Any) -> Sequential:
         if not isinstance(other, nn.Sequential):
-            raise TypeError(f"can only add a Sequential to a Sequential, got {type(other).__name__}")
+            raise TypeError(
+                f"can only add a Sequential to a Sequential, got {type(other).__name__}"
+            )
         return self._like((str(i), m) for i, m in enumerate([*self, *other]))
 
     def __mul__(self, other: int) -> Sequential:
@@ -190,14 +231,16 @@ class Sequential(nn.Sequential):
         return self * other
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_runner"}
 
     # --- running
 
-    def forward(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+    ) -> Any:
         runner = runner_of(self)
         returns = tuple(returns)
         env = side_inputs(self, runner, args, side)
@@ -246,16 +289,22 @@ def _enter(module: Sequential) -> tuple[str, bool]:
 
 def check_input(module: nn.Module, x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{_described(module)} expects a tensor as its first argument, got {type(x).__name__}.")
+        raise TypeError(
+            f"{_described(module)} expects a tensor as its first argument, got {type(x).__name__}."
+        )
 
 
 def _check_returns(module: Sequential, runner: Runner, returns: tuple[str, ...]) -> None:
     unknown = [name for name in returns if name not in runner.writes]
     if unknown:
-        raise SideInputError(f"{_described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}.")
+        raise SideInputError(
+            f"{_described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}."
+        )
 
 
-def side_inputs(module: nn.Module, runner: Runner, args: tuple[Any, ...], side: dict[str, Any]) -> dict[str, Any]:
+def side_inputs(
+    module: nn.Module, runner: Runner, args: tuple[Any, ...], side: dict[str, Any]
+) -> dict[str, Any]:
     """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
     env = dict(side)
     if args:
@@ -267,9 +316,13 @@ def side_inputs(module: nn.Module, runner: Runner, args: tuple[Any, ...], side: 
         for name, value in args[0]._asdict().items():
             if value is not None and name in runner.reads:
                 if name in side:
-                    raise SideInputError(f"{_described(module)}: {name!r} is in the Routing and passed by name.")
+                    raise SideInputError(
+                        f"{_described(module)}: {name!r} is in the Routing and passed by name."
+                    )
                 env[name] = value
-    if len(env) != len(runner.reads) or not all(isinstance(env.get(name), Tensor) for name in runner.reads):
+    if len(env) != len(runner.reads) or not all(
+        isinstance(env.get(name), Tensor) for name in runner.reads
+    ):
         _refuse_sides(module, runner, env)
     return env
 
@@ -287,7 +340,9 @@ def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> 
                 "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`."
             )
     missing = [name for name in reads if name not in env]
-    raise SideInputError(f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing.")
+    raise SideInputError(
+        f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing."
+    )
 
 
 class Residual(Sequential):

@@ -1,10 +1,11 @@
-"""The rules, top line first. Joint rules cover first; forward and backward rules are matched independently in the gaps."""
+"""The rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from ..ops.activations import GELU, SiLU, SReLU
-from ..ops.glu import ScaledSwiGLU
-from ..ops.grouped_linear import GroupedLinear
-from ..ops.linear import Bias, Linear
-from ..ops.norms import RMSNorm
+from fuseops.ops.activations import GELU, SiLU, SReLU
+from fuseops.ops.glu import ScaledSwiGLU
+from fuseops.ops.grouped_linear import GroupedLinear
+from fuseops.ops.linear import Bias, Linear
+from fuseops.ops.norms import RMSNorm
+
 from .bias_act import BiasAct
 from .conditions import glu_widths, no_biases, no_recipe, one_bias, same_groups
 from .grouped_mlp import GroupedMLP

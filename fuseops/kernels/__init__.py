@@ -3,10 +3,12 @@
 from .grouped import grouped_bias_bwd as grouped_bias_bwd
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_wgrad as grouped_wgrad
+from .grouped import scaled_grouped_mm as scaled_grouped_mm
+from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .reference import accumulator as accumulator
+from .reference import act_bias_bwd as act_bias_bwd
 from .reference import act_bwd as act_bwd
 from .reference import act_fwd as act_fwd
-from .reference import act_bias_bwd as act_bias_bwd
 from .reference import column_sum as column_sum
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
@@ -15,8 +17,6 @@ from .reference import grouped_quantize as grouped_quantize
 from .reference import quantize as quantize
 from .reference import rms_norm_bwd as rms_norm_bwd
 from .reference import rms_norm_fwd as rms_norm_fwd
-from .grouped import scaled_grouped_mm as scaled_grouped_mm
-from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .reference import scaled_mm as scaled_mm
 from .reference import scaled_swiglu_bwd as scaled_swiglu_bwd
 from .reference import scaled_swiglu_fwd as scaled_swiglu_fwd

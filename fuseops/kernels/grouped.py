@@ -29,7 +29,9 @@ def _one_hot(offs: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 def _cuda_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     padding = reference.padding_mask(offs, x.shape[0])
     if _native(x, weight) and weight.shape[1] % 8 == 0:
-        return F.grouped_mm(x.contiguous(), weight.transpose(-2, -1), offs=offs).masked_fill(padding, 0)
+        return F.grouped_mm(x.contiguous(), weight.transpose(-2, -1), offs=offs).masked_fill(
+            padding, 0
+        )
     member = _one_hot(offs, x.shape[0], torch.bool)
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for e in range(weight.shape[0]):
@@ -89,7 +91,9 @@ def _plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not torch.compiler.is_compiling()
 
 
-def _launch(t: Tensor, body: Callable[..., Tensor], op: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def _launch(
+    t: Tensor, body: Callable[..., Tensor], op: Callable[..., Tensor], *args: Tensor
+) -> Tensor:
     return body(*args) if _plain(t) else op(*args)
 
 
@@ -108,14 +112,18 @@ def grouped_bias_bwd(dy: Tensor, offs: Tensor) -> Tensor:
     return _launch(dy, _bias_bwd, _bias_bwd_op, dy, offs)
 
 
-def scaled_grouped_mm(a: Tensor, b: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype
+) -> Tensor:
     """grouped_mm with one scale a group, accumulated in float32.   fp8 (R, K), (E, N, K), (E,) float32 -> (R, N)"""
     y = grouped_mm(a.to(torch.float32), b.to(torch.float32), offs)
     by_row = torch.cat([scale, scale.new_zeros(1)])[reference.group_of_row(offs, a.shape[0])]
     return (y * by_row.unsqueeze(-1)).to(dtype)
 
 
-def scaled_grouped_wgrad(dy: Tensor, x: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_grouped_wgrad(
+    dy: Tensor, x: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype
+) -> Tensor:
     """grouped_wgrad with one scale a group.   fp8 (R, N), (R, K), (E,) float32 -> (E, N, K)"""
     dw = grouped_wgrad(dy.to(torch.float32), x.to(torch.float32), offs)
     return (dw * scale[:, None, None]).to(dtype)

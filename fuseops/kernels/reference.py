@@ -27,7 +27,9 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, dims: int = 1) -> tuple[Tensor, Tensor]:
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, dims: int = 1
+) -> tuple[Tensor, Tensor]:
     """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last `dims` axes.   -> y as x, rstd float32"""
     (wide,) = _wide(x)
     axes = tuple(range(-dims, 0))
@@ -39,7 +41,7 @@ def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, dims: int = 1) ->
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dims: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * weight, xhat = x * rstd;  dweight = sum over rows of dy * xhat."""
+    """dx = rstd * (g - xhat * mean(g * xhat)), g = dy * weight, xhat = x * rstd;  dweight = row sum of dy * xhat."""
     wide, grad = _wide(x, dy)
     axes = tuple(range(-dims, 0))
     xhat = wide * rstd
@@ -76,7 +78,12 @@ def _srelu(x: Tensor) -> tuple[Tensor, Tensor]:
     return r * r, 2 * r
 
 
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "srelu": _srelu}  # x -> value, derivative
+ACTIVATIONS = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "srelu": _srelu,
+}  # x -> value, derivative
 
 
 def act_fwd(x: Tensor, kind: str) -> Tensor:
@@ -146,7 +153,10 @@ def dropout_mask(seed: Tensor, like: Tensor, p: float) -> Tensor:
     The same seed and shape give the same mask, so that backward redraws it instead of saving it.
     """
     z = torch.arange(like.numel(), device=like.device, dtype=torch.int64) + seed
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # splitmix64's constants
+    for shift, factor in (
+        (30, -4658895280553007687),
+        (27, -7723592293110705685),
+    ):  # splitmix64's constants
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
     z = z ^ ((z >> 31) & ((1 << 33) - 1))
     uniform = ((z >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
@@ -158,7 +168,9 @@ def dropout_mask(seed: Tensor, like: Tensor, p: float) -> Tensor:
 
 def group_of_row(offs: Tensor, rows: int) -> Tensor:
     """Group index of every row; padding rows (at or beyond offs[-1]) get E.   -> (R,) int64"""
-    return torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
+    return torch.searchsorted(
+        offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True
+    )
 
 
 def padding_mask(offs: Tensor, rows: int) -> Tensor:

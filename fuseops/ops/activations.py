@@ -4,8 +4,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from .. import kernels as K
-from ..errors import FuseOpsError
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
+
 from .op import Grads, Op, Out
 
 
@@ -33,7 +34,9 @@ class SiLU(Activation, nn.SiLU):
 
     def __init__(self, inplace: bool = False) -> None:
         if inplace:
-            raise FuseOpsError("SiLU(inplace=True): an op never writes its input, which may be saved. Leave it out.")
+            raise FuseOpsError(
+                "SiLU(inplace=True): an op never writes its input, which may be saved. Leave it out."
+            )
         nn.SiLU.__init__(self)
 
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import kernels as K
-from ..errors import FuseOpsError
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
+
 from .op import Call, Grads, Op, Out
 
 
@@ -44,7 +45,9 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         if inplace:
-            raise FuseOpsError("Dropout(inplace=True): an op never writes its input, which may be saved. Leave it out.")
+            raise FuseOpsError(
+                "Dropout(inplace=True): an op never writes its input, which may be saved. Leave it out."
+            )
         nn.Dropout.__init__(self, p)
 
     @property

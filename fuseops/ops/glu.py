@@ -1,11 +1,12 @@
 """Gated activations. The gate is the FIRST half of the last axis (the opposite of `torch.nn.functional.glu`)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import kernels as K
-from ..errors import ShapeError
+from fuseops import kernels as K
+from fuseops.errors import ShapeError
+
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -18,10 +19,12 @@ class ScaledSwiGLUSaved(NamedTuple):
     probs: Tensor | None  # (R,)
 
 
-def halved(op: Op[NamedTuple], shape: Shape) -> Shape:
+def halved(op: Op[Any], shape: Shape) -> Shape:
     """Shape after a gated activation.  Raises ShapeError for an odd width."""
     if not shape or shape[-1] % 2:
-        raise ShapeError(f"{type(op).__name__} expects [gate | up] on the last axis, got shape {tuple(shape)}.")
+        raise ShapeError(
+            f"{type(op).__name__} expects [gate | up] on the last axis, got shape {tuple(shape)}."
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -58,7 +61,9 @@ class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
 
     def bwd(self, saved: ScaledSwiGLUSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs = saved
-        if "x" not in call.needs:  # probs itself is not saved then, and its gradient does not read it
+        if (
+            "x" not in call.needs
+        ):  # probs itself is not saved then, and its gradient does not read it
             return Grads(side={"probs": K.swiglu_dprobs(dy, x)})  # type: ignore[arg-type]
         dx, dprobs = K.scaled_swiglu_bwd(dy, x, probs)  # type: ignore[arg-type]
         return Grads(dx, side={"probs": dprobs} if "probs" in call.needs else None)

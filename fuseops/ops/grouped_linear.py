@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import kernels as K
-from ..errors import FuseOpsError, ShapeError
-from ..recipes import Quantized, gemm
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.recipes import Quantized, gemm
+
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 
@@ -80,14 +81,22 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+        for name, size in (
+            ("num_groups", num_groups),
+            ("in_features", in_features),
+            ("out_features", out_features),
+        ):
             if size <= 0:
                 raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        )
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
+            self.bias = nn.Parameter(
+                torch.empty(num_groups, out_features, device=device, dtype=dtype)
+            )
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -107,7 +116,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)
         if len(shape) != 2:
-            raise ShapeError(f"GroupedLinear expects x of shape (rows, {self.in_features}), got {tuple(shape)}.")
+            raise ShapeError(
+                f"GroupedLinear expects x of shape (rows, {self.in_features}), got {tuple(shape)}."
+            )
         return (*shape[:-1], self.out_features)
 
     def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
@@ -115,7 +126,10 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     def fwd(self, x: Any, *, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call) -> Out:
         check_offs(offs, self.num_groups)
-        return Out(grouped_linear(x, weight, bias, offs, call), GroupedLinearSaved(saved_operand(x), weight, offs))
+        return Out(
+            grouped_linear(x, weight, bias, offs, call),
+            GroupedLinearSaved(saved_operand(x), weight, offs),
+        )
 
     def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
         return grouped_linear_bwd(saved, dy, call)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import kernels as K
-from ..errors import ShapeError
-from ..recipes import COL, ROW, Quantized, gemm
+from fuseops import kernels as K
+from fuseops.errors import ShapeError
+from fuseops.recipes import COL, ROW, Quantized, gemm
+
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -107,7 +108,11 @@ class Bias(Op[BiasSaved]):
     saves_for = {"x": (), "bias": ()}
 
     def __init__(
-        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.size = size

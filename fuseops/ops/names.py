@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import FuseOpsError
+from fuseops.errors import FuseOpsError
 
 
 class SavedName(NamedTuple):
     """What the bridge knows of one saved tensor."""
 
-    names: tuple[str, ...]  # every `<path>.<field>` under which this tensor is saved; the first is its own
+    names: tuple[
+        str, ...
+    ]  # every `<path>.<field>` under which this tensor is saved; the first is its own
     is_param: bool
     op: str  # class name of the op that saves it
 

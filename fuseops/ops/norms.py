@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import kernels as K
-from ..errors import ShapeError
+from fuseops import kernels as K
+from fuseops.errors import ShapeError
+
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -38,4 +39,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
         x, weight, rstd = saved
         dx, dweight = K.rms_norm_bwd(dy, x, weight, rstd, len(self.normalized_shape))  # type: ignore[arg-type]
-        return Grads(dx if "x" in call.needs else None, {"weight": dweight} if "weight" in call.needs else None)
+        return Grads(
+            dx if "x" in call.needs else None,
+            {"weight": dweight} if "weight" in call.needs else None,
+        )

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import FuseOpsError
-from ..recipes import Quantized, Roles
+from fuseops.errors import FuseOpsError
+from fuseops.recipes import Quantized, Roles
 
 S = TypeVar("S", bound=tuple[Any, ...])
 Shape = tuple[int, ...]
@@ -51,7 +51,9 @@ class Precision(NamedTuple):
 class Call(NamedTuple):
     """The plan's frozen record of one op in one call (level 3), and two fields that live for one call only."""
 
-    needs: frozenset[str] = frozenset()  # which gradients anyone wants: "x", parameter names, side names
+    needs: frozenset[str] = (
+        frozenset()
+    )  # which gradients anyone wants: "x", parameter names, side names
     keep: frozenset[str] = frozenset()  # the Saved fields that some needed gradient reads
     emit: frozenset[Any] = frozenset()  # formats wanted for y
     emit_dx: frozenset[Any] = frozenset()  # formats wanted for dx
@@ -66,13 +68,17 @@ class Signature(NamedTuple):
 
     keywords: tuple[str, ...]  # parameters and side inputs that fwd names, without `call`
     optional: frozenset[str]  # those with a default
-    any_side: bool  # fwd takes **side: every name in the instance's `reads` that it does not name itself
+    any_side: (
+        bool  # fwd takes **side: every name in the instance's `reads` that it does not name itself
+    )
     fwd_call: bool
     bwd_call: bool
     bwd_dside: bool
 
 
-def _keywords(fn: Callable[..., Any], kind: Any = inspect.Parameter.KEYWORD_ONLY) -> dict[str, inspect.Parameter]:
+def _keywords(
+    fn: Callable[..., Any], kind: Any = inspect.Parameter.KEYWORD_ONLY
+) -> dict[str, inspect.Parameter]:
     return {p.name: p for p in inspect.signature(fn).parameters.values() if p.kind is kind}
 
 
@@ -94,11 +100,17 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()  # side inputs, by name; gradients flow back to them by name
     writes: tuple[str, ...] = ()  # side tensors it publishes
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None  # need -> Saved fields its gradient reads
+    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
+        None  # need -> Saved fields its gradient reads
+    )
     recomputes: ClassVar[tuple[str, ...]] = ()  # Saved fields that bwd can do without
     cut_before: ClassVar[bool] = False  # a segment may end before it (norms, Tap)
-    autocast: ClassVar[bool] = False  # casts its input to the autocast dtype, as torch does for GEMMs
-    granularity: ClassVar[str | None] = None  # of its operands under a recipe; None: no recipe applies
+    autocast: ClassVar[bool] = (
+        False  # casts its input to the autocast dtype, as torch does for GEMMs
+    )
+    granularity: ClassVar[str | None] = (
+        None  # of its operands under a recipe; None: no recipe applies
+    )
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
 
     _runner: Any = None  # of an op that is called alone
@@ -118,7 +130,7 @@ class Op(nn.Module, Generic[S]):
         cls.signature = _signature(cls)
         if cls.pure:
             fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
-            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc]
+            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None
         else:
             cls.Saved = _saved_class(cls)
@@ -143,11 +155,13 @@ class Op(nn.Module, Generic[S]):
 
     def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
         """Which layouts of an operand the GEMMs of this op read, given the needs."""
-        raise NotImplementedError(f"{type(self).__name__} has a granularity and must define layouts()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has a granularity and must define layouts()"
+        )
 
-    def forward(self, x: Any, *args: Any, **side: Any) -> Any:
-        """Run this op alone, exactly as inside a Sequential."""
-        return run_alone(self, x, *args, **side)
+    def forward(self, *args: Any, **side: Any) -> Any:
+        """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing."""
+        return run_alone(self, *args, **side)
 
     def parameter_names(self) -> tuple[str, ...]:
         """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import FuseOpsError, ShapeError
+from fuseops.errors import FuseOpsError, ShapeError
 
 
 class Routing(NamedTuple):
@@ -18,11 +18,14 @@ class Routing(NamedTuple):
 
     offs: Tensor
     probs: Tensor | None = None
-    index: Tensor | None = None
+    index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
 
     @classmethod
     def from_counts(
-        cls, tokens_per_expert: Any, probs: Tensor | None = None, device: torch.device | str | None = None
+        cls,
+        tokens_per_expert: Any,
+        probs: Tensor | None = None,
+        device: torch.device | str | None = None,
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
@@ -30,13 +33,20 @@ class Routing(NamedTuple):
         a look at device memory would synchronise).
         """
         counts = torch.as_tensor(tokens_per_expert)
-        if counts.dim() != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
+        if (
+            counts.dim() != 1
+            or counts.is_floating_point()
+            or counts.is_complex()
+            or counts.dtype is torch.bool
+        ):
             raise ShapeError(
                 f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
                 f"{tuple(counts.shape)}."
             )
         if counts.device.type == "cpu" and counts.numel() and int(counts.min()) < 0:
-            raise ShapeError(f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows.")
+            raise ShapeError(
+                f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
+            )
         return cls(counts.cumsum(0).to(device=device or counts.device, dtype=torch.int32), probs)
 
     @classmethod

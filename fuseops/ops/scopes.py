@@ -28,11 +28,15 @@ class Settings(NamedTuple):
         return [f"{name} was {a!r}, is {b!r}" for name, a, b in pairs if a != b]
 
 
-Override = tuple[tuple[str, Any], ...]  # (field, value) pairs; rules are put in front, disable is united
+Override = tuple[
+    tuple[str, Any], ...
+]  # (field, value) pairs; rules are put in front, disable is united
 
 _lock = threading.Lock()
 _tokens: dict[tuple[int, Override], int] = {}
-_entries: list[tuple[int, Override]] = [(0, ())]  # token -> (parent token, override); token 0 is "nothing said"
+_entries: list[tuple[int, Override]] = [
+    (0, ())
+]  # token -> (parent token, override); token 0 is "nothing said"
 
 
 def intern(parent: int, override: Override) -> int:
@@ -85,7 +89,9 @@ class _Thread(threading.local):
     token: int = 0
 
     def __init__(self) -> None:
-        self.watchers: list[Callable[[Any], None]] = []  # strict scopes; each sees every plan that runs
+        self.watchers: list[
+            Callable[[Any], None]
+        ] = []  # strict scopes; each sees every plan that runs
 
 
 process = _Process()

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShapeError
+from fuseops.errors import ShapeError
+
 from .elementwise import NothingSaved
 from .op import Call, Grads, Op, Out, Shape
 
@@ -45,7 +46,9 @@ class Tap(Alias):
     def fwd(self, x: Tensor) -> Out:
         return Out(x, NothingSaved(), {self.writes[0]: x})
 
-    def bwd(self, saved: NothingSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None]) -> Grads:
+    def bwd(
+        self, saved: NothingSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None]
+    ) -> Grads:
         published = dside.get(self.writes[0])
         return Grads(published if dy is None else dy if published is None else dy + published)
 

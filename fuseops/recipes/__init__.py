@@ -1,6 +1,5 @@
 """Precision recipes and quantized tensors."""
 
-
 from .quantized import COL as COL
 from .quantized import ROW as ROW
 from .quantized import Format as Format

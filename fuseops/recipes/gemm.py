@@ -6,7 +6,8 @@ grouped and the weight is (E, N, K). A weight is quantized where it is used, and
 
 from torch import Tensor
 
-from .. import kernels as K
+from fuseops import kernels as K
+
 from .quantized import COL, ROW, Format, Quantized
 
 
@@ -14,7 +15,9 @@ def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
     """x in the format and the layouts that `form` asks for.   (..., K) -> Quantized over (M, K)"""
     flat = x.reshape(-1, x.shape[-1])
     offs = offs if form.granularity == "group" else None
-    data, scale = K.quantize(flat, form.dtype) if offs is None else K.grouped_quantize(flat, offs, form.dtype)
+    data, scale = (
+        K.quantize(flat, form.dtype) if offs is None else K.grouped_quantize(flat, offs, form.dtype)
+    )
     row = data.view(x.shape) if ROW in form.layouts else None
     col = data.t().contiguous() if COL in form.layouts else None
     return Quantized(row, col, scale, offs, x if form.high else None, x.dtype)
@@ -34,7 +37,9 @@ def _scaled(a: Tensor, weight: Tensor, scale: Tensor, q: Quantized) -> Tensor:
 
 def _present(t: Tensor | None) -> Tensor:
     if t is None:
-        raise ValueError("the layout that this GEMM reads was not made: the op's layouts() leaves it out")
+        raise ValueError(
+            "the layout that this GEMM reads was not made: the op's layouts() leaves it out"
+        )
     return t
 
 

@@ -58,7 +58,9 @@ class Quantized:
 
     def rebuilt(self, components: Mapping[str, Tensor]) -> "Quantized":
         """The same tensor over other component tensors (those brought back after saving)."""
-        return Quantized(**{name: components.get(name) for name in self.COMPONENTS}, dtype=self.dtype)  # type: ignore[arg-type]
+        return Quantized(
+            **{name: components.get(name) for name in self.COMPONENTS}, dtype=self.dtype
+        )  # type: ignore[arg-type]
 
     def only(self, *layouts: str) -> "Quantized":
         """Without the layouts (and the high-precision tensor) that no later GEMM reads."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import FuseOpsError
+from fuseops.errors import FuseOpsError
+
 from .quantized import Format, Roles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
