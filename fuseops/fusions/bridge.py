@@ -1,6 +1,7 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,11 @@ def run_forward(
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
                 keywords["call"] = _live_call(step, 0, scratch) if step.live else step.calls[0]
-            out = step.target.fwd(x, **keywords)
+            if step.pure:
+                with _autocast_of(step.calls[0], x.device.type):
+                    out = step.target.fwd(x, **keywords)
+            else:
+                out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = Out(out)
             saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
@@ -62,6 +67,12 @@ def run_forward(
         for name, _ in step.writes:
             t.append(out.side[name])  # type: ignore[index]
     return x, saved, casts
+
+
+def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
+    """A level-1 op runs under the autocast that a plain module would see."""
+    compute = call.precision.compute
+    return nullcontext() if compute is None else torch.autocast(device, compute)
 
 
 def _live_call(step: Step, k: int, scratch: Any) -> Any:
@@ -177,7 +188,8 @@ def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: A
         }
         if op.signature.fwd_call:
             keywords["call"] = call
-        out = op.fwd(tensors["x"], **keywords)
+        with _autocast_of(call, tensors["x"].device.type):
+            out = op.fwd(tensors["x"], **keywords)
         out = out if isinstance(out, Out) else Out(out)
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
         pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
@@ -201,8 +213,9 @@ class Node(torch.autograd.Function):
     """One segment in the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, seg_id: int, live: Live | None, x: Any, *inputs: Any) -> Any:
-        seg = TABLE[seg_id]
+    def forward(ctx: Any, seg: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
+        if isinstance(seg, int):  # traced: a constant that stands for the segment
+            seg = TABLE[seg]
         t = list(inputs)
         y, saved, ctx.casts = run_forward(seg, x, t, None if live is None else live.scratch)
         flat, ctx.rows = pack(seg, saved)
@@ -254,26 +267,29 @@ def _backward_in(
 _apply = torch_private.direct_apply(Node)
 
 
-def run_node(seg: Segment, live: Live | None, x: Any, inputs: Sequence[Any]) -> Any:
+def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """Apply the Function. Names are published only while somebody observes.
 
     Raises FuseOpsError inside a `torch.func` transform, which needs plain differentiable torch.
     """
-    if live is None:  # traced: names, ties and messages are eager
-        return Node.apply(seg.id, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
     if torch_private.inside_functorch():
         raise FuseOpsError(
             f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
         )
     live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)]))
     if not names.thread.observers:
-        return _apply(seg.id, live, x, *inputs)
+        return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()
     with names.published(live.frame):
         try:
-            return _apply(seg.id, live, x, *inputs)
+            return _apply(seg, live, x, *inputs)
         finally:
             live.frame = None
+
+
+def run_traced_node(number: int | None, x: Any, inputs: Sequence[Any]) -> Any:
+    """`run_node` as dynamo traces it; names, ties and messages are eager."""
+    return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
 
 
 def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:

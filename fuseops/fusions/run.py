@@ -231,7 +231,6 @@ class Run:
     def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan, entry.facts.settings)
-        self.numbers += [segment.id for segment in plan.segments]
         entry.plans[tuple(reason is None for reason in reasons)] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -286,7 +285,9 @@ def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tu
     plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(
         entry, reasons
     )
-    return tuple(segment.id for segment in plan.segments)
+    numbers = tuple(TABLE.add(segment) for segment in plan.segments)
+    run.numbers += numbers
+    return numbers
 
 
 def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
@@ -294,8 +295,8 @@ def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tupl
     entry_id = _entry_id(run, tuple(run.key(x, env, tokens, live)))
     entry = TABLE[entry_id]
     reasons = run._reasons(entry, x) if entry.scan.candidates else ()
-    for segment in _segment_ids(run, entry_id, reasons):
-        x = _run(TABLE[segment], x, env, None)
+    for number in _segment_ids(run, entry_id, reasons):
+        x = _run(TABLE[number], x, env, None, number)
     return x
 
 
@@ -313,14 +314,19 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
         raise
 
 
-def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
+def _run(
+    seg: Segment, x: Any, env: dict[str, Any], live: Live | None, number: int | None = None
+) -> Any:
     inputs = [env[name] for name in seg.reads]
     for i, name in seg.params:
         op = seg.ops[i]
         registered = op.__dict__["_parameters"]
         inputs.append(registered[name] if name in registered else getattr(op, name))
     if seg.kind == "node" and seg.needs_grad:
-        y = bridge.run_node(seg, live, x, inputs)
+        if live is None:
+            y = bridge.run_traced_node(number, x, inputs)
+        else:
+            y = bridge.run_node(seg, live, x, inputs)
         if seg.exports:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))

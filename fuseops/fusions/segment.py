@@ -101,10 +101,6 @@ class Segment:
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
     note: str = ""
-    id: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.id = TABLE.add(self)
 
     @property
     def inputs(self) -> int:

@@ -30,8 +30,13 @@ class Runner:
         self.children = tuple(module for _, module in children)
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
+        self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
         self.last: Tokens | None = None
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
+
+    def fits(self, children: tuple[nn.Module, ...]) -> bool:
+        """Are these still the children, and do the nested ones still read the same names?"""
+        return self.children == children and all(m.reads == known for m, known in self.nested)
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
@@ -118,7 +123,7 @@ def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
     if torch.compiler.is_compiling():
         _prepare(module, *module._planned_modules())  # dynamo guards on the identity of every child
-    elif module._runner is None or module._runner.children != module._planned_modules():
+    elif module._runner is None or not module._runner.fits(module._planned_modules()):
         _build_runner(module)
     runner: Runner = module._runner
     return runner
@@ -131,7 +136,7 @@ def _build_runner(module: Any) -> None:
 @torch.compiler.assume_constant_result
 def _prepare(module: Any, *children: Any) -> int:
     """Build the runner outside of the trace."""
-    if module._runner is None or module._runner.children != children:
+    if module._runner is None or not module._runner.fits(children):
         _build_runner(module)
     return 0
 
@@ -234,7 +239,10 @@ class Sequential(nn.Sequential):
         return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_runner"}
+        return scopes.portable(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(scopes.restored(state))
 
     # --- running
 
@@ -250,14 +258,19 @@ class Sequential(nn.Sequential):
         tokens = tokens_of(self, runner)
         path, entered = _enter(self)
         scratch: dict[str, Any] = {}
+        name, piece = "", None
         try:
-            for (_, piece), live in zip(runner.pieces, runner.live_after(returns), strict=True):
+            for (name, piece), live in zip(runner.pieces, runner.live_after(returns), strict=True):
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch)
                 elif isinstance(piece, Sequential):
                     x = piece(x, **{n: env[n] for n in piece.reads})
                 else:
                     x = piece(x)
+        except Exception as error:
+            if not isinstance(piece, Run):
+                error.add_note(f"in {name!r} of {_described(self)}")
+            raise
         finally:
             if entered:
                 naming.thread.outermost = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.ops import scopes
 from fuseops.recipes import Quantized, Roles
 
 S = TypeVar("S", bound=tuple[Any, ...])
@@ -196,8 +197,10 @@ class Op(nn.Module, Generic[S]):
         return (self,)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plans belong to the live object: they are neither copied nor pickled."""
-        return {k: v for k, v in self.__dict__.items() if k != "_runner"}
+        return scopes.portable(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(scopes.restored(state))
 
 
 def _saved_class(cls: type[Op[Any]]) -> type[Any]:

@@ -77,6 +77,27 @@ def resolve(*tokens: int) -> Settings:
     return settings
 
 
+def portable(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's state for copies and pickles: no plans, and settings by content, since a token means nothing elsewhere.
+
+    A rule is pickled by the import path of its functions, or pickling raises.
+    """
+    state = {name: value for name, value in state.items() if name != "_runner"}
+    if "_settings" in state:
+        state["_settings"] = tuple(overrides(state["_settings"]))
+    return state
+
+
+def restored(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `portable`."""
+    if "_settings" in state:
+        token = 0
+        for override in state["_settings"]:
+            token = intern(token, override)
+        state = {**state, "_settings": token}
+    return state
+
+
 class _Process:
     """Process-wide defaults; a class so that the token is an attribute that compiled code can guard on."""
 
