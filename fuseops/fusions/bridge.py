@@ -213,9 +213,9 @@ class Node(torch.autograd.Function):
     """One segment in the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, seg: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
-        if isinstance(seg, int):  # traced: a constant that stands for the segment
-            seg = TABLE[seg]
+    def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
+        # traced code passes a constant that stands for the segment
+        seg: Segment = TABLE[which] if isinstance(which, int) else which
         t = list(inputs)
         y, saved, ctx.casts = run_forward(seg, x, t, None if live is None else live.scratch)
         flat, ctx.rows = pack(seg, saved)

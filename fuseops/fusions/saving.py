@@ -26,9 +26,9 @@ class Const(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A quantized tensor: its shell and the slot of every component."""
+    """A quantized tensor: the dtype it stands for, and the slot of every component."""
 
-    shell: Quantized
+    dtype: torch.dtype
     slots: tuple[tuple[str, int], ...]
 
 
@@ -65,7 +65,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(value.rebuilt({}), parts)
+        return Parts(value.dtype, parts)
     return Const(value)
 
 
@@ -83,7 +83,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
 def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
     if isinstance(entry, Const):
         return entry.value
-    return entry.shell.rebuilt({name: tensors[slot] for name, slot in entry.slots})
+    return Quantized.of({name: tensors[slot] for name, slot in entry.slots}, entry.dtype)
 
 
 def saved_names(

@@ -242,7 +242,7 @@ class Sequential(nn.Sequential):
         return scopes.portable(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(scopes.restored(state))
+        super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
 
     # --- running
 

@@ -200,7 +200,7 @@ class Op(nn.Module, Generic[S]):
         return scopes.portable(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(scopes.restored(state))
+        super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
 
 
 def _saved_class(cls: type[Op[Any]]) -> type[Any]:

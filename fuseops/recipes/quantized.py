@@ -56,11 +56,11 @@ class Quantized:
         pairs = ((name, getattr(self, name)) for name in self.COMPONENTS)
         return {name: t for name, t in pairs if t is not None}
 
-    def rebuilt(self, components: Mapping[str, Tensor]) -> "Quantized":
-        """The same tensor over other component tensors (those brought back after saving)."""
-        return Quantized(
-            **{name: components.get(name) for name in self.COMPONENTS}, dtype=self.dtype
-        )  # type: ignore[arg-type]
+    @classmethod
+    def of(cls, components: Mapping[str, Tensor], dtype: torch.dtype) -> "Quantized":
+        """From component tensors by name (those brought back after saving)."""
+        row, col, offs, high = (components.get(name) for name in ("row", "col", "offs", "high"))
+        return cls(row, col, components["scale"], offs, high, dtype)
 
     def only(self, *layouts: str) -> "Quantized":
         """Without the layouts (and the high-precision tensor) that no later GEMM reads."""
