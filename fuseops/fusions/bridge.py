@@ -255,13 +255,20 @@ def _backward_in(
     if live is None:
         return run_backward(seg, saved, dy, dsides, casts, None)
     try:
-        if torch.is_autocast_enabled(seg.device):
+        if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
                 return run_backward(seg, saved, dy, dsides, casts, live.scratch)
         return run_backward(seg, saved, dy, dsides, casts, live.scratch)
     except Exception as error:
         error.add_note(f"in the backward of fuseops {where(seg, live.path)}; dy {describe(dy)}")
         raise
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 _apply = torch_private.direct_apply(Node)

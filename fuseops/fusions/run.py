@@ -137,7 +137,7 @@ class Run:
             x.device,
             grad and x.requires_grad,
             x.__class__,
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            bridge.autocast_dtype(kind),
             torch.compiler.is_compiling(),
         )
 
