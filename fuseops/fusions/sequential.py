@@ -229,7 +229,8 @@ class Sequential(nn.Sequential):
 
     def __mul__(self, other: int) -> Sequential:
         if not isinstance(other, int) or other <= 0:
-            raise TypeError(f"a Sequential is repeated a positive number of times, got {other!r}")
+            wrong = ValueError if isinstance(other, int) else TypeError
+            raise wrong(f"a Sequential is repeated a positive number of times, got {other!r}")
         return self._like((str(i), m) for i, m in enumerate(list(self) * other))
 
     def __rmul__(self, other: int) -> Sequential:
