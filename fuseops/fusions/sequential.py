@@ -20,6 +20,7 @@ from fuseops.ops.structure import Add, Tap
 from .run import Run, Tokens
 
 RESERVED = ("returns", "call")
+RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
 
 class Runner:
@@ -368,7 +369,7 @@ class Residual(Sequential):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         # not registered: the keys and positions of the children stay as they are
-        self.__dict__["_tap"], self.__dict__["_add"] = Tap("residual"), Add("residual")
+        self.__dict__["_tap"], self.__dict__["_add"] = Tap(RESIDUAL), Add(RESIDUAL)
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         return [("tap", self._tap), *super()._planned(), ("add", self._add)]
