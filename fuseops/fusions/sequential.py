@@ -352,7 +352,8 @@ def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> 
         if not isinstance(value, Tensor):
             raise SideInputError(
                 f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
-                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`."
+                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`. "
+                f"It reads {reads}."
             )
     missing = [name for name in reads if name not in env]
     raise SideInputError(
