@@ -252,7 +252,7 @@ class Sequential(nn.Sequential):
         self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
         runner = runner_of(self)
-        returns = tuple(returns)
+        returns = (returns,) if isinstance(returns, str) else tuple(returns)
         env = side_inputs(self, runner, args, side)
         if returns:
             _check_returns(self, runner, returns)
