@@ -110,6 +110,8 @@ class Run:
         for name, op in zip(self.names, self.ops, strict=True):
             reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
             for w in op.writes:
+                if w in written:
+                    raise SideInputError(f"side tensor {w!r} is written twice, again at {name!r}.")
                 if w in reads:
                     raise SideInputError(
                         f"op {name!r} writes {w!r}, which is read before it is written."
