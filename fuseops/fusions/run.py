@@ -28,6 +28,7 @@ from .tables import TABLES
 log = logging.getLogger("fuseops.fusion")
 
 Tokens = tuple[int, int, int]  # process, model, scopes
+RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
 
 
 class Key(NamedTuple):
@@ -108,6 +109,11 @@ class Run:
         written: set[str] = set()
         reads: dict[str, None] = {}
         for name, op in zip(self.names, self.ops, strict=True):
+            for reserved in RESERVED.intersection((*op.side_names(), *op.writes)):
+                raise SideInputError(
+                    f"op {name!r} ({type(op).__name__}) reads or writes {reserved!r}, a reserved name: "
+                    f"choose one that is not in {sorted(RESERVED)}."
+                )
             reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
             for w in op.writes:
                 if w in written:

@@ -19,7 +19,6 @@ from fuseops.ops.structure import Add, Tap
 
 from .run import Run, Tokens
 
-RESERVED = ("returns", "call")
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
 
