@@ -65,7 +65,13 @@ def run_forward(
                 saved[i] = member
         x = out.y
         for name, _ in step.writes:
-            t.append(out.side[name])  # type: ignore[index]
+            try:
+                t.append(out.side[name])  # type: ignore[index]
+            except (TypeError, KeyError):
+                raise FuseOpsError(
+                    f"{type(step.target).__name__} writes {name!r}, but its fwd published "
+                    f"{sorted(out.side or {})}: return Out(y, saved, side={{{name!r}: ...}})."
+                ) from None
     return x, saved, casts
 
 
