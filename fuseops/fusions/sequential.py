@@ -41,7 +41,7 @@ class Runner:
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
 
-        Raises SideInputError when something is published that nobody reads.
+        Raises SideInputError when a Tap is read by nobody.
         """
         if returns not in self._live:
             self._check_published(returns)
@@ -63,10 +63,11 @@ class Runner:
             for op in piece.ops
             for n in op.side_names()
         }
-        unread = sorted(self.writes - read - inner)
+        taps = {name for m in self.children if isinstance(m, Tap) for name in m.writes}
+        unread = sorted(taps - read - inner)
         if unread and not self.alone:
             raise SideInputError(
-                f"side tensors {unread} are published and read by nobody: add an op that reads them, or ask for them "
+                f"nobody reads the Tap of {unread}: add an op that reads it, or ask for it "
                 f"with returns={tuple(unread)}."
             )
 
