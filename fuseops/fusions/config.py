@@ -170,7 +170,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def from_environment(environ: Any = os.environ) -> None:
     """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import."""
     said: dict[str, Any] = {}
-    if environ.get("FUSEOPS_FUSION", "1") == "0":
+    switch = environ.get("FUSEOPS_FUSION", "1")
+    if switch not in ("0", "1"):
+        raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
+    if switch == "0":
         said["fusion"] = False
     if environ.get("FUSEOPS_DISABLE"):
         said["disable"] = [
