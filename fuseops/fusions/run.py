@@ -21,6 +21,7 @@ from . import bridge
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
 from .cover import Scan, choose, reasons_against, scan
+from .plan import Miss
 from .rule import Conditions
 from .segment import TABLE, Segment
 from .tables import TABLES
@@ -238,7 +239,7 @@ class Run:
 
     def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
-        check_strict(plan, entry.facts.settings)
+        check_strict(plan, entry.scan, reasons, entry.facts.settings)
         entry.plans[tuple(reason is None for reason in reasons)] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -358,18 +359,20 @@ def check_names(settings: Settings, rules: Sequence[Any]) -> None:
         )
 
 
-def check_strict(plan: RunPlan, settings: Settings) -> None:
-    """Raise FusionMissError for a condition or overlap miss of a rule that strict mode protects."""
-    for miss in plan.misses:
-        near = miss.reason.startswith("op ") or " ends" in miss.reason
-        protected = settings.strict is True or (
-            isinstance(settings.strict, frozenset) and miss.rule in settings.strict
+def check_strict(
+    plan: RunPlan, scanned: Scan, reasons: Sequence[str | None], settings: Settings
+) -> None:
+    """Raise FusionMissError for a miss that strict mode forbids.
+
+    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
+    """
+    if settings.strict is True:
+        pairs = zip(scanned.candidates, reasons, strict=True)
+        misses = [Miss(c.rule.name, (c.start, c.stop), why) for c, why in pairs if why is not None]
+    else:
+        names = settings.strict or frozenset()
+        misses = [m for m in plan.misses if m.rule in names and m not in scanned.near]
+    for miss in misses[:1]:
+        raise FusionMissError(
+            f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
         )
-        if (
-            protected
-            and not near
-            and not (settings.strict is True and miss.reason.startswith("overlaps"))
-        ):
-            raise FusionMissError(
-                f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
-            )
