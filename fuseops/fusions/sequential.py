@@ -148,7 +148,8 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     if torch.compiler.is_compiling():
         return tokens
     if runner.last is not None and runner.last != tokens and torch_private.in_backward():
-        before, now = scopes.resolve(*runner.last), scopes.resolve(*tokens)
+        scoped = tokens[2] if scopes.thread.reentered else runner.last[2]
+        before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
         if changed:
             raise RecomputationError(
