@@ -65,8 +65,9 @@ def opaque_reason(op: Op[Any]) -> str | None:
         or own["_backward_pre_hooks"]
     ):
         return "has hooks"
-    if "forward" in own:
-        return "has a forward of its own (replaced on the instance)"
+    for method in ("forward", "fwd", "bwd"):
+        if method in own:
+            return f"has a {method} of its own (replaced on the instance)"
     if op.__class__.forward is not Op.forward:
         return "overrides forward"
     return None
@@ -84,8 +85,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         or own["_backward_pre_hooks"]
     ):
         facts.append("hooks")
-    if "forward" in own:
-        facts.append("forward")
+    if "forward" in own or "fwd" in own or "bwd" in own:
+        facts.append("a method of its own")
     for name in parameters:
         p = registered[name] if name in registered else getattr(op, name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
