@@ -211,10 +211,7 @@ class Run:
         )
         rules = () if settings.reference else (*settings.rules, *TABLES)
         check_names(settings, rules)
-        opaque = [
-            None if op.alias or not mode else note
-            for op, (mode, note) in zip(self.ops, modes, strict=True)
-        ]
+        opaque = [note if mode and note != "alias" else None for mode, note in modes]
         entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
         return entry
 
