@@ -311,7 +311,7 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
     """Run one segment with autocast off where the plan reads it, and say where an error happened."""
     try:
         if seg.kind == "call":
-            return seg.ops[0](x, **{name: env[name] for name in seg.reads})
+            return _call(seg, x, env)
         if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
             with torch.autocast(seg.device, enabled=False):
                 return _run(seg, x, env, live)
@@ -319,6 +319,16 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
     except Exception as error:
         error.add_note(f"in the forward of fuseops {bridge.where(seg, live.path)}; x {describe(x)}")
         raise
+
+
+def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+    """An op through its own `__call__`, which returns what it publishes after y."""
+    (op,) = seg.ops
+    y = op(x, **{name: env[name] for name in seg.reads})
+    if op.writes:
+        y, *published = y
+        env.update(zip(op.writes, published, strict=True))
+    return y
 
 
 def _run(
