@@ -289,7 +289,8 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise FuseOpsError(
             f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
         )
-    live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)]))
+    computed = [t for t in inputs[len(seg.reads) :] if t.__class__ is Tensor]  # no Parameter
+    live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)], *computed))
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()
