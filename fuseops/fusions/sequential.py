@@ -30,13 +30,20 @@ class Runner:
         self.children = tuple(module for _, module in children)
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
+        self.names = [name for name, _ in children]
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
+        self.ops = tuple(m for m in self.children if isinstance(m, Op))
+        self.sides = [(op.reads, op.writes) for op in self.ops]
         self.last: Tokens | None = None
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
-        """Are these still the children, and do the nested ones still read the same names?"""
-        return self.children == children and all(m.reads == known for m, known in self.nested)
+        """Are these still the children, and do they still read and write the same names?"""
+        return (
+            self.children == children
+            and all(m.reads == known for m, known in self.nested)
+            and self.sides == [(op.reads, op.writes) for op in self.ops]
+        )
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
