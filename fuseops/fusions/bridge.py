@@ -13,19 +13,20 @@ from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
-from . import second_order
+from . import checks, second_order
 from .saving import pack, saved_names, unpack
-from .segment import TABLE, Args, Segment, Step
+from .segment import TABLE, Segment, Step
 
 
 class Live:
     """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
 
-    __slots__ = ("frame", "path", "scratch", "ties")
+    __slots__ = ("frame", "path", "scratch", "shapes", "ties")
 
     def __init__(self, path: str, scratch: dict[str, Any]) -> None:
         self.path = path
         self.scratch = scratch
+        self.shapes: checks.Shapes | None = None
         self.ties: list[Tensor] = []
         self.frame: names.Frame | None = None
 
@@ -34,12 +35,19 @@ class Live:
 
 
 def run_forward(
-    seg: Segment, x: Any, t: list[Any], scratch: Any, quantize: bool = True
+    seg: Segment,
+    x: Any,
+    t: list[Any],
+    scratch: Any,
+    quantize: bool = True,
+    shapes: checks.Shapes | None = None,
 ) -> tuple[Any, list[Any], list[torch.dtype]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtypes of casts"""
     saved: list[Any] = [None] * len(seg.ops)
     casts: list[torch.dtype] = []
     for step in seg.forward:
+        if shapes is not None:
+            shapes.x[step.members[0]] = x.shape
         if step.cast is not None:
             casts.append(x.dtype)
             x = x.to(step.cast)
@@ -55,6 +63,8 @@ def run_forward(
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
+                if not step.pure and step.target.Saved._fields:
+                    raise checks.bare_tensor(step)
                 out = Out(out)
             saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
@@ -68,10 +78,7 @@ def run_forward(
             try:
                 t.append(out.side[name])  # type: ignore[index]
             except (TypeError, KeyError):
-                raise FuseOpsError(
-                    f"{type(step.target).__name__} writes {name!r}, but its fwd published "
-                    f"{sorted(out.side or {})}: return Out(y, saved, side={{{name!r}: ...}})."
-                ) from None
+                raise checks.unpublished(step, name, out.side) from None
     return x, saved, casts
 
 
@@ -114,6 +121,7 @@ def run_backward(
     dsides: Sequence[Tensor | None],
     casts: Sequence[torch.dtype],
     scratch: Any,
+    shapes: checks.Shapes | None = None,
 ) -> list[Any]:
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one"""
     grads: list[Any] = [None] * seg.size
@@ -138,15 +146,15 @@ def run_backward(
                 )
             else:
                 result = step.target.bwd(mine or step.empty[0], dy, **keywords)
-            _collect(grads, result, step.params[0], step.sides[0])
-            dy = result.x
+            results: Sequence[Grads] = (result,)
         else:
             results = _fused_bwd(step, saved, dy, dside or {}, scratch)
-            for result, params, sides in zip(results, step.params, step.sides, strict=True):
-                _collect(grads, result, params, sides)
-            dy = results[0].x
+        dy = _collect(grads, step, results)
+        if shapes is not None:
+            checks.check_shapes(seg, step, results, shapes)
         if step.cast_index is not None and dy is not None:
             dy = dy.to(casts[step.cast_index])
+    seg.checked = seg.checked or shapes is not None
     return [dy, *grads[: seg.inputs]]
 
 
@@ -154,11 +162,25 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _collect(grads: list[Any], result: Grads, params: Args, sides: Args) -> None:
-    for name, position in params:
-        grads[position] = result.params[name]  # type: ignore[index]
-    for name, position in sides:
-        grads[position] = _add(grads[position], result.side[name])  # type: ignore[index]
+def _collect(grads: list[Any], step: Step, results: Sequence[Grads]) -> Any:
+    """Put the gradients where they belong.   -> dx.  Only a level-1 op may leave one out: torch found it unused."""
+    complete = True
+    try:
+        for result, params, sides in zip(results, step.params, step.sides, strict=True):
+            for name, position in params:
+                grads[position] = g = result.params[name]  # type: ignore[index]
+                complete = complete and g is not None
+            for name, position in sides:
+                g = result.side[name]  # type: ignore[index]
+                grads[position] = _add(grads[position], g)
+                complete = complete and g is not None
+        dx = results[0].x
+        complete = complete and (dx is not None or "x" not in step.calls[0].needs)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise checks.wrong_grads(step, results) from None
+    if not complete and not step.pure:
+        raise checks.wrong_grads(step, results)
+    return dx
 
 
 def _fused_bwd(
@@ -223,7 +245,13 @@ class Node(torch.autograd.Function):
         # traced code passes a constant that stands for the segment
         seg: Segment = TABLE[which] if isinstance(which, int) else which
         t = list(inputs)
-        y, saved, ctx.casts = run_forward(seg, x, t, None if live is None else live.scratch)
+        if live is None:
+            y, saved, ctx.casts = run_forward(seg, x, t, None)
+        else:
+            live.shapes = None if seg.checked else checks.Shapes()
+            y, saved, ctx.casts = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
+            if live.shapes is not None:
+                live.shapes.inputs = [None if i is None else i.shape for i in inputs]
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
         ctx.set_materialize_grads(False)
@@ -263,8 +291,8 @@ def _backward_in(
     try:
         if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, casts, live.scratch)
-        return run_backward(seg, saved, dy, dsides, casts, live.scratch)
+                return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
+        return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
     except Exception as error:
         error.add_note(f"in the backward of fuseops {where(seg, live.path)}; dy {describe(dy)}")
         raise
