@@ -294,7 +294,9 @@ def _backward_in(
                 return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
         return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
     except Exception as error:
-        error.add_note(f"in the backward of fuseops {where(seg, live.path)}; dy {describe(dy)}")
+        error.add_note(
+            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
+        )
         raise
 
 
@@ -345,10 +347,14 @@ def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def where(seg: Segment, path: str) -> str:
-    """A segment in words: its path, and the ops in it."""
-    inner = seg.names[0] if len(seg.names) == 1 else f"{seg.names[0]}..{seg.names[-1]}"
-    return f"'{path}{inner}' ({', '.join(dict.fromkeys(type(op).__name__ for op in seg.ops))})"
+def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
+    """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
+    step = error and checks.failing_step(error, run_forward.__code__, run_backward.__code__)
+    members = range(len(seg.ops)) if step is None else step.members
+    names = [seg.names[i] for i in members]
+    inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    classes = dict.fromkeys(type(seg.ops[i]).__name__ for i in members)
+    return f"'{path}{inner}' ({', '.join(classes)})"
 
 
 def describe(t: Any) -> str:

@@ -317,7 +317,9 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
                 return _run(seg, x, env, live)
         return _run(seg, x, env, live)
     except Exception as error:
-        error.add_note(f"in the forward of fuseops {bridge.where(seg, live.path)}; x {describe(x)}")
+        error.add_note(
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}"
+        )
         raise
 
 
