@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from fuseops.errors import FuseOpsError, FusionMissError, SideInputError
 from fuseops.ops import scopes
@@ -265,6 +266,20 @@ class Run:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
         if torch.compiler.is_compiling():
             return run_traced(self, x, env, tokens, live)
+        if any(["parametrizations" in op.__dict__["_modules"] for op in self.ops]):
+            with parametrize.cached():  # once a forward: spectral_norm takes a step each time
+                return self._run(x, env, tokens, live, path, scratch)
+        return self._run(x, env, tokens, live, path, scratch)
+
+    def _run(
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
+    ) -> Any:
         plan = self.plan(x, env, tokens, live)
         for watcher in scopes.thread.watchers:
             watcher(plan)
