@@ -318,7 +318,8 @@ def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tupl
     entry = TABLE[entry_id]
     reasons = run._reasons(entry, x) if entry.scan.candidates else ()
     for number in _segment_ids(run, entry_id, reasons):
-        x = _run(TABLE[number], x, env, None, number)
+        seg = TABLE[number]
+        x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None, number)
     return x
 
 
