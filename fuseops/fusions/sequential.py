@@ -30,11 +30,11 @@ class Runner:
         self.children = tuple(module for _, module in children)
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
-        self.names = [name for name, _ in children]
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
         self.ops = tuple(m for m in self.children if isinstance(m, Op))
         self.sides = [(op.reads, op.writes) for op in self.ops]
         self.last: Tokens | None = None
+        self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
@@ -131,14 +131,19 @@ def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
     if torch.compiler.is_compiling():
         _prepare(module, *module._planned_modules())  # dynamo guards on the identity of every child
-    elif module._runner is None or not module._runner.fits(module._planned_modules()):
+    elif (
+        module._runner is None
+        or not module._runner.fits(module._planned_modules())
+        or module._runner.names != [*module._modules]
+    ):
         _build_runner(module)
     runner: Runner = module._runner
     return runner
 
 
 def _build_runner(module: Any) -> None:
-    module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
+    runner = module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
+    runner.names = [*module._modules]
 
 
 @torch.compiler.assume_constant_result
