@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError, FusionMissError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -294,14 +295,14 @@ class Run:
 # table look-up. Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _entry_id(run: Run, key: tuple[Any, ...]) -> int:
     known = Key(*key)
     run.numbers.append(TABLE.add(run.entries.get(known) or run._new_entry(known)))
     return run.numbers[-1]
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tuple[int, ...]:
     entry: Entry = TABLE[entry_id]
     plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(

@@ -146,7 +146,7 @@ def _build_runner(module: Any) -> None:
     runner.names = [*module._modules]
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _prepare(module: Any, *children: Any) -> int:
     """Build the runner outside of the trace."""
     if module._runner is None or not module._runner.fits(children):
