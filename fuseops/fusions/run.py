@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError, FusionMissError, SideInputError
+from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
@@ -22,8 +22,7 @@ from fuseops.ops.scopes import Settings
 from . import bridge
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
-from .cover import Scan, choose, reasons_against, scan
-from .plan import Miss
+from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .rule import Conditions
 from .segment import TABLE, Segment
 from .tables import TABLES
@@ -239,7 +238,7 @@ class Run:
 
     def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
-        check_strict(plan, entry.scan, reasons, entry.facts.settings)
+        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
         entry.plans[tuple(reason is None for reason in reasons)] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -267,7 +266,7 @@ class Run:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
         if torch.compiler.is_compiling():
             return run_traced(self, x, env, tokens, live)
-        if any(["parametrizations" in op.__dict__["_modules"] for op in self.ops]):
+        if any("parametrizations" in op.__dict__["_modules"] for op in self.ops):
             with parametrize.cached():  # once a forward: spectral_norm takes a step each time
                 return self._run(x, env, tokens, live, path, scratch)
         return self._run(x, env, tokens, live, path, scratch)
@@ -373,33 +372,3 @@ def _run(
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
-
-
-def check_names(settings: Settings, rules: Sequence[Any]) -> None:
-    """Raise when `strict` or `disable` names a rule that does not exist."""
-    known = {rule.name for rule in rules}
-    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
-    unknown = (settings.disable | strict) - known
-    if unknown and rules:
-        raise FuseOpsError(
-            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
-        )
-
-
-def check_strict(
-    plan: RunPlan, scanned: Scan, reasons: Sequence[str | None], settings: Settings
-) -> None:
-    """Raise FusionMissError for a miss that strict mode forbids.
-
-    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
-    """
-    if settings.strict is True:
-        pairs = zip(scanned.candidates, reasons, strict=True)
-        misses = [Miss(c.rule.name, (c.start, c.stop), why) for c, why in pairs if why is not None]
-    else:
-        names = settings.strict or frozenset()
-        misses = [m for m in plan.misses if m.rule in names and m not in scanned.near]
-    for miss in misses[:1]:
-        raise FusionMissError(
-            f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
-        )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, RecomputationError, SideInputError
@@ -14,10 +14,10 @@ from fuseops.ops import names as naming
 from fuseops.ops import op as op_module
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
 
 from .run import Run, Tokens
+from .sides import check_input, check_returns, described, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
@@ -165,17 +165,12 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
         changed = before.difference(now)
         if changed:
             raise RecomputationError(
-                f"{_described(module)} is recomputed under other settings than its forward ran under: "
+                f"{described(module)} is recomputed under other settings than its forward ran under: "
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
     runner.last = tokens
     return tokens
-
-
-def _described(module: Any) -> str:
-    path = module.__dict__.get("_path")
-    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
 class Sequential(nn.Sequential):
@@ -268,7 +263,7 @@ class Sequential(nn.Sequential):
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
         env = side_inputs(self, runner, args, side)
         if returns:
-            _check_returns(self, runner, returns)
+            check_returns(self, runner, returns)
         check_input(self, x)
         tokens = tokens_of(self, runner)
         path, entered = _enter(self)
@@ -284,7 +279,7 @@ class Sequential(nn.Sequential):
                     x = piece(x)
         except Exception as error:
             if not isinstance(piece, Run):
-                error.add_note(f"in {name!r} of {_described(self)}")
+                error.add_note(f"in {name!r} of {described(self)}")
             raise
         finally:
             if entered:
@@ -313,65 +308,6 @@ def _enter(module: Sequential) -> tuple[str, bool]:
         naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
         return "", True
     return outermost.get(id(module), ""), False
-
-
-def check_input(module: nn.Module, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{_described(module)} expects a tensor as its first argument, got {type(x).__name__}."
-        )
-
-
-def _check_returns(module: Sequential, runner: Runner, returns: tuple[str, ...]) -> None:
-    unknown = [name for name in returns if name not in runner.writes]
-    if unknown:
-        raise SideInputError(
-            f"{_described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}."
-        )
-
-
-def side_inputs(
-    module: nn.Module, runner: Runner, args: tuple[Any, ...], side: dict[str, Any]
-) -> dict[str, Any]:
-    """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
-    env = dict(side)
-    if args:
-        if len(args) > 1 or not isinstance(args[0], Routing):
-            raise SideInputError(
-                f"{_described(module)} takes x and at most one Routing by position, got "
-                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: it reads {list(runner.reads)}."
-            )
-        for name, value in args[0]._asdict().items():
-            if value is not None and name in runner.reads:
-                if name in side:
-                    raise SideInputError(
-                        f"{_described(module)}: {name!r} is in the Routing and passed by name."
-                    )
-                env[name] = value
-    if len(env) != len(runner.reads) or not all(
-        isinstance(env.get(name), Tensor) for name in runner.reads
-    ):
-        _refuse_sides(module, runner, env)
-    return env
-
-
-def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> None:
-    where, reads = _described(module), list(runner.reads)
-    for name, value in env.items():
-        if name in runner.writes:
-            raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
-        if name not in reads:
-            raise SideInputError(f"{where} does not read {name!r}; it reads {reads}.")
-        if not isinstance(value, Tensor):
-            raise SideInputError(
-                f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
-                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`. "
-                f"It reads {reads}."
-            )
-    missing = [name for name in reads if name not in env]
-    raise SideInputError(
-        f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing."
-    )
 
 
 class Residual(Sequential):
