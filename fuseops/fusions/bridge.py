@@ -349,7 +349,8 @@ def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
     """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
-    step = error and checks.failing_step(error, run_forward.__code__, run_backward.__code__)
+    bodies = run_forward.__code__, run_backward.__code__
+    step = None if error is None else checks.failing_step(error, *bodies)
     members = range(len(seg.ops)) if step is None else step.members
     names = [seg.names[i] for i in members]
     inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
