@@ -13,19 +13,20 @@ from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
-from . import second_order
+from . import checks, second_order
 from .saving import pack, saved_names, unpack
-from .segment import TABLE, Args, Segment, Step
+from .segment import TABLE, Segment, Step
 
 
 class Live:
     """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
 
-    __slots__ = ("frame", "path", "scratch", "ties")
+    __slots__ = ("frame", "path", "scratch", "shapes", "ties")
 
     def __init__(self, path: str, scratch: dict[str, Any]) -> None:
         self.path = path
         self.scratch = scratch
+        self.shapes: checks.Shapes | None = None
         self.ties: list[Tensor] = []
         self.frame: names.Frame | None = None
 
@@ -34,12 +35,19 @@ class Live:
 
 
 def run_forward(
-    seg: Segment, x: Any, t: list[Any], scratch: Any, quantize: bool = True
+    seg: Segment,
+    x: Any,
+    t: list[Any],
+    scratch: Any,
+    quantize: bool = True,
+    shapes: checks.Shapes | None = None,
 ) -> tuple[Any, list[Any], list[torch.dtype]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtypes of casts"""
     saved: list[Any] = [None] * len(seg.ops)
     casts: list[torch.dtype] = []
     for step in seg.forward:
+        if shapes is not None:
+            shapes.x[step.members[0]] = x.shape
         if step.cast is not None:
             casts.append(x.dtype)
             x = x.to(step.cast)
@@ -55,6 +63,8 @@ def run_forward(
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
+                if not step.pure and step.target.Saved._fields:
+                    raise checks.bare_tensor(step)
                 out = Out(out)
             saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
@@ -65,7 +75,10 @@ def run_forward(
                 saved[i] = member
         x = out.y
         for name, _ in step.writes:
-            t.append(out.side[name])  # type: ignore[index]
+            try:
+                t.append(out.side[name])  # type: ignore[index]
+            except (TypeError, KeyError):
+                raise checks.unpublished(step, name, out.side) from None
     return x, saved, casts
 
 
@@ -108,6 +121,7 @@ def run_backward(
     dsides: Sequence[Tensor | None],
     casts: Sequence[torch.dtype],
     scratch: Any,
+    shapes: checks.Shapes | None = None,
 ) -> list[Any]:
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one"""
     grads: list[Any] = [None] * seg.size
@@ -132,15 +146,15 @@ def run_backward(
                 )
             else:
                 result = step.target.bwd(mine or step.empty[0], dy, **keywords)
-            _collect(grads, result, step.params[0], step.sides[0])
-            dy = result.x
+            results: Sequence[Grads] = (result,)
         else:
             results = _fused_bwd(step, saved, dy, dside or {}, scratch)
-            for result, params, sides in zip(results, step.params, step.sides, strict=True):
-                _collect(grads, result, params, sides)
-            dy = results[0].x
+        dy = _collect(grads, step, results)
+        if shapes is not None:
+            checks.check_shapes(seg, step, results, shapes)
         if step.cast_index is not None and dy is not None:
             dy = dy.to(casts[step.cast_index])
+    seg.checked = seg.checked or shapes is not None
     return [dy, *grads[: seg.inputs]]
 
 
@@ -148,11 +162,25 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _collect(grads: list[Any], result: Grads, params: Args, sides: Args) -> None:
-    for name, position in params:
-        grads[position] = result.params[name]  # type: ignore[index]
-    for name, position in sides:
-        grads[position] = _add(grads[position], result.side[name])  # type: ignore[index]
+def _collect(grads: list[Any], step: Step, results: Sequence[Grads]) -> Any:
+    """Put the gradients where they belong.   -> dx.  Only a level-1 op may leave one out: torch found it unused."""
+    complete = True
+    try:
+        for result, params, sides in zip(results, step.params, step.sides, strict=True):
+            for name, position in params:
+                grads[position] = g = result.params[name]  # type: ignore[index]
+                complete = complete and g is not None
+            for name, position in sides:
+                g = result.side[name]  # type: ignore[index]
+                grads[position] = _add(grads[position], g)
+                complete = complete and g is not None
+        dx = results[0].x
+        complete = complete and (dx is not None or "x" not in step.calls[0].needs)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise checks.wrong_grads(step, results) from None
+    if not complete and not step.pure:
+        raise checks.wrong_grads(step, results)
+    return dx
 
 
 def _fused_bwd(
@@ -217,7 +245,13 @@ class Node(torch.autograd.Function):
         # traced code passes a constant that stands for the segment
         seg: Segment = TABLE[which] if isinstance(which, int) else which
         t = list(inputs)
-        y, saved, ctx.casts = run_forward(seg, x, t, None if live is None else live.scratch)
+        if live is None:
+            y, saved, ctx.casts = run_forward(seg, x, t, None)
+        else:
+            live.shapes = None if seg.checked else checks.Shapes()
+            y, saved, ctx.casts = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
+            if live.shapes is not None:
+                live.shapes.inputs = [None if i is None else i.shape for i in inputs]
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
         ctx.set_materialize_grads(False)
@@ -255,13 +289,22 @@ def _backward_in(
     if live is None:
         return run_backward(seg, saved, dy, dsides, casts, None)
     try:
-        if torch.is_autocast_enabled(seg.device):
+        if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, casts, live.scratch)
-        return run_backward(seg, saved, dy, dsides, casts, live.scratch)
+                return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
+        return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
     except Exception as error:
-        error.add_note(f"in the backward of fuseops {where(seg, live.path)}; dy {describe(dy)}")
+        error.add_note(
+            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
+        )
         raise
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 _apply = torch_private.direct_apply(Node)
@@ -276,7 +319,8 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise FuseOpsError(
             f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
         )
-    live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)]))
+    computed = [t for t in inputs[len(seg.reads) :] if t.__class__ is Tensor]  # no Parameter
+    live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)], *computed))
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()
@@ -303,10 +347,15 @@ def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def where(seg: Segment, path: str) -> str:
-    """A segment in words: its path, and the ops in it."""
-    inner = seg.names[0] if len(seg.names) == 1 else f"{seg.names[0]}..{seg.names[-1]}"
-    return f"'{path}{inner}' ({', '.join(dict.fromkeys(type(op).__name__ for op in seg.ops))})"
+def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
+    """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
+    bodies = run_forward.__code__, run_backward.__code__
+    step = None if error is None else checks.failing_step(error, *bodies)
+    members = range(len(seg.ops)) if step is None else step.members
+    names = [seg.names[i] for i in members]
+    inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    classes = dict.fromkeys(type(seg.ops[i]).__name__ for i in members)
+    return f"'{path}{inner}' ({', '.join(classes)})"
 
 
 def describe(t: Any) -> str:

@@ -184,7 +184,8 @@ class _Builder:
         self, start: int, stop: int, forward: list[_Unit], backward: list[_Unit]
     ) -> Segment:
         ops = tuple(self.ops[start:stop])
-        mode = self.facts.modes[start] or "node"
+        spans = (u for u in (*forward, *backward) if u.rule and u.start <= start < u.stop)
+        mode = "node" if any(spans) else self.facts.modes[start] or "node"
         reads = self._outside_reads(start, stop)
         params = [(i, name) for i, op in enumerate(ops) for name in op.parameter_names()]
         position: dict[Any, int] = {("side", name): k for k, name in enumerate(reads)}
@@ -220,7 +221,7 @@ class _Builder:
             needs_grad=needed,
             device=self.facts.device.type,
             autocast=self.facts.compute is not None,
-            note=self.facts.notes[start],
+            note="" if mode == "node" else self.facts.notes[start],
         )
 
     def _outside_reads(self, start: int, stop: int) -> list[str]:

@@ -93,14 +93,20 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 
 @contextmanager
 def fusion(
-    enabled: bool = True, *, disable: Iterable[str] = (), strict: bool | Iterable[str] = False
+    enabled: bool | None = None,
+    *,
+    disable: Iterable[str] = (),
+    strict: bool | Iterable[str] = False,
 ) -> Iterator[None]:
     """Switch fusion off (or on), disable rules by name, or insist on them, for the calls made inside.
 
+    enabled: left out beside `disable` or `strict`, fusion stays as it is outside; alone, `fusion()` switches it on.
     strict: names of rules that must fire: a condition or overlap miss of one raises FusionMissError at once, and so
     does leaving the scope without the rule having fired. True: every condition miss raises.
     """
-    said: dict[str, Any] = {"fusion": enabled}
+    said: dict[str, Any] = {}
+    if enabled is not None or not (disable or strict):
+        said["fusion"] = enabled is None or enabled
     if disable:
         said["disable"] = disable
     override = _override(**said)
@@ -164,7 +170,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def from_environment(environ: Any = os.environ) -> None:
     """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import."""
     said: dict[str, Any] = {}
-    if environ.get("FUSEOPS_FUSION", "1") == "0":
+    switch = environ.get("FUSEOPS_FUSION", "1")
+    if switch not in ("0", "1"):
+        raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
+    if switch == "0":
         said["fusion"] = False
     if environ.get("FUSEOPS_DISABLE"):
         said["disable"] = [

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
 
@@ -138,3 +139,36 @@ def reasons_against(
                 c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
             )
     return tuple(answers)
+
+
+# --- what settings forbid --------------------------------------------------------------------------------------------
+
+
+def check_names(settings: Settings, rules: Iterable[Rule]) -> None:
+    """Raise when `strict` or `disable` names a rule that does not exist."""
+    known = {rule.name for rule in rules}
+    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
+    unknown = (settings.disable | strict) - known
+    if unknown and known:
+        raise FuseOpsError(
+            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
+        )
+
+
+def check_strict(
+    found: Sequence[Miss], scanned: Scan, reasons: Sequence[str | None], settings: Settings
+) -> None:
+    """Raise FusionMissError for a miss that strict mode forbids.
+
+    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
+    """
+    if settings.strict is True:
+        pairs = zip(scanned.candidates, reasons, strict=True)
+        misses = [Miss(c.rule.name, (c.start, c.stop), why) for c, why in pairs if why is not None]
+    else:
+        names = settings.strict or frozenset()
+        misses = [m for m in found if m.rule in names and m not in scanned.near]
+    for miss in misses[:1]:
+        raise FusionMissError(
+            f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
+        )

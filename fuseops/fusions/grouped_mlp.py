@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.ops.glu import check_probs
 from fuseops.ops.grouped_linear import check_offs
 from fuseops.ops.op import Call, FusedOp, Grads, Out
 
@@ -53,6 +54,7 @@ class GroupedMLP(FusedOp):
     ) -> Out:
         fc1, fc2, offs, probs = t[0]["weight"], t[2]["weight"], t[0]["offs"], t[1]["probs"]
         check_offs(offs, fc1.shape[0])
+        check_probs(x, probs)
         h = K.grouped_mm(x, calls[0].precision.cast(fc1), offs)  # type: ignore[arg-type]
         a = K.scaled_swiglu_fwd(h, probs)
         y = K.grouped_mm(a, calls[2].precision.cast(fc2), offs)  # type: ignore[arg-type]

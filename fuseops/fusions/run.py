@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
-from fuseops.errors import FuseOpsError, FusionMissError, SideInputError
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
@@ -20,7 +22,7 @@ from fuseops.ops.scopes import Settings
 from . import bridge
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
-from .cover import Scan, choose, reasons_against, scan
+from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .rule import Conditions
 from .segment import TABLE, Segment
 from .tables import TABLES
@@ -28,6 +30,7 @@ from .tables import TABLES
 log = logging.getLogger("fuseops.fusion")
 
 Tokens = tuple[int, int, int]  # process, model, scopes
+RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
 
 
 class Key(NamedTuple):
@@ -63,8 +66,9 @@ def opaque_reason(op: Op[Any]) -> str | None:
         or own["_backward_pre_hooks"]
     ):
         return "has hooks"
-    if "forward" in own:
-        return "has a forward of its own (replaced on the instance)"
+    for method in ("forward", "fwd", "bwd"):
+        if method in own:
+            return f"has a {method} of its own (replaced on the instance)"
     if op.__class__.forward is not Op.forward:
         return "overrides forward"
     return None
@@ -82,8 +86,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         or own["_backward_pre_hooks"]
     ):
         facts.append("hooks")
-    if "forward" in own:
-        facts.append("forward")
+    if "forward" in own or "fwd" in own or "bwd" in own:
+        facts.append("a method of its own")
     for name in parameters:
         p = registered[name] if name in registered else getattr(op, name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
@@ -108,8 +112,15 @@ class Run:
         written: set[str] = set()
         reads: dict[str, None] = {}
         for name, op in zip(self.names, self.ops, strict=True):
+            for reserved in RESERVED.intersection((*op.side_names(), *op.writes)):
+                raise SideInputError(
+                    f"op {name!r} ({type(op).__name__}) reads or writes {reserved!r}, a reserved name: "
+                    f"choose one that is not in {sorted(RESERVED)}."
+                )
             reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
             for w in op.writes:
+                if w in written:
+                    raise SideInputError(f"side tensor {w!r} is written twice, again at {name!r}.")
                 if w in reads:
                     raise SideInputError(
                         f"op {name!r} writes {w!r}, which is read before it is written."
@@ -137,7 +148,7 @@ class Run:
             x.device,
             grad and x.requires_grad,
             x.__class__,
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            bridge.autocast_dtype(kind),
             torch.compiler.is_compiling(),
         )
 
@@ -201,10 +212,7 @@ class Run:
         )
         rules = () if settings.reference else (*settings.rules, *TABLES)
         check_names(settings, rules)
-        opaque = [
-            None if op.alias or not mode else note
-            for op, (mode, note) in zip(self.ops, modes, strict=True)
-        ]
+        opaque = [note if mode and note != "alias" else None for mode, note in modes]
         entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
         return entry
 
@@ -230,7 +238,7 @@ class Run:
 
     def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
-        check_strict(plan, entry.facts.settings)
+        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
         entry.plans[tuple(reason is None for reason in reasons)] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -258,6 +266,20 @@ class Run:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
         if torch.compiler.is_compiling():
             return run_traced(self, x, env, tokens, live)
+        if any("parametrizations" in op.__dict__["_modules"] for op in self.ops):
+            with parametrize.cached():  # once a forward: spectral_norm takes a step each time
+                return self._run(x, env, tokens, live, path, scratch)
+        return self._run(x, env, tokens, live, path, scratch)
+
+    def _run(
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
+    ) -> Any:
         plan = self.plan(x, env, tokens, live)
         for watcher in scopes.thread.watchers:
             watcher(plan)
@@ -272,14 +294,14 @@ class Run:
 # table look-up. Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _entry_id(run: Run, key: tuple[Any, ...]) -> int:
     known = Key(*key)
     run.numbers.append(TABLE.add(run.entries.get(known) or run._new_entry(known)))
     return run.numbers[-1]
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tuple[int, ...]:
     entry: Entry = TABLE[entry_id]
     plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(
@@ -296,7 +318,8 @@ def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tupl
     entry = TABLE[entry_id]
     reasons = run._reasons(entry, x) if entry.scan.candidates else ()
     for number in _segment_ids(run, entry_id, reasons):
-        x = _run(TABLE[number], x, env, None, number)
+        seg = TABLE[number]
+        x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None, number)
     return x
 
 
@@ -304,14 +327,26 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
     """Run one segment with autocast off where the plan reads it, and say where an error happened."""
     try:
         if seg.kind == "call":
-            return seg.ops[0](x, **{name: env[name] for name in seg.reads})
+            return _call(seg, x, env)
         if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
             with torch.autocast(seg.device, enabled=False):
                 return _run(seg, x, env, live)
         return _run(seg, x, env, live)
     except Exception as error:
-        error.add_note(f"in the forward of fuseops {bridge.where(seg, live.path)}; x {describe(x)}")
+        error.add_note(
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}"
+        )
         raise
+
+
+def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+    """An op through its own `__call__`, which returns what it publishes after y."""
+    (op,) = seg.ops
+    y = op(x, **{name: env[name] for name in seg.reads})
+    if op.writes:
+        y, *published = y
+        env.update(zip(op.writes, published, strict=True))
+    return y
 
 
 def _run(
@@ -337,31 +372,3 @@ def _run(
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
-
-
-def check_names(settings: Settings, rules: Sequence[Any]) -> None:
-    """Raise when `strict` or `disable` names a rule that does not exist."""
-    known = {rule.name for rule in rules}
-    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
-    unknown = (settings.disable | strict) - known
-    if unknown and rules:
-        raise FuseOpsError(
-            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
-        )
-
-
-def check_strict(plan: RunPlan, settings: Settings) -> None:
-    """Raise FusionMissError for a condition or overlap miss of a rule that strict mode protects."""
-    for miss in plan.misses:
-        near = miss.reason.startswith("op ") or " ends" in miss.reason
-        protected = settings.strict is True or (
-            isinstance(settings.strict, frozenset) and miss.rule in settings.strict
-        )
-        if (
-            protected
-            and not near
-            and not (settings.strict is True and miss.reason.startswith("overlaps"))
-        ):
-            raise FusionMissError(
-                f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
-            )

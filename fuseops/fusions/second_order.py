@@ -35,14 +35,12 @@ def guard(
 
 def tie(t: Tensor) -> Tensor:
     """A handle on t's place in the graph that holds none of its memory."""
-    handle = t.view_as(t)
-    handle.data = torch.empty(0, dtype=t.dtype, device=t.device)
-    return handle
+    return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
 
 
 def ties_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """A tie for every tensor that is in a graph; parameters are reached through their AccumulateGrad instead."""
-    return [tie(t) for t in tensors if t is not None and t.requires_grad]
+    """A tie for every tensor that is in a graph; leaves are reached through their AccumulateGrad instead."""
+    return [tie(t) for t in tensors if t is not None and t.requires_grad and not t.is_leaf]
 
 
 def leaves(node: Any) -> list[Tensor]:

@@ -101,6 +101,7 @@ class Segment:
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
     note: str = ""
+    checked: bool = False  # a backward gave gradients of the right shapes
 
     @property
     def inputs(self) -> int:

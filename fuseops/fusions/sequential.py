@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, RecomputationError, SideInputError
@@ -14,12 +14,12 @@ from fuseops.ops import names as naming
 from fuseops.ops import op as op_module
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
 
 from .run import Run, Tokens
+from .sides import check_input, check_returns, described, side_inputs
 
-RESERVED = ("returns", "call")
+RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
 
 class Runner:
@@ -31,17 +31,24 @@ class Runner:
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
+        self.ops = tuple(m for m in self.children if isinstance(m, Op))
+        self.sides = [(op.reads, op.writes) for op in self.ops]
         self.last: Tokens | None = None
+        self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
-        """Are these still the children, and do the nested ones still read the same names?"""
-        return self.children == children and all(m.reads == known for m, known in self.nested)
+        """Are these still the children, and do they still read and write the same names?"""
+        return (
+            self.children == children
+            and all(m.reads == known for m, known in self.nested)
+            and self.sides == [(op.reads, op.writes) for op in self.ops]
+        )
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
 
-        Raises SideInputError when something is published that nobody reads.
+        Raises SideInputError when a Tap is read by nobody.
         """
         if returns not in self._live:
             self._check_published(returns)
@@ -63,10 +70,11 @@ class Runner:
             for op in piece.ops
             for n in op.side_names()
         }
-        unread = sorted(self.writes - read - inner)
+        taps = {name for m in self.children if isinstance(m, Tap) for name in m.writes}
+        unread = sorted(taps - read - inner)
         if unread and not self.alone:
             raise SideInputError(
-                f"side tensors {unread} are published and read by nobody: add an op that reads them, or ask for them "
+                f"nobody reads the Tap of {unread}: add an op that reads it, or ask for it "
                 f"with returns={tuple(unread)}."
             )
 
@@ -123,17 +131,22 @@ def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
     if torch.compiler.is_compiling():
         _prepare(module, *module._planned_modules())  # dynamo guards on the identity of every child
-    elif module._runner is None or not module._runner.fits(module._planned_modules()):
+    elif (
+        module._runner is None
+        or not module._runner.fits(module._planned_modules())
+        or module._runner.names != [*module._modules]
+    ):
         _build_runner(module)
     runner: Runner = module._runner
     return runner
 
 
 def _build_runner(module: Any) -> None:
-    module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
+    runner = module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
+    runner.names = [*module._modules]
 
 
-@torch.compiler.assume_constant_result
+@torch_private.assume_constant_result
 def _prepare(module: Any, *children: Any) -> int:
     """Build the runner outside of the trace."""
     if module._runner is None or not module._runner.fits(children):
@@ -147,21 +160,17 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     if torch.compiler.is_compiling():
         return tokens
     if runner.last is not None and runner.last != tokens and torch_private.in_backward():
-        before, now = scopes.resolve(*runner.last), scopes.resolve(*tokens)
+        scoped = tokens[2] if scopes.thread.reentered else runner.last[2]
+        before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
         if changed:
             raise RecomputationError(
-                f"{_described(module)} is recomputed under other settings than its forward ran under: "
+                f"{described(module)} is recomputed under other settings than its forward ran under: "
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
     runner.last = tokens
     return tokens
-
-
-def _described(module: Any) -> str:
-    path = module.__dict__.get("_path")
-    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
 class Sequential(nn.Sequential):
@@ -229,7 +238,8 @@ class Sequential(nn.Sequential):
 
     def __mul__(self, other: int) -> Sequential:
         if not isinstance(other, int) or other <= 0:
-            raise TypeError(f"a Sequential is repeated a positive number of times, got {other!r}")
+            wrong = ValueError if isinstance(other, int) else TypeError
+            raise wrong(f"a Sequential is repeated a positive number of times, got {other!r}")
         return self._like((str(i), m) for i, m in enumerate(list(self) * other))
 
     def __rmul__(self, other: int) -> Sequential:
@@ -250,10 +260,10 @@ class Sequential(nn.Sequential):
         self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
         runner = runner_of(self)
-        returns = tuple(returns)
+        returns = (returns,) if isinstance(returns, str) else tuple(returns)
         env = side_inputs(self, runner, args, side)
         if returns:
-            _check_returns(self, runner, returns)
+            check_returns(self, runner, returns)
         check_input(self, x)
         tokens = tokens_of(self, runner)
         path, entered = _enter(self)
@@ -269,7 +279,7 @@ class Sequential(nn.Sequential):
                     x = piece(x)
         except Exception as error:
             if not isinstance(piece, Run):
-                error.add_note(f"in {name!r} of {_described(self)}")
+                error.add_note(f"in {name!r} of {described(self)}")
             raise
         finally:
             if entered:
@@ -300,64 +310,6 @@ def _enter(module: Sequential) -> tuple[str, bool]:
     return outermost.get(id(module), ""), False
 
 
-def check_input(module: nn.Module, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{_described(module)} expects a tensor as its first argument, got {type(x).__name__}."
-        )
-
-
-def _check_returns(module: Sequential, runner: Runner, returns: tuple[str, ...]) -> None:
-    unknown = [name for name in returns if name not in runner.writes]
-    if unknown:
-        raise SideInputError(
-            f"{_described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}."
-        )
-
-
-def side_inputs(
-    module: nn.Module, runner: Runner, args: tuple[Any, ...], side: dict[str, Any]
-) -> dict[str, Any]:
-    """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
-    env = dict(side)
-    if args:
-        if len(args) > 1 or not isinstance(args[0], Routing):
-            raise SideInputError(
-                f"{_described(module)} takes x and at most one Routing by position, got "
-                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: it reads {list(runner.reads)}."
-            )
-        for name, value in args[0]._asdict().items():
-            if value is not None and name in runner.reads:
-                if name in side:
-                    raise SideInputError(
-                        f"{_described(module)}: {name!r} is in the Routing and passed by name."
-                    )
-                env[name] = value
-    if len(env) != len(runner.reads) or not all(
-        isinstance(env.get(name), Tensor) for name in runner.reads
-    ):
-        _refuse_sides(module, runner, env)
-    return env
-
-
-def _refuse_sides(module: nn.Module, runner: Runner, env: Mapping[str, Any]) -> None:
-    where, reads = _described(module), list(runner.reads)
-    for name, value in env.items():
-        if name in runner.writes:
-            raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
-        if name not in reads:
-            raise SideInputError(f"{where} does not read {name!r}; it reads {reads}.")
-        if not isinstance(value, Tensor):
-            raise SideInputError(
-                f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
-                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`."
-            )
-    missing = [name for name in reads if name not in env]
-    raise SideInputError(
-        f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing."
-    )
-
-
 class Residual(Sequential):
     """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
 
@@ -367,7 +319,7 @@ class Residual(Sequential):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         # not registered: the keys and positions of the children stay as they are
-        self.__dict__["_tap"], self.__dict__["_add"] = Tap("residual"), Add("residual")
+        self.__dict__["_tap"], self.__dict__["_add"] = Tap(RESIDUAL), Add(RESIDUAL)
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         return [("tap", self._tap), *super()._planned(), ("add", self._add)]

@@ -28,6 +28,14 @@ def halved(op: Op[Any], shape: Shape) -> Shape:
     return (*shape[:-1], shape[-1] // 2)
 
 
+def check_probs(x: Tensor, probs: Tensor) -> None:
+    """Raise ShapeError unless there is one probability a row."""
+    if probs.shape != x.shape[:-1]:
+        raise ShapeError(
+            f"ScaledSwiGLU expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
+        )
+
+
 class SwiGLU(Op[SwiGLUSaved]):
     """y = silu(gate) * up.   (..., 2F) -> (..., F)"""
 
@@ -53,10 +61,7 @@ class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
         return halved(self, shape)
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
-        if probs.shape != x.shape[:-1]:
-            raise ShapeError(
-                f"ScaledSwiGLU expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
-            )
+        check_probs(x, probs)
         return Out(K.scaled_swiglu_fwd(x, probs), ScaledSwiGLUSaved(x, probs))
 
     def bwd(self, saved: ScaledSwiGLUSaved, dy: Tensor, *, call: Call) -> Grads:

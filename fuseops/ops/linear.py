@@ -59,7 +59,7 @@ def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     if "x" in needs:
         dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[union-attr, arg-type]
         if rows is not dy:
-            dx = dx.view(*dy.shape[:-1], -1)
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs:
         params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr, arg-type]
     if "bias" in needs:

@@ -171,6 +171,12 @@ class Op(nn.Module, Generic[S]):
             if name in self.reads:
                 continue
             if name in self._parameters or name in self._buffers or hasattr(self, name):
+                value = self.__dict__.get(name, getattr(type(self), name, None))
+                if not isinstance(value, Tensor | property | None):
+                    raise FuseOpsError(
+                        f"{type(self).__name__}.fwd takes {name!r} by keyword, which is a {type(value).__name__}: "
+                        f"only parameters, buffers and side inputs come by keyword, read self.{name} for the rest."
+                    )
                 names.append(name)
             elif name not in self.signature.optional:
                 raise FuseOpsError(

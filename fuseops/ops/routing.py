@@ -50,10 +50,14 @@ class Routing(NamedTuple):
         return cls(counts.cumsum(0).to(device=device or counts.device, dtype=torch.int32), probs)
 
     @classmethod
-    def from_topk(cls, experts: Tensor, weights: Tensor, *, num_experts: int) -> "Routing":
+    def from_topk(
+        cls, experts: Tensor, weights: Tensor, *, num_experts: int | None = None
+    ) -> "Routing":
         """From the chosen experts of each token.   experts (T, K) int, weights (T, K) -> R = T * K rows.
 
         Rows of one expert keep the order of their tokens (a stable sort), so the result is deterministic.
+        num_experts: E. None takes the largest chosen expert for the last one, which synchronises a CUDA device.
+        Raises ShapeError for an expert that is not there (checked on the CPU only: it would synchronise).
         """
         if experts.dim() != 2 or experts.shape != weights.shape:
             raise ShapeError(
@@ -61,6 +65,12 @@ class Routing(NamedTuple):
                 f"{tuple(weights.shape)}."
             )
         flat = experts.reshape(-1)
+        if num_experts is None:
+            num_experts = int(flat.max()) + 1 if flat.numel() else 0
+        if flat.device.type == "cpu" and flat.numel():
+            for expert in (int(flat.min()), int(flat.max())):
+                if not 0 <= expert < num_experts:
+                    raise ShapeError(f"from_topk: there is no expert {expert} among {num_experts}.")
         order = torch.argsort(flat, stable=True)
         edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
         offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)

@@ -108,6 +108,7 @@ class _Thread(threading.local):
     """The scopes that this thread is inside of."""
 
     token: int = 0
+    reentered: bool = False  # by a recomputation: they are known to be those of its forward
 
     def __init__(self) -> None:
         self.watchers: list[
@@ -133,9 +134,9 @@ def scope(override: Override) -> Iterator[None]:
 @contextmanager
 def inside(token: int) -> Iterator[None]:
     """Enter exactly the scopes that `token` stands for (a recomputation re-enters those of its forward)."""
-    before = thread.token
-    thread.token = token
+    before = thread.token, thread.reentered
+    thread.token, thread.reentered = token, True
     try:
         yield
     finally:
-        thread.token = before
+        thread.token, thread.reentered = before
