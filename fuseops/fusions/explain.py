@@ -1,8 +1,8 @@
-"""explain: run a model's forward once, for real, and say what fused, what did not and why, and what it saved.
+"""explain: run a forward once, for real, and say what fused, what did not and why, what was saved.
 
-A real run, because only that shows what plain modules save and which plan the shapes and settings of the moment give.
-It leaves no trace: random states are forked, buffers are stood in for by copies, the graph is dropped, and no hook
-stays. Parameters are only read.
+A real run, because only that shows what plain modules save and which plan the shapes and settings
+of the moment give. It leaves no trace: random states are forked, buffers are stood in for by
+copies, the graph is dropped, and no hook stays. Parameters are only read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..ops import names
-from ..ops.op import Op
+from fuseops.ops import names
+from fuseops.ops.op import Op
+
 from . import explain_text
 from .config import WRAPPERS, set_root
 from .layout import glob
@@ -29,18 +30,22 @@ from .sequential import Sequential
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
-    """What every Sequential in `model(*args, **kwargs)` fused, what it did not and why, and what it saved, as text.
+    """What every Sequential in `model(*args, **kwargs)` fused, what it did not and why, and what it
+    saved, as text.
 
-    Runs the forward once, in the grad mode, autocast and scopes of the caller; the model and the random states are
-    left as they were. Names of saved tensors become absolute, relative to `model`.
+    Runs the forward once, in the grad mode, autocast and scopes of the caller; the model and the
+    random states are left as they were. Names of saved tensors become absolute, relative to
+    `model`.
     """
     return explain_text.report(plans(model, *args, **kwargs))
 
 
 def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
-    """The plan of every Sequential that runs inside no other one, in order; those inside are in `.nested`.
+    """The plan of every Sequential that runs inside no other one, in order; those inside are in
+    `.nested`.
 
-    What is saved outside of all of them comes last, as a plan without spans. The `saved_bytes` add up to the model's.
+    What is saved outside of all of them comes last, as a plan without spans. The `saved_bytes` add
+    up to the model's.
     """
     if not isinstance(model, (Sequential, Op)):
         _see_root(model)
@@ -61,7 +66,9 @@ def _see_root(model: nn.Module) -> None:
 
 
 def _above(model: nn.Module) -> str:
-    """The path of `model` below the root that was seen; empty where it is the root, or none was seen."""
+    """The path of `model` below the root that was seen; empty where it is the root, or none was
+    seen.
+    """
     for path, module in model.named_modules():
         known, own = module.__dict__.get("_path"), _stripped(path)
         if known is not None:
@@ -83,7 +90,9 @@ def _paths(model: nn.Module) -> dict[int, str]:
     return {id(m): _joined(above, _stripped(path)) for path, m in model.named_modules()}
 
 
-def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[FusionPlan]:
+def _observe(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[FusionPlan]:
     paths = _paths(model)
     observer = Observer(model, paths)
     ledger = Ledger(observer.where)
@@ -114,13 +123,15 @@ _NONE = "no fuseops.Sequential ran, and nothing is saved"
 
 
 def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
-    alone = Counter(f"{glob(at)} ({type(op).__name__})".strip() for at, op in observer.alone.items())
+    alone = Counter(
+        f"{glob(at)} ({type(op).__name__})".strip() for at, op in observer.alone.items()
+    )
     ops = ", ".join(name if n == 1 else f"{n} times {name}" for name, n in alone.items())
     notes = (f"{ops}: called alone; rules match only inside a fuseops.Sequential",) if alone else ()
     return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
 
 
-# --- leaving no trace ----------------------------------------------------------------------------------------------
+# --- leaving no trace -----------------------------------------------------------------------------
 
 
 def _forked_random(model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
@@ -131,8 +142,8 @@ def _forked_random(model: nn.Module, args: Any, kwargs: Any) -> AbstractContextM
 
 @contextmanager
 def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Run on copies of the buffers: the originals keep their values and their version, which a pending backward may
-    check.   -> storage of each copy: name
+    """Run on copies of the buffers: the originals keep their values and their version, which a
+    pending backward may check.   -> storage of each copy: name
     """
     copies: dict[int, Tensor] = {}
     found: dict[int, str] = {}
@@ -156,7 +167,9 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
 
 @contextmanager
 def _unplanned_again(model: nn.Module) -> Iterator[None]:
-    """The settings that a recomputation compares with are those of the user's last forward, not of this one."""
+    """The settings that a recomputation compares with are those of the user's last forward, not of
+    this one.
+    """
     runners = [m.__dict__["_runner"] for m in model.modules() if "_runner" in m.__dict__]
     last = [runner.last for runner in runners]
     try:
@@ -171,4 +184,8 @@ def _unplanned_again(model: nn.Module) -> Iterator[None]:
 
 def _eager() -> AbstractContextManager[Any]:
     """Compiled modules run as they were written: what a compiler saves has no names."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .layout import Group, SavedRow, groups, is_outside, place, plural, saved_rows, shape_of, size, span_rows
+from .layout import (
+    Group,
+    SavedRow,
+    groups,
+    is_outside,
+    place,
+    saved_rows,
+    shape_of,
+    size,
+    span_rows,
+    summary,
+)
 from .plan import FusionPlan, Span
 
 
@@ -19,25 +30,16 @@ def report(plans: Sequence[FusionPlan]) -> str:
     return "\n\n".join([summary(plans), *sections])
 
 
-def summary(plans: Sequence[FusionPlan]) -> str:
-    """The first line: how many, how much."""
-    every = [p for plan in plans for p in plan.walk()]
-    ran = sum(not is_outside(p) for p in every)
-    fused = sum(len(p.fused) for p in every)
-    misses = sum(len(p.misses) for p in every)
-    saved = sum(p.saved_bytes for p in plans)
-    return (
-        f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}; "
-        f"{size(saved)} saved for the backward beyond the parameters"
-    )
-
-
 def _group(group: Group) -> list[str]:
     plan = group.plan
     lines = ["outside of every Sequential" if is_outside(plan) else group.title]
     if plan.forward:
         lines += _spans("forward", plan.forward)
-        lines += ["  backward: the same spans"] if plan.backward == plan.forward else _spans("backward", plan.backward)
+        lines += (
+            ["  backward: the same spans"]
+            if plan.backward == plan.forward
+            else _spans("backward", plan.backward)
+        )
     if plan.misses:
         lines.append("  not fused")
         lines += _table([[m.rule, f"at {place(plan, m)}", m.reason] for m in plan.misses])
@@ -69,7 +71,7 @@ def _saved(group: Group) -> list[str]:
 
 
 def _times(row: SavedRow) -> str:
-    return row.name if row.count == 1 else f"{row.name} ({row.count} times)"
+    return row.name if row.times == 1 else f"{row.name} ({row.times} times)"
 
 
 def _bytes(row: SavedRow) -> str:
@@ -79,7 +81,7 @@ def _bytes(row: SavedRow) -> str:
 
 
 def _shared(row: SavedRow) -> str:
-    if row.tensor.shared_with is None or row.count > 1:
+    if row.tensor.shared_with is None or row.times > 1:
         return ""
     return f"{'view of' if row.tensor.is_param else 'with'} {row.tensor.shared_with}"
 
@@ -91,6 +93,9 @@ def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return [
         "    "
-        + "  ".join(cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        + "  ".join(
+            cell.rjust(w) if k in right else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""What the text and the HTML of a plan have in common: equal plans grouped, rows collapsed, sizes in words."""
+"""What text and HTML of a plan share: equal plans grouped, rows collapsed, sizes in words."""
 
 from __future__ import annotations
 
@@ -30,11 +30,22 @@ class Group(NamedTuple):
 class SavedRow(NamedTuple):
     name: str
     tensor: SavedTensor
-    count: int
+    times: int
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes * self.count
+        return self.tensor.nbytes * self.times
+
+
+class Column(NamedTuple):
+    """A box of the drawing: an op, or neighbouring modules of one class."""
+
+    start: int
+    stop: int
+    name: str
+    kind: str
+    style: str  # "op", "plain", "call" or "module"
+    hint: str
 
 
 class SpanRow(NamedTuple):
@@ -67,7 +78,19 @@ def is_outside(plan: FusionPlan) -> bool:
     return not plan.forward
 
 
-# --- groups --------------------------------------------------------------------------------------------------------
+def summary(plans: Sequence[FusionPlan]) -> str:
+    """How many, and how much, in one line."""
+    every = [p for plan in plans for p in plan.walk()]
+    ran = sum(not is_outside(p) for p in every)
+    fused = sum(len(p.fused) for p in every)
+    misses = sum(len(p.misses) for p in every)
+    return (
+        f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}; "
+        f"{size(sum(p.saved_bytes for p in plans))} saved for the backward beyond the parameters"
+    )
+
+
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def glob(path: str) -> str:
@@ -79,7 +102,13 @@ def relative(name: str | None, path: str) -> str:
     """`name` below `path`, or as a glob where it is elsewhere."""
     if name is None:
         return ""
-    return name[len(path) + 1 :] if path and name.startswith(f"{path}.") else glob(name) if path else name
+    return (
+        name[len(path) + 1 :]
+        if path and name.startswith(f"{path}.")
+        else glob(name)
+        if path
+        else name
+    )
 
 
 def signature(plan: FusionPlan) -> Hashable:
@@ -90,7 +119,9 @@ def signature(plan: FusionPlan) -> Hashable:
         plan.backward,
         plan.misses,
         tuple(
-            t._replace(name=relative(t.name, plan.path), shared_with=relative(t.shared_with, plan.path))
+            t._replace(
+                name=relative(t.name, plan.path), shared_with=relative(t.shared_with, plan.path)
+            )
             for t in plan.saved
         ),
         plan.edges,
@@ -109,7 +140,7 @@ def groups(plans: Sequence[FusionPlan]) -> list[Group]:
     return [Group(same[0], tuple(p.path for p in same)) for same in found.values()]
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def own_saved(plan: FusionPlan) -> list[SavedTensor]:
@@ -129,7 +160,10 @@ def saved_rows(group: Group) -> list[SavedRow]:
     tensors = own_saved(group.plan)
     if len(group.paths) > 1:
         stem = glob(group.plan.path)
-        return [SavedRow(f"{stem}.{relative(t.name, group.plan.path)}".lstrip("."), t, 1) for t in tensors]
+        return [
+            SavedRow(f"{stem}.{relative(t.name, group.plan.path)}".lstrip("."), t, 1)
+            for t in tensors
+        ]
     if len(tensors) < LONG:
         return [SavedRow(t.name, t, 1) for t in tensors]
     same: dict[Hashable, list[SavedTensor]] = {}
@@ -138,7 +172,8 @@ def saved_rows(group: Group) -> list[SavedRow]:
         key = (pattern, t.shape, t.dtype, t.nbytes, t.is_param, glob(t.shared_with or ""))
         same.setdefault(key, []).append(t)
     return [
-        SavedRow(_pattern(ts[0].name) if len(ts) > 1 else ts[0].name, ts[0], len(ts)) for ts in same.values()
+        SavedRow(_pattern(ts[0].name) if len(ts) > 1 else ts[0].name, ts[0], len(ts))
+        for ts in same.values()
     ]
 
 
@@ -147,31 +182,45 @@ def _pattern(name: str) -> str:
     return f"{glob(path)}.{field}".lstrip(".")
 
 
-def span_rows(spans: Sequence[Span]) -> list[SpanRow]:
-    """A line a span; plain modules of one class that follow each other share one."""
-    rows: list[SpanRow] = []
-    pending: list[Span] = []
-
-    def flush() -> None:
-        if pending:
-            first, last = pending[0], pending[-1]
-            several = len(pending) > 1
-            rows.append(
-                SpanRow(
-                    _positions(first.start, last.stop),
-                    f"{first.ops[0]} .. {last.ops[-1]}" if several else ", ".join(first.ops),
-                    first.runs + (f" x {len(pending)}" if several else ""),
-                    why(first),
-                )
-            )
-            pending.clear()
-
+def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
+    """Modules of one class that follow each other together, every other span by itself."""
+    found: list[list[Span]] = []
     for span in spans:
-        if pending and not (span.kind == "module" == pending[-1].kind and span.runs == pending[-1].runs):
-            flush()
-        pending.append(span)
-    flush()
+        last = found[-1][-1] if found else None
+        if last and last.kind == span.kind == "module" and last.runs == span.runs:
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return found
+
+
+def span_rows(spans: Sequence[Span]) -> list[SpanRow]:
+    """A line a span."""
+    rows = []
+    for same in _runs_of_modules(spans):
+        first, last, n = same[0], same[-1], len(same)
+        ops = ", ".join(first.ops) if n == 1 else f"{first.ops[0]} .. {last.ops[-1]}"
+        runs = first.runs if n == 1 else f"{first.runs} x {n}"
+        rows.append(SpanRow(_positions(first.start, last.stop), ops, runs, why(first)))
     return rows
+
+
+def columns(plan: FusionPlan) -> list[Column]:
+    """The boxes of the drawing, left to right."""
+    found = []
+    for same in _runs_of_modules(plan.forward):
+        first, last, n = same[0], same[-1], len(same)
+        if n > 1:
+            name = f"{first.ops[0]} .. {last.ops[-1]}"
+            found.append(
+                Column(first.start, last.stop, name, f"{first.runs} x {n}", "module", why(first))
+            )
+            continue
+        style = first.kind if first.kind in ("module", "plain", "call") else "op"
+        for at, (op, kind) in enumerate(zip(first.ops, first.types, strict=True), first.start):
+            hint = f"{op}: {kind}" + (f", {why(first)}" if style != "op" else "")
+            found.append(Column(at, at + 1, op, kind, style, hint))
+    return found
 
 
 def _positions(start: int, stop: int) -> str:

@@ -1,6 +1,8 @@
-"""Which module runs: follows one real forward through global module hooks and the watchers of run.py.
+"""Which module runs: follows one real forward through global module hooks and the watchers of
+run.py.
 
-Hooks of torch's own table, not hooks on the ops: an op with a hook of its own would be planned differently.
+Hooks of torch's own table, not hooks on the ops: an op with a hook of its own would be planned
+differently.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..ops import scopes
-from ..ops.op import Op
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+
 from .build import RunPlan
 from .plan import Edge, FusionPlan, Miss, SavedTensor, Span
 from .run import Run
@@ -110,11 +113,15 @@ class Observer:
         self._frames.append(_Frame(module, path, call))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread or all(f.module is not module for f in self._frames):
+        if threading.get_ident() != self._thread or all(
+            f.module is not module for f in self._frames
+        ):
             return
         while self._frames.pop().module is not module:
             pass
-        if self._frames and self._frames[-1].module is getattr(self._frames[-1].call, "module", None):
+        if self._frames and self._frames[-1].module is getattr(
+            self._frames[-1].call, "module", None
+        ):
             self._frames[-1].call.x = _seen(output)  # type: ignore[union-attr]
 
     def _called(self, module: Sequential, path: str, parent: Call | None) -> Call:
@@ -149,7 +156,7 @@ def _seen(x: Any) -> Seen | None:
     return Seen(tuple(x.shape), x.element_size()) if isinstance(x, Tensor) else None
 
 
-# --- from a call to its plan ---------------------------------------------------------------------------------------
+# --- from a call to its plan ----------------------------------------------------------------------
 
 
 def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
@@ -166,15 +173,16 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
             what = "a Sequential of its own" if isinstance(piece, Sequential) else "plain module"
-            span = Span(offset, offset + 1, (name,), type(piece).__name__, None, "module", what)
+            cls = type(piece).__name__
+            span = Span(offset, offset + 1, (name,), cls, None, "module", what, (cls,))
             forward.append(span)
             backward.append(span)
             offset += 1
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            forward += [_moved(s, offset) for s in plan.forward]
-            backward += [_moved(s, offset) for s in plan.backward]
+            forward += [_placed(s, piece, offset) for s in plan.forward]
+            backward += [_placed(s, piece, offset) for s in plan.backward]
             misses += [_miss_moved(m, offset) for m in plan.misses]
             edges += plan.edges
             segments += [(s.start + offset, s.stop + offset) for s in plan.segments]
@@ -201,8 +209,9 @@ def _within(owner: Call | None, call: Call) -> bool:
     return owner is call
 
 
-def _moved(span: Span, offset: int) -> Span:
-    return span._replace(start=span.start + offset, stop=span.stop + offset)
+def _placed(span: Span, run: Run, offset: int) -> Span:
+    types = tuple(type(op).__name__ for op in run.ops[span.start : span.stop])
+    return span._replace(start=span.start + offset, stop=span.stop + offset, types=types)
 
 
 _POSITIONS = re.compile(r"^op \d+(?= is |: )|^overlaps \d+:\d+(?= of )")
@@ -227,17 +236,19 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         return
     for span in plan.forward:
         if span.kind in _RUNS and span.note != "alias":
-            yield f"{span.ops[0]} ({span.runs}) {_RUNS[span.kind]}, and no rule matches it: {span.note}"
+            how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
+            yield f"{span.ops[0]} ({span.runs}) {how}"
 
 
 def _notes_on(call: Call) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     if len(call.runs) < call.wanted:
-        yield f"{len(call.runs)} of its {call.wanted} runs of ops ran: forward is overridden, or left early"
+        ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
+        yield f"{ran}: forward is overridden, or was left early"
     if nodes and not any(seg.needs_grad for seg in nodes):
         yield "no gradient is wanted: nothing is saved"
     elif not call.packed and any(seg.needs_grad and seg.slots for seg in nodes):
-        yield "a saved-tensors hook of the model (a checkpoint, or a scope of its own) took what this saves"
+        yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
 
 
 def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: set[str]) -> int:

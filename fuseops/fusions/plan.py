@@ -21,6 +21,7 @@ class Span(NamedTuple):
     rule: str | None = None
     kind: str = "op"  # "op", "joint", "forward", "backward", "call", "plain", "module"
     note: str = ""  # why it runs as it does (hooks, DTensor, an overridden forward)
+    types: tuple[str, ...] = ()  # class name of every op
 
     def __str__(self) -> str:
         where = f"{self.ops[0]}" if len(self.ops) == 1 else f"{self.ops[0]}..{self.ops[-1]}"

@@ -1,9 +1,11 @@
-"""What a forward saved for its backward: every tensor, its name, and the bytes that it alone keeps alive.
+"""What a forward saved for its backward: every tensor, its name, and the bytes that it alone keeps
+alive.
 
-A pack hook sees every tensor that is saved, ours and those of plain modules. It hands autograd a handle and keeps a
-weak reference, so that after the forward the live handles are exactly what the graph holds: what was saved for a
-result that the model threw away is gone by then. A plain module's tensor gets its name last, by walking the graph,
-since no tensor knows yet which node saves it while it is packed.
+A pack hook sees every tensor that is saved, ours and those of plain modules. It hands autograd a
+handle and keeps a weak reference, so that after the forward the live handles are exactly what the
+graph holds: what was saved for a result that the model threw away is gone by then. A plain module's
+tensor gets its name last, by walking the graph, since no tensor knows yet which node saves it while
+it is packed.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import torch_private
-from ..ops import names
-from ..ops.names import SavedName
+from fuseops import torch_private
+from fuseops.ops import names
+from fuseops.ops.names import SavedName
+
 from .plan import SavedTensor
 
 Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
@@ -29,6 +32,8 @@ class Handle:
 
     __slots__ = ("__weakref__", "record", "tensor")
 
+    record: Record
+
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -38,7 +43,9 @@ class Where(NamedTuple):
 
     owner: Any  # the call of a Sequential that it belongs to, None outside of all
     path: str  # of the innermost module
-    alone: str | None  # prefix of the bridge's names, where an op runs outside its Sequential's plan
+    alone: (
+        str | None
+    )  # prefix of the bridge's names, where an op runs outside its Sequential's plan
 
 
 class Record:
@@ -93,7 +100,9 @@ class Ledger:
 
 
 def _touch(node: Any) -> None:
-    """Unpack what the node saved. A node that refuses (freed, modified in place) leaves its tensors unnamed."""
+    """Unpack what the node saved. A node that refuses (freed, modified in place) leaves its tensors
+    unnamed.
+    """
     fields = [n.removeprefix("_raw") for n in dir(node) if n.startswith("_raw_saved_")]
     for field in [*fields, "saved_tensors"]:
         try:
@@ -118,8 +127,8 @@ def tensors_by_owner(
 ) -> list[tuple[Any, SavedTensor]]:
     """Every saved tensor that lives, in save order, with the call it belongs to.
 
-    parameters, buffers: storage -> name. What the model holds anyway costs nothing; every other storage is counted
-    once, at the first tensor that keeps it.
+    parameters, buffers: storage -> name. What the model holds anyway costs nothing; every other
+    storage is counted once, at the first tensor that keeps it.
     """
     found: list[tuple[Any, SavedTensor]] = []
     counted: dict[int, str] = {}
@@ -144,7 +153,9 @@ def _names(record: Record, ordinals: Counter[tuple[str, str]]) -> list[str]:
         return [f"{path}.{record.grad_fn}.{ordinals[key] - 1}".lstrip(".")]
     if record.where.alone is None:
         return list(record.known.names)
-    return [f"{path}.{name.removeprefix(record.where.alone)}".lstrip(".") for name in record.known.names]
+    return [
+        f"{path}.{name.removeprefix(record.where.alone)}".lstrip(".") for name in record.known.names
+    ]
 
 
 def _entry(
@@ -167,4 +178,11 @@ def _entry(
         else:
             counted[storage] = name
             nbytes += size
-    return SavedTensor(name, tuple(tensor.shape), tensor.dtype, nbytes, None if shared == name else shared, is_param)
+    return SavedTensor(
+        name,
+        tuple(tensor.shape),
+        tensor.dtype,
+        nbytes,
+        None if shared == name else shared,
+        is_param,
+    )
