@@ -8,9 +8,10 @@ copies, the graph is dropped, and no hook stays. Parameters are only read.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -182,10 +183,13 @@ def _unplanned_again(model: nn.Module) -> Iterator[None]:
             runner.last = value
 
 
-def _eager() -> AbstractContextManager[Any]:
+@contextmanager
+def _eager() -> Iterator[None]:
     """Compiled modules run as they were written: what a compiler saves has no names."""
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # a hook that fires for the wrapper too sees one module more, which is no Sequential
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
+        yield

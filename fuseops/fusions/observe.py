@@ -65,6 +65,7 @@ class Observer:
         self.calls: list[Call] = []  # those inside no other
         self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
         self._frames: list[_Frame] = []
+        self._running: Call | None = None  # whose run of ops began last
         self._thread = threading.get_ident()
         self._owners = {
             id(piece.ops[0]): module
@@ -89,11 +90,13 @@ class Observer:
             for handle in handles:
                 handle.remove()
 
-    def where(self) -> Where:
-        """For the ledger: whose tensor is packed right now."""
+    def where(self, by_node: bool) -> Where:
+        """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""
         if not self._frames:
             return Where(None, "", None)
         module, path, call = self._frames[-1]
+        if by_node and not isinstance(module, Op):
+            call = self._running
         if call is not None:
             call.packed += 1
         alone = f"{module.__dict__.get('_prefix', '')}0." if isinstance(module, Op) else None
@@ -139,6 +142,7 @@ class Observer:
             return
         if call is None or not call.starts_with(op):
             call = self._unannounced(op, call)
+        self._running = call
         if call is not None:
             call.runs.append((plan, call.x))
 

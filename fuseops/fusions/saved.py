@@ -62,7 +62,7 @@ class Record:
 class Ledger:
     """Records what is packed while its hooks are on."""
 
-    def __init__(self, where: Callable[[], Where]) -> None:
+    def __init__(self, where: Callable[[bool], Where]) -> None:
         self.where = where
         self.records: list[Record] = []
         self._visiting: str | None = None
@@ -75,7 +75,7 @@ class Ledger:
         known = names.take(tensor)
         # detached: a saved output that is returned as it is makes a reference cycle
         handle = Handle(tensor.detach())
-        handle.record = record = Record(handle, self.where(), known)
+        handle.record = record = Record(handle, self.where(known is not None), known)
         self.records.append(record)
         return handle
 
