@@ -84,7 +84,10 @@ def test_the_grouped_mlp_saves_x_h_probs_and_offs_only() -> None:
         "act.probs": ROWS * FLOAT,
         "fc1.offs": EXPERTS * INT,
     }
-    assert {t.name: t.nbytes for t in plan.saved if t.is_param} == {"fc1.weight": 0, "fc2.weight": 0}
+    assert {t.name: t.nbytes for t in plan.saved if t.is_param} == {
+        "fc1.weight": 0,
+        "fc2.weight": 0,
+    }
     assert plan.saved_bytes == (ROWS * (D + 2 * F + 1)) * FLOAT + EXPERTS * INT
     assert saved(plan)["act.x"].shape == (ROWS, 2 * F)
     assert saved(plan)["fc1.offs"].dtype is torch.int32
@@ -254,9 +257,7 @@ def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     side = {n: getattr(routing(), n) for n in model.reads}
     assert rule in [s.rule for s in model.plan(rows(), **side).fused]
     with fo.fusion(disable=[rule]):
-        assert (rule, "disabled") in [
-            (m.rule, m.reason) for m in model.plan(rows(), **side).misses
-        ]
+        assert (rule, "disabled") in [(m.rule, m.reason) for m in model.plan(rows(), **side).misses]
     with fo.fusion(False):
         text = model.explain(rows(), **side)
     assert re.search(rf"{rule} .*fusion is off", text)
@@ -277,9 +278,7 @@ def test_positions_count_the_whole_sequential() -> None:
 
 
 def test_an_overlap_behind_a_plain_module_names_its_true_place() -> None:
-    model = fo.Sequential(
-        nn.Identity(), fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU()
-    )
+    model = fo.Sequential(nn.Identity(), fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU())
     (miss,) = [m for m in model.plan(rows()).misses if m.rule == "linear_act"]
     assert miss == ("linear_act", (2, 4), "overlaps 1:3 of norm_linear")
 
@@ -406,8 +405,8 @@ def test_nested_sequentials_have_plans_of_their_own() -> None:
 class Stack(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
-        pair = lambda: nn.ModuleDict({"mlp": fo.Residual(fo.ops.RMSNorm(D), fo.ops.Linear(D, D))})
-        self.blocks = nn.ModuleList(pair() for _ in range(n))
+        mlps = [fo.Residual(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)) for _ in range(n)]
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": mlp}) for mlp in mlps)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -446,7 +445,9 @@ def test_names_are_relative_until_a_root_was_seen() -> None:
     model = Model(2)
     experts = model.blocks[1].experts  # type: ignore[union-attr]
     assert set(saved(experts.plan(rows(), routing()))) >= {"fc1.x", "act.x"}  # type: ignore[operator]
-    assert all(t.name.startswith("blocks.") for p in fo.plans(model, rows(), routing()) for t in p.saved)
+    assert all(
+        t.name.startswith("blocks.") for p in fo.plans(model, rows(), routing()) for t in p.saved
+    )
     assert "blocks.1.experts.fc1.x" in saved(experts.plan(rows(), routing()))  # type: ignore[operator]
 
 
@@ -492,7 +493,9 @@ def test_nothing_stays_installed() -> None:
 def test_random_states_buffers_and_gradients_are_untouched() -> None:
     model, x, r = Model(2), rows(), routing()
     model(x, r).sum().backward()
-    grads = {n: (p.grad, p.grad._version) for n, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        n: (p.grad, p.grad._version) for n, p in model.named_parameters() if p.grad is not None
+    }
     values = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
     before = torch.get_rng_state(), random.getstate(), x.grad
     fo.explain(model, x, r)

@@ -33,14 +33,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(box=None, pad_edge=False)
     for k, title in enumerate(header):
         numbers = all(_is_number(row[k]) for row in rows)
         shown.add_column(title, justify="right" if numbers else "left")
     for row in rows:
-        shown.add_row(*row)
-    Console().print(shown, markup=False)
+        shown.add_row(*map(Text, row))  # as text: a cell may hold square brackets
+    Console().print(shown)
 
 
 def _is_number(cell: str) -> bool:
