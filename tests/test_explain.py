@@ -629,3 +629,21 @@ def test_html_escapes_what_users_write() -> None:
         plan = fo.Sequential({nasty.replace(".", ""): fo.ops.Linear(D, D)}).plan(rows())
     html = page([plan], title=nasty)
     assert nasty not in html and "&lt;script&gt;" in html
+
+
+@pytest.mark.gpu
+def test_on_cuda_under_autocast() -> None:
+    model = fo.Sequential(
+        fo.ops.Linear(D, D), fo.ops.GELU(), fo.ops.Dropout(0.5), nn.Dropout(0.5)
+    ).cuda()
+    x = torch.randn(ROWS, D, device="cuda", requires_grad=True)
+    before = torch.cuda.get_rng_state()
+    with torch.autocast("cuda", torch.bfloat16):
+        plan = model.plan(x)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert [s.rule for s in plan.fused] == ["linear_act"]
+    found = saved(plan)
+    assert found["0.x"].dtype is torch.bfloat16 and found["0.x"].nbytes == ROWS * D * 2
+    assert found["0.weight"].nbytes == 0
+    assert "3.NativeDropoutBackward0.0" in found
+    assert torch.cuda.get_rng_state().equal(before) and x.grad is None
