@@ -72,6 +72,20 @@ def test_the_quickstart_trains() -> None:
     assert len(Path(QUICKSTART).read_text().splitlines()) <= 40
 
 
+def test_a_reader_that_closes_early_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "fuseops", "env"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 0
+
+
 def test_explain_as_json(capsys: pytest.CaptureFixture[str], model_file: str) -> None:
     data = as_json(capsys, "explain", model_file)
     (plan,) = data["plans"]

@@ -6,6 +6,7 @@ well, 1 a check or the user's model failed, 2 the command was called wrongly.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
         code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; exit must not write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except UsageError as error:
         print(f"fuseops {args.command}: {error}", file=sys.stderr)
         return USAGE
