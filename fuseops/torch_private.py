@@ -45,3 +45,8 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
+    return int(tensor.untyped_storage()._cdata)

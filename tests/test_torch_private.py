@@ -134,3 +134,11 @@ def test_direct_apply_is_apply(asked: list[bool]) -> None:
     assert dx.tolist() == [2, 2] and asked == [False, True]
     with torch.no_grad():
         assert not apply(x).requires_grad
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_storage_id_is_that_of_the_storage(device: str) -> None:
+    base, other = torch.ones(4, device=device), torch.ones(4, device=device)
+    for view in (base[1:], base.view(2, 2), base.detach()):
+        assert torch_private.storage_id(view) == torch_private.storage_id(base)
+    assert torch_private.storage_id(other) != torch_private.storage_id(base)
