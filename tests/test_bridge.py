@@ -287,6 +287,16 @@ def test_second_derivatives_are_refused_where_the_input_is_not_saved(op: fo.Op, 
         second(seq(x if leaf else x * 1).pow(2).sum() + x.pow(3).sum(), x)
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+def test_second_derivatives_are_refused_where_only_what_is_computed_from_the_input_is_saved(
+    leaf: bool,
+) -> None:
+    # neither the incoming gradient nor anything that is saved is in a graph: the inputs' ties decide
+    seq, x = fo.Sequential(Linear(4, 4), SiLU()).requires_grad_(False), data()
+    with pytest.raises(DoubleBackwardError, match=REFUSED):
+        second(seq(x if leaf else x * 1).sum() + x.pow(3).sum(), x)
+
+
 def test_second_derivatives_towards_parameters_are_refused() -> None:
     seq = stack()
     grads = torch.autograd.grad(
