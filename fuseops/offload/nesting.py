@@ -17,7 +17,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 from . import modules
-from .records import Handle
+from .records import Handle, unpack
 
 Pair = tuple[object, object]
 
@@ -40,6 +40,11 @@ class PackHook:
 
     def __call__(self, t: Tensor) -> Handle:
         return self.scope.pack(t)
+
+
+# A compiled region calls the hooks while it runs; dynamo would try to compile them in their turn.
+torch_private.never_compile(PackHook.__call__)
+torch_private.never_compile(unpack)
 
 
 class _Stack(threading.local):

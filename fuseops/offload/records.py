@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import InPlaceError
-from fuseops.torch_private import WeakStorage, base_of, storage_key
+from fuseops.torch_private import WeakStorage, base_of, share_version_counter, storage_key
 
 from .copies import Copies, HostCopy, Pending
 from .report import Ledger
@@ -39,22 +39,28 @@ class Record:
     """One storage at one version, in host memory."""
 
     __slots__ = (
-        *("__weakref__", "_live", "_stream", "copies", "copy", "name"),
-        *("nbytes", "origin", "owner", "version"),
+        *("__weakref__", "_base", "_live", "_stream", "copies", "copy"),
+        *("guard", "name", "nbytes", "origin", "version"),
     )
 
     def __init__(self, t: Tensor, name: str, copies: Copies, copy: HostCopy) -> None:
         self.name, self.copies, self.copy = name, copies, copy
         self.nbytes = copy.buffer.numel()
         self.version = t._version
-        self.owner = weakref.ref(base_of(t))
+        self.guard = _alias_of_no_bytes(t)
+        self._base = weakref.ref(base_of(t))
         self.origin = WeakStorage(t.untyped_storage())
         self._live: WeakStorage | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def is_of(self, t: Tensor) -> bool:
-        """Whether this holds the bytes of t: same storage and version counter, no write since."""
-        return self.owner() is base_of(t) and self.version == t._version
+        """Whether this holds the bytes of t, which is in the same storage: no write since.
+
+        A counter that t does not share says nothing about t.
+        """
+        if not self.version == t._version == self.guard._version:
+            return False
+        return self._base() is base_of(t) or share_version_counter(t, self.guard)
 
     def back(self, ledger: Ledger) -> torch.UntypedStorage:
         """The bytes on the device. While somebody on this stream has them, the same storage."""
@@ -65,6 +71,13 @@ class Record:
             self._live, self._stream = WeakStorage(storage), stream
             ledger.came_back(self.nbytes)
         return storage
+
+
+def _alias_of_no_bytes(t: Tensor) -> Tensor:
+    """Shares the version counter of t, and none of its memory."""
+    alias = t.detach()
+    alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return alias
 
 
 class _Thread(threading.local):
@@ -109,17 +122,15 @@ class Kept:
 class Moved:
     """A saved tensor whose bytes are in a host copy."""
 
-    __slots__ = ("__weakref__", "guard", "label", "layout", "ledger", "record")
+    __slots__ = ("__weakref__", "label", "layout", "ledger", "record")
 
     def __init__(self, t: Tensor, label: Label, record: Record, ledger: Ledger) -> None:
         self.record, self.label, self.ledger = record, label, ledger
         self.layout: Layout = layout_of(t)
-        self.guard = t.detach()  # shares the version counter, and below none of the memory
-        self.guard.data = torch.empty(0, dtype=t.dtype, device=t.device)
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
-        _check(self.guard, self.record.version, self.label)
+        _check(self.record.guard, self.record.version, self.label)
         return tensor_in(self.record.back(self.ledger), self.layout)
 
 

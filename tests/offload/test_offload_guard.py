@@ -1,4 +1,4 @@
-"""Laws 6 to 8 and 13: buffers end with the graph, writes in place are seen, little is back at once."""
+"""Laws 6 to 8 and 13: buffers end with the graph, writes are seen, little is back at once."""
 
 import gc
 import inspect

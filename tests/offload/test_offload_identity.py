@@ -67,15 +67,12 @@ def test_law_01_names_follow_the_saves_in_order() -> None:
 
 
 def test_law_01_a_tensor_saved_under_two_names_is_one_entry() -> None:
-    class Twice(fo.Op[Any]):
-        pass
-
-    op = fo.Sequential(fo.ops.ScaledSwiGLU(), fo.ops.Bias(4))
+    seq = fo.Sequential(fo.ops.ScaledSwiGLU(), fo.ops.ScaledSwiGLU())
     probs = torch.rand(3, requires_grad=True)
     with offload.keep() as scope:
-        op(torch.randn(3, 8, requires_grad=True), probs=probs)
-    assert [e.name for e in scope.report().entries] == ["0.x", "0.probs"]
-    assert scope.report().named("0.probs")[0].shape == (3,)
+        seq(torch.randn(3, 8, requires_grad=True), probs=probs)
+    (entry,) = scope.report().named("1.probs")
+    assert entry.name == "0.probs" and entry.also == ("1.probs",) and entry.times == 1
 
 
 def test_law_01_a_frame_refuses_a_tensor_it_did_not_promise() -> None:
@@ -138,6 +135,7 @@ VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "overlapping windows": lambda t: (t.view(-1).unfold(0, 4, 1),),
     "a flat view": lambda t: (t.view(-1), t.view(6, 4)),
     "another dtype": lambda t: (t.view(torch.int32), t),
+    "a detached alias": lambda t: (t, t.detach(), t.detach()[0]),
     "a scalar": lambda t: (t[2, 3],),
     "no rows": lambda t: (t[:0], t),
 }
@@ -335,7 +333,6 @@ def test_law_04_cast_copies_of_weights_stay() -> None:
 def test_law_04_what_is_computed_from_a_parameter_is_no_cast_of_it() -> None:
     weight = nn.Parameter(torch.randn(4))
     x = torch.randn(4, requires_grad=True)
-    assert reasons(lambda x: x * weight.exp(), x) == {"leaf.0": "parameter"} or True
     with offload.to_host(min_bytes=1) as scope:
         x * weight.exp()
     decisions = {e.name: e.decision for e in scope.report().entries}
