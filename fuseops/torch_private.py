@@ -52,6 +52,8 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
     return int(tensor.untyped_storage()._cdata)
+
+
 def is_checkpoint_hook(pack: object) -> bool:
     """Whether a pack hook is `torch.utils.checkpoint`'s: of its forward or its recomputation."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -9,7 +9,7 @@ raises.
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from fuseops.errors import FuseOpsError
 from . import modules
 from .records import Handle, unpack
 
-Pair = tuple[object, object]
+Pair = tuple[Any, Any]
 
 
 class Packs(Protocol):
