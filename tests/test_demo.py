@@ -121,16 +121,16 @@ def test_bigrams_are_judged_on_what_the_model_predicts() -> None:
 
 def test_the_text_is_split_by_file_in_one_order(tmp_path: Path) -> None:
     for k in range(64):
-        (tmp_path / f"m{k}.py").write_bytes(bytes([k]) * 500)
+        (tmp_path / f"m{k}.py").write_bytes(bytes([k]) * 2000)
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_m.py").write_bytes(b"\xff" * 500)
+    (tmp_path / "test" / "test_m.py").write_bytes(b"\xff" * 2000)
     corpus = data.read_corpus(root=tmp_path)
     train_files, held_files = set(corpus.train.tolist()), set(corpus.held_out.tolist())
     assert not train_files & held_files
     assert train_files | held_files == set(range(64))
     assert corpus.files == 64
-    again = data.read_corpus(limit=2000, root=tmp_path)
-    assert torch.equal(again.train, corpus.train[:2000])
+    again = data.read_corpus(limit=8000, root=tmp_path)
+    assert torch.equal(again.train, corpus.train[:8000])
     assert torch.equal(again.held_out, corpus.held_out)
 
 
@@ -187,7 +187,7 @@ def test_experts_get_their_tokens_and_no_others() -> None:
 
 
 def test_the_checks_pass_on_a_correct_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MIN_BYTES", 1)
+    monkeypatch.setattr(checks, "MIN_BYTES", 2048)
     torch.manual_seed(0)
     found = checks.check(ByteModel(SMALL), text_of())
     assert not found.failures

@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 760, 320
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 28, 40
 BAR, GAP, LABELS = 26, 16, 190
 
 
@@ -62,7 +62,7 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> str:
         parts.append(f'<polyline class="curve {line.kind}" points="{path}"/>')
     parts += [
         f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">{escape(x_label)}</text>',
-        f'<text class="tick" x="{LEFT + 6}" y="{TOP + 4}">{escape(y_label)}</text>',
+        f'<text class="tick" x="{LEFT + 6}" y="10">{escape(y_label)}</text>',
     ]
     legend = "".join(
         f'<span><i class="{line.kind}"></i>{escape(line.label)}</span>' for line in lines

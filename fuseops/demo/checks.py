@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fuseops as fo
 from fuseops import offload
+from fuseops.fusions.config import fusion
 
 from .model import ByteModel, objective
 from .plans import fused_spans, plans_of, saved_bytes
@@ -117,7 +117,7 @@ def check(model: ByteModel, text: Tensor) -> Checked:
     """
     with repeatable(text.device):
         fused = forward_backward(model, text)
-        with fo.fusion(False):
+        with fusion(False):
             unfused = forward_backward(model, text, fused.chosen)
             plain = plans_of(model, text[:, :-1])
         moved, moved_bytes = offloaded(model, text)

@@ -1,8 +1,8 @@
 """The text: sources of the running Python's standard library, and the bigram model to beat."""
 
+import hashlib
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -39,16 +39,16 @@ def read_corpus(
 ) -> Corpus:
     """At most `limit` bytes to train on and `held_out` bytes to judge by.
 
-    Files come in the order of a checksum of their names: the same on every machine, and a mixture
-    of the whole library wherever it is cut off. The checksum also decides which files are held
-    out, so that no file moves between the sets when others appear.
+    Files come in the order of a digest of their names: the same on every machine, and a mixture
+    of the whole library wherever it is cut off. The digest also decides which files are held out,
+    so that no file moves between the sets when others appear.
     Raises FileNotFoundError when there is too little to read (the library is zipped, say).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     room = {True: held_out, False: limit}
-    for checksum, _, path in sorted((zlib.crc32(n.encode()), n, p) for n, p in sources(root)):
-        aside = checksum % HELD_OUT_ONE_IN == 0
+    for number, _, path in sorted((digest(n), n, p) for n, p in sources(root)):
+        aside = number % HELD_OUT_ONE_IN == 0
         if room[aside] > 0:
             parts[aside].append(path.read_bytes()[: room[aside]])
             room[aside] -= len(parts[aside][-1])
@@ -56,6 +56,11 @@ def read_corpus(
     if min(len(train), len(judged)) < 1024:
         raise FileNotFoundError(f"too few Python sources to learn from in {root}")
     return Corpus(as_tensor(train), as_tensor(judged), sum(map(len, parts.values())), root)
+
+
+def digest(name: str) -> int:
+    """A number that only the name decides."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def as_tensor(text: bytes) -> Tensor:

@@ -4,15 +4,19 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fuseops as fo
+from fuseops import ops
+from fuseops.fusions.sequential import Residual, Sequential
+from fuseops.ops.routing import Routing
 
 from .data import VOCAB
+
+Op = TypeVar("Op", ops.Linear, ops.GroupedLinear)
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Stem(nn.Module):
         super().__init__()
         self.recent = c.recent
         self.bytes = nn.Embedding(VOCAB, c.byte_dim)
-        self.mlp = fo.Sequential(
-            fo.ops.Linear(c.recent * c.byte_dim, 2 * c.dim, bias=False),
-            fo.ops.Bias(2 * c.dim),
-            fo.ops.GELU(),
-            fo.ops.Linear(2 * c.dim, c.dim, bias=False),
+        self.mlp = Sequential(
+            ops.Linear(c.recent * c.byte_dim, 2 * c.dim, bias=False),
+            ops.Bias(2 * c.dim),
+            ops.GELU(),
+            ops.Linear(2 * c.dim, c.dim, bias=False),
         )
 
     def forward(self, text: Tensor) -> Tensor:
@@ -61,8 +65,8 @@ class Attention(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.heads = c.heads
-        self.qkv = fo.Sequential(fo.ops.RMSNorm(c.dim), fo.ops.Linear(c.dim, 3 * c.dim, bias=False))
-        self.out = fo.Sequential(fo.ops.Linear(c.dim, c.dim, bias=False))
+        self.qkv = Sequential(ops.RMSNorm(c.dim), ops.Linear(c.dim, 3 * c.dim, bias=False))
+        self.out = Sequential(quiet(ops.Linear(c.dim, c.dim, bias=False), c))
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
@@ -85,13 +89,13 @@ class MoE(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.top_k, self.num_experts = c.top_k, c.experts
-        self.norm = fo.Sequential(fo.ops.RMSNorm(c.dim))
+        self.norm = Sequential(ops.RMSNorm(c.dim))
         self.router = nn.Linear(c.dim, c.experts, bias=False)
-        self.experts = fo.Sequential(
+        self.experts = Sequential(
             {
-                "fc1": fo.ops.GroupedLinear(c.experts, c.dim, 2 * c.expert_ffn, bias=False),
-                "act": fo.ops.ScaledSwiGLU(),
-                "fc2": fo.ops.GroupedLinear(c.experts, c.expert_ffn, c.dim, bias=False),
+                "fc1": ops.GroupedLinear(c.experts, c.dim, 2 * c.expert_ffn, bias=False),
+                "act": ops.ScaledSwiGLU(),
+                "fc2": quiet(ops.GroupedLinear(c.experts, c.expert_ffn, c.dim, bias=False), c),
             }
         )
 
@@ -99,23 +103,23 @@ class MoE(nn.Module):
         h = self.norm(x).flatten(0, -2)  # (tokens, D)
         chances = self.router(h).float().softmax(-1)
         if chosen is None:
-            chosen = chances.topk(self.top_k).indices
+            chosen = chances.detach().topk(self.top_k).indices
         weights = chances.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
-        routing = fo.Routing.from_topk(chosen, weights, num_experts=self.num_experts)
+        routing = Routing.from_topk(chosen, weights, num_experts=self.num_experts)
         y = mix(self.experts, h, routing, self.top_k)
         share = routing.offs.diff(prepend=routing.offs.new_zeros(1)) / routing.offs[-1]
         balance = self.num_experts * (share * chances.mean(0)).sum()
         return x + y.view_as(x), Routed(chosen, share, balance)
 
 
-def mix(experts: fo.Sequential, h: Tensor, routing: fo.Routing, top_k: int) -> Tensor:
+def mix(experts: Sequential, h: Tensor, routing: Routing, top_k: int) -> Tensor:
     """Send each token to its experts and add up what they return.   (tokens, D) -> (tokens, D)
 
     Rows move by permutations, forward and backward: no two threads add to one row, so results are
     equal bit for bit from run to run, on a GPU too.
     """
-    by_token = torch.argsort(routing.index, stable=True)
+    by_token = torch.argsort(routing.index, stable=True)  # type: ignore[arg-type]  # is set
     copies = h.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
     rows = copies.index_select(0, torch.argsort(by_token))
     y = experts(rows, routing).index_select(0, by_token)
@@ -123,23 +127,37 @@ def mix(experts: fo.Sequential, h: Tensor, routing: fo.Routing, top_k: int) -> T
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP or experts."""
+    """Attention, then a dense MLP or experts.   (B, T, D) -> (B, T, D)"""
 
     def __init__(self, c: Config, sparse: bool) -> None:
         super().__init__()
-        self.sparse = sparse
         self.attention = Attention(c)
         self.mlp: nn.Module = MoE(c) if sparse else dense(c)
 
+    def forward(self, x: Tensor, chosen: Iterator[Tensor]) -> tuple[Tensor, Routed | None]:
+        x = self.attention(x)
+        if isinstance(self.mlp, MoE):
+            return self.mlp(x, next(chosen, None))
+        return self.mlp(x), None
 
-def dense(c: Config) -> fo.Residual:
+
+def dense(c: Config) -> Residual:
     """x + MLP(x).   (B, T, D) -> (B, T, D)"""
-    return fo.Residual(
-        fo.ops.RMSNorm(c.dim),
-        fo.ops.Linear(c.dim, 2 * c.ffn, bias=False),
-        fo.ops.SwiGLU(),
-        fo.ops.Linear(c.ffn, c.dim, bias=False),
+    return Residual(
+        ops.RMSNorm(c.dim),
+        ops.Linear(c.dim, 2 * c.ffn, bias=False),
+        ops.SwiGLU(),
+        quiet(ops.Linear(c.ffn, c.dim, bias=False), c),
     )
+
+
+def quiet(op: Op, c: Config) -> Op:
+    """`op` with a smaller weight: of ops that add to the residual stream, so that its size does not
+    grow with the depth.
+    """
+    with torch.no_grad():
+        op.weight.mul_(1 / math.sqrt(2 * c.layers))
+    return op
 
 
 class Output(NamedTuple):
@@ -158,18 +176,7 @@ class ByteModel(nn.Module):
         self.config = config
         self.stem = Stem(config)
         self.layers = nn.ModuleList(Layer(config, sparse=i > 0) for i in range(config.layers))
-        self.head = fo.Sequential(
-            fo.ops.RMSNorm(config.dim), fo.ops.Linear(config.dim, VOCAB, bias=False)
-        )
-        with torch.no_grad():
-            for p in self._residual_outputs():
-                p.mul_(1 / math.sqrt(2 * config.layers))
-
-    def _residual_outputs(self) -> Iterator[nn.Parameter]:
-        """The weights that write to the residual stream."""
-        for layer in self.layers:
-            yield layer.attention.out[0].weight
-            yield layer.mlp.experts["fc2"].weight if layer.sparse else layer.mlp[3].weight
+        self.head = Sequential(ops.RMSNorm(config.dim), ops.Linear(config.dim, VOCAB, bias=False))
 
     def forward(self, text: Tensor, chosen: Sequence[Tensor] | None = None) -> Output:
         given = iter(chosen or ())
@@ -177,12 +184,9 @@ class ByteModel(nn.Module):
         with precision(text.device):
             x = self.stem(text)
             for layer in self.layers:
-                x = layer.attention(x)
-                if layer.sparse:
-                    x, decision = layer.mlp(x, next(given, None))
+                x, decision = layer(x, given)
+                if decision is not None:
                     routed.append(decision)
-                else:
-                    x = layer.mlp(x)
             return Output(self.head(x), tuple(routed))
 
 
