@@ -123,3 +123,11 @@ def test_the_default_epsilon_of_a_norm_is_torchs(dtype: torch.dtype) -> None:
     x = 1e-3 * torch.randn(7, 16, dtype=dtype)
     ours, theirs = fo.ops.RMSNorm(16, dtype=dtype)(x), nn.RMSNorm(16, dtype=dtype)(x)
     assert difference("y", ours, theirs, tolerance([x]), ("ours", "torch's")) is None
+
+
+def test_dropout_of_everything_is_differentiable_as_plain_torch() -> None:
+    # Found: fwd returned zeros that autograd did not connect to x.
+    x = torch.randn(3, 4, requires_grad=True)
+    with fo.reference():
+        (dx,) = torch.autograd.grad(fo.ops.Dropout(1.0)(x).sum(), x)
+    assert not dx.any()
