@@ -131,3 +131,12 @@ def test_dropout_of_everything_is_differentiable_as_plain_torch() -> None:
     with fo.reference():
         (dx,) = torch.autograd.grad(fo.ops.Dropout(1.0)(x).sum(), x)
     assert not dx.any()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4), (0, 4), (0, 3, 4)])
+def test_linear_takes_no_rows_of_any_rank(shape: tuple[int, ...]) -> None:
+    # Found: the gradient of x asked torch to infer an axis of a tensor without elements.
+    linear, x = fo.ops.Linear(4, 6), torch.randn(shape, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert linear.weight.grad is not None and not linear.weight.grad.any()
