@@ -140,3 +140,18 @@ def test_linear_takes_no_rows_of_any_rank(shape: tuple[int, ...]) -> None:
     linear(x).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
     assert linear.weight.grad is not None and not linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("wide", ["x", "side"])
+def test_add_gives_each_operand_a_gradient_in_its_own_dtype(wide: str) -> None:
+    # Found: inside a node the op before the Add got a float32 gradient for its bfloat16 output.
+    half, full = torch.bfloat16, torch.float32
+    own, other = (full, half) if wide == "x" else (half, full)
+    model = fo.Sequential(fo.ops.Linear(4, 4, dtype=own), fo.ops.Add("side"))
+    x = torch.randn(3, 4, dtype=own, requires_grad=True)
+    side = torch.randn(3, 4, dtype=other, requires_grad=True)
+    y = model(x, side=side)
+    assert y.dtype is full
+    y.sum().backward()
+    assert model[0].weight.grad.dtype is own
+    assert side.grad is not None and side.grad.dtype is other
