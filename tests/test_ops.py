@@ -14,8 +14,8 @@ from fuseops.ops.op import Op
 from fuseops.testing import assert_bwd_is_vjp
 from fuseops.testing.catalogue import catalogue, exported
 from fuseops.testing.compare import difference
-from fuseops.testing.strategies import LAYOUTS, Case, filled, laid_out, op_cases
 from fuseops.testing.step import training_step
+from fuseops.testing.strategies import LAYOUTS, Case, filled, laid_out, op_cases
 
 OPS = exported()
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)

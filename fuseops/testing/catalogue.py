@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import ops
-from ..errors import FuseOpsError
-from ..ops.op import Op
+from fuseops import ops
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import Op
 
 
 class Wanted(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fusions.build import kept_fields
-from ..ops.op import Call, Grads, Op, Out
-from ..ops.routing import Routing
+from fuseops.fusions.build import kept_fields
+from fuseops.ops.op import Call, Grads, Op, Out
+from fuseops.ops.routing import Routing
 from .compare import Difference, difference
 from .trees import mapped, tensors
 

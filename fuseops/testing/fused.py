@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fusions.sequential import Sequential
-from ..fusions.tables import TABLES
-from ..ops import scopes
-from ..ops.op import Op
+from fuseops.fusions.sequential import Sequential
+from fuseops.fusions.tables import TABLES
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
 from .compare import Difference, difference, tolerance
 from .step import Fired, Step, training_step
 from .trees import tensors

@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from ..ops import scopes
+from fuseops.ops import scopes
 from .trees import copied, mapped, tensors
 
 

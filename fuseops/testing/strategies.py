@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ..fusions.rule import Rule
-from ..fusions.sequential import Residual, Sequential
-from ..ops.op import Op
+from fuseops.fusions.rule import Rule
+from fuseops.fusions.sequential import Residual, Sequential
+from fuseops.ops.op import Op
 from .catalogue import Wanted, catalogue, entry
 from .tables import expansions
 
