@@ -25,6 +25,7 @@ from .fusions.rule import maybe as maybe
 from .fusions.rule import require as require
 from .fusions.sequential import Residual as Residual
 from .fusions.sequential import Sequential as Sequential
+from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads
 from .ops.op import Op as Op
