@@ -4,7 +4,7 @@ Run it: python examples/custom_rule.py
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class ScaledAct(fo.FusedOp):
     def fwd(
         self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[fo.Call, ...]
     ) -> fo.Out:
-        act, scale = self.members
+        act, scale = self.members[0], cast(fo.ops.ConstantScale, self.members[1])
         y = (x.float() * torch.sigmoid(x.float()) * scale.scale).to(x.dtype)  # a kernel goes here
         return fo.Out(y, (act.Saved(x), scale.Saved()))
 

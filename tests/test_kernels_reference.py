@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fuseops import kernels as K
 from fuseops.kernels import reference as R
 from fuseops.testing.strategies import Split, filled, group_splits, row_counts, widths
 
@@ -217,11 +218,11 @@ def test_scaled_gemms_multiply_what_the_data_stand_for(split: Split, n: int, k: 
     a, b = R.saturate(randn(split.rows, k), e4m3), R.saturate(randn(groups, n, k, seed=1), e4m3)
     scale = torch.rand(groups, generator=torch.Generator().manual_seed(0)) + 0.5
     plain = R.grouped_mm(a.double(), b.double() * scale[:, None, None].double(), offs)
-    got = R.scaled_grouped_mm(a, b, scale, offs, double)
+    got = K.scaled_grouped_mm(a, b, scale, offs, double)
     torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)  # accumulates in float32
     dy = R.saturate(randn(split.rows, n, seed=2), e4m3)
     plain = R.grouped_wgrad(dy.double(), a.double(), offs) * scale[:, None, None].double()
-    got = R.scaled_grouped_wgrad(dy, a, scale, offs, double)
+    got = K.scaled_grouped_wgrad(dy, a, scale, offs, double)
     torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
     dense = R.scaled_mm(a, b[0], scale[0], double)
     expected = a.double() @ b[0].double().t() * scale[0].double()

@@ -78,6 +78,11 @@ def _norm(w: Wanted) -> Op[Any]:
     return ops.RMSNorm(w.width, eps=eps, elementwise_affine=affine)
 
 
+def _grouped(w: Wanted) -> Op[Any]:
+    # Most without a bias: no rule takes a grouped one with a bias.
+    return ops.GroupedLinear(w.groups, w.width, w.out, bias=w.choose(False, False, True))
+
+
 def _reshape(w: Wanted) -> Op[Any]:
     return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
 
@@ -85,7 +90,7 @@ def _reshape(w: Wanted) -> Op[Any]:
 # fmt: off
 register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(True, False)), width="maps")
 register(ops.Bias,          lambda w: ops.Bias(w.width))
-register(ops.GroupedLinear, lambda w: ops.GroupedLinear(w.groups, w.width, w.out, bias=w.choose(False, False, True)), width="maps", flat=True)
+register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
 register(ops.SiLU,          lambda w: ops.SiLU())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))

@@ -23,14 +23,22 @@ class Difference(NamedTuple):
         return f"{self.name}: {self.text}"
 
 
+def _dtypes(found: Iterable[Tensor]) -> set[torch.dtype]:
+    """The dtypes that something is computed in."""
+    dtypes = {t.dtype for t in found}
+    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    dtypes |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+    return dtypes & UNITS.keys()
+
+
 def tolerance(found: Iterable[Tensor]) -> float:
     """What rounding explains, from the coarsest dtype involved."""
-    dtypes = {t.dtype for t in found} & UNITS.keys()
-    if torch.is_autocast_enabled("cpu"):
-        dtypes.add(torch.get_autocast_dtype("cpu"))
-    if torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
-        dtypes.add(torch.get_autocast_dtype("cuda"))
-    return max((UNITS[d] * torch.finfo(d).eps for d in dtypes if d in UNITS), default=0.0)
+    return max((UNITS[d] * torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
+
+
+def last_place(found: Iterable[Tensor]) -> float:
+    """One unit in the last place of the coarsest dtype involved."""
+    return max((torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
 
 def describe(t: Any) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops.fusions.build import kept_fields
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
+
 from .compare import Difference, difference
 from .trees import mapped, tensors
 

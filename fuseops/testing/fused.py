@@ -11,7 +11,8 @@ from fuseops.fusions.sequential import Sequential
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from .compare import Difference, difference, tolerance
+
+from .compare import Difference, difference, last_place, tolerance
 from .step import Fired, Step, training_step
 from .trees import tensors
 
@@ -52,11 +53,11 @@ def bisect(
         return None
     names = list(dict.fromkeys(f.rule for f in fired))
     for name in names:
-        with _disabled(model, lambda rule, name=name: rule != name):  # type: ignore[misc]
+        with _disabled(model, lambda rule, name=name: rule != name):
             if _differences(model, inputs, side, tolerance)[0]:
                 return name
     for name in names:
-        with _disabled(model, lambda rule, name=name: rule == name):  # type: ignore[misc]
+        with _disabled(model, lambda rule, name=name: rule == name):
             if not _differences(model, inputs, side, tolerance)[0]:
                 return name
     raise AssertionError(
@@ -109,7 +110,8 @@ def compared(
 
     def unfused(shake: int = 0) -> Step:
         with scopes.scope(UNFUSED):
-            return training_step(model, inputs, side, all_inputs=all_inputs, shake=shake)
+            unit = last_place([*model.parameters(), *(t for _, t in tensors((inputs, side), ""))])
+            return training_step(model, inputs, side, all_inputs=all_inputs, shake=shake, unit=unit)
 
     keys = list(model.state_dict())
     parameters = {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
@@ -140,10 +142,10 @@ def _state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Fou
 
 
 def _between(got: Step, expected: Step, tol: float) -> Found:
-    found = []
-    for mine, theirs in zip(got[:3], expected[:3], strict=True):
-        for name in dict.fromkeys((*theirs, *mine)):
-            found.append(difference(name, mine.get(name), theirs.get(name), tol))
+    mine = {**got.outputs, **got.grads, **got.buffers}
+    theirs = {**expected.outputs, **expected.grads, **expected.buffers}
+    names = dict.fromkeys((*theirs, *mine))
+    found = (difference(name, mine.get(name), theirs.get(name), tol) for name in names)
     return [d for d in found if d is not None]
 
 

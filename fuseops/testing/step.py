@@ -1,7 +1,7 @@
 """One training step of any module, run so that nothing of it stays behind, and which rules fired in it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from fuseops.ops import scopes
+
 from .trees import copied, mapped, tensors
 
 
@@ -96,6 +97,24 @@ def floating(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
+def _shaken(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+    sign = torch.randint(-1, 2, t.shape, generator=generator).to(t.device)
+    return t * (1 + sign * max(unit, torch.finfo(t.dtype).eps)).to(t.dtype)
+
+
+@contextmanager
+def shaken(model: nn.Module, unit: float, generator: torch.Generator) -> Iterator[None]:
+    """Every floating parameter moved by at most `unit` of itself, for the calls made inside."""
+    before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    try:
+        for p, data in before:
+            p.data = _shaken(data, unit, generator)
+        yield
+    finally:
+        for p, data in before:
+            p.data = data
+
+
 def training_step(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -103,11 +122,12 @@ def training_step(
     *,
     all_inputs: bool,
     shake: int = 0,
+    unit: float = 0.0,
 ) -> Step:
     """Forward and backward with random output gradients, always the same ones.
 
     all_inputs: every floating input wants a gradient, not only those that ask for one.
-    shake: not zero moves every floating input by at most a unit in its last place, by this seed.
+    shake: not zero moves inputs and parameters by at most `unit` of themselves, by this seed.
     """
     generator = torch.Generator().manual_seed(shake)
     leaves: dict[int, Tensor] = {}
@@ -116,12 +136,12 @@ def training_step(
         if id(t) not in leaves:
             new = copied(t)
             if shake and t.is_floating_point():
-                sign = torch.randint(-1, 2, t.shape, generator=generator).to(t.device)
-                new = new * (1 + sign * torch.finfo(t.dtype).eps).to(t.dtype)
+                new = _shaken(new, unit, generator)
             leaves[id(t)] = new.requires_grad_(floating(t) and (all_inputs or t.requires_grad))
         return leaves[id(t)]
 
-    with restored(model), watched(model) as fired:
+    moved = shaken(model, unit, generator) if shake else nullcontext()
+    with moved, restored(model), watched(model) as fired:
         args, kwargs = mapped(inputs, leaf), mapped(side, leaf)
         outputs = dict(tensors(model(*args, **kwargs), "output"))
         _backward(outputs)

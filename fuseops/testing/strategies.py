@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops.fusions.rule import Rule
 from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.ops.op import Op
+
 from .catalogue import Wanted, catalogue, entry
 from .tables import expansions
 
@@ -142,7 +143,7 @@ def _instance(draw: Draw, op: type, width: int, after: int, groups: int) -> Op[A
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
-            p += 0.1 * filled(p.shape, p.dtype, "normal", draw(st.integers(0, 99)))
+            p.add_(filled(p.shape, p.dtype, "normal", draw(st.integers(0, 99))), alpha=0.1)
     return made
 
 
