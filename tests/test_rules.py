@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from fuseops.testing.tables import expansions
 
 every_rule = pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
 # Half types have no room for a thousand times a thousand; a large value hides the others' error.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SOFT = ("normal", "normal", "constant", "zeros")
 
 
@@ -56,12 +57,11 @@ def fired(model: Any, x: Tensor, **side: Tensor) -> list[str]:
 
 
 @every_rule
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_equals_unfused_and_the_rule_does_fire(rule: fo.Rule, dtype: torch.dtype) -> None:
     counts: Counter[bool] = Counter()
 
+    @settings(max_examples=settings.default.max_examples // 2)
     @given(case=rule_cases(rule, dtype, SOFT))
     def law(case: Case) -> None:
         counts[fires(rule, case)] += 1
@@ -78,6 +78,7 @@ def test_fused_equals_unfused_for_hard_values(rule: fo.Rule, data: st.DataObject
 
 
 @every_rule
+@settings(max_examples=settings.default.max_examples // 4)  # each example runs every subset
 @given(data=st.data())
 def test_fused_equals_unfused_for_every_frozen_subset(rule: fo.Rule, data: st.DataObject) -> None:
     case = data.draw(rule_cases(rule, kinds=SOFT))
@@ -108,8 +109,8 @@ def test_nan_in_padding_rows_changes_nothing(rule: fo.Rule, data: st.DataObject)
     dirty.x[end:] = float("nan")
     dirty.side["probs"][end:] = float("nan")
     results = [[c.model(c.x, **c.side), *grads_of(c)] for c in (case, dirty)]
-    for clean, mine in zip(*results, strict=True):
-        assert torch.equal(mine, clean)
+    for clean, mine in zip(*results, strict=True):  # the copy has other strides: other sums
+        torch.testing.assert_close(mine, clean, rtol=1e-10, atol=1e-10)
 
 
 def grads_of(case: Case) -> list[Tensor]:
@@ -238,17 +239,21 @@ def test_a_rule_with_room_of_its_own_is_not_shadowed() -> None:
     assert_no_rule_is_shadowed([limited, narrow, WIDE])
 
 
-@every_rule
-def test_every_spelling_of_a_rule_fires(rule: fo.Rule) -> None:
-    seen: set[tuple[type, ...]] = set()
+SPELLINGS = [(rule, types) for rule in TABLES for types in expansions(rule)]
 
-    @given(case=rule_cases(rule, kinds=["normal"]))
+
+@pytest.mark.parametrize(
+    ("rule", "types"),
+    SPELLINGS,
+    ids=[f"{r.name}-{'-'.join(t.__name__ for t in ts)}" for r, ts in SPELLINGS],
+)
+def test_every_spelling_of_a_rule_fires(rule: fo.Rule, types: tuple[type, ...]) -> None:
+    count: Counter[bool] = Counter()
+
+    @settings(max_examples=20)  # half of which a condition refuses
+    @given(case=rule_cases(rule, kinds=["normal"], spelling=types))
     def law(case: Case) -> None:
-        if rule.name in fired(case.model, case.x, **case.side):
-            seen.add(tuple(type(op) for op in case.model))
+        count[rule.name in fired(case.model, case.x, **case.side)] += 1
 
-    for _ in range(10):
-        law()
-        if seen == set(expansions(rule)):
-            return
-    raise AssertionError(f"never fired: {set(expansions(rule)) - seen}")
+    law()
+    assert count[True], f"never fired: {types}"

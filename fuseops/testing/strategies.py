@@ -200,10 +200,17 @@ def _fitted(draw: Draw, types: Sequence[type], width: int) -> list[Op[Any]]:
 
 @st.composite
 def rule_cases(
-    draw: Draw, rule: Rule, dtype: torch.dtype = torch.float64, kinds: Sequence[str] = KINDS
+    draw: Draw,
+    rule: Rule,
+    dtype: torch.dtype = torch.float64,
+    kinds: Sequence[str] = KINDS,
+    spelling: Sequence[type] | None = None,
 ) -> Case:
-    """A Sequential of just what the pattern of a rule spells out, with every choice that it leaves."""
-    types = draw(st.sampled_from(list(expansions(rule))))
+    """A Sequential of just what the pattern of a rule spells out, with every choice that it leaves.
+
+    spelling: one of `tables.expansions(rule)`, where the choice of types is made.
+    """
+    types = spelling or draw(st.sampled_from(list(expansions(rule))))
     split = draw(group_splits())
     width = draw(widths()) * _before(types)[0]
     model = Sequential(*_fitted(draw, types, width)).to(dtype)
