@@ -18,7 +18,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.recipes import Quantized, Roles
 
-if TYPE_CHECKING:  # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
+if TYPE_CHECKING:
+    # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     S = TypeVarWithDefault("S", bound=tuple[Any, ...], default=tuple[Any, ...])

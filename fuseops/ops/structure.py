@@ -54,7 +54,8 @@ class Tap(Alias):
 
 
 class AddSaved(NamedTuple):
-    dtypes: tuple[torch.dtype, torch.dtype] | None  # of x and of the side tensor; they cost no memory
+    # of x and of the side tensor; they cost no memory
+    dtypes: tuple[torch.dtype, torch.dtype] | None
 
 
 class Add(Op[AddSaved]):
