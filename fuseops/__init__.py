@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from . import offload as offload
 from . import ops as ops
 from . import recipes as recipes
 from .errors import FuseOpsError as FuseOpsError
