@@ -147,7 +147,8 @@ def run_backward(
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
-    seg.checked = seg.checked or shapes is not None
+    if shapes is not None:
+        seg.checked = True
     return [dy, *grads[: seg.inputs]]
 
 
