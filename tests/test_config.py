@@ -48,11 +48,11 @@ def data() -> Tensor:
 def fired(seq: nn.Module, x: Tensor) -> set[str]:
     """The rules that fire in one call."""
     plans: list = []
-    scopes.thread.watchers.append(plans.append)
+    scopes.current().watchers.append(plans.append)
     try:
         seq(x)
     finally:
-        scopes.thread.watchers.remove(plans.append)
+        scopes.current().watchers.remove(plans.append)
     return {span.rule for p in plans for span in (*p.forward, *p.backward) if span.rule}
 
 
@@ -193,7 +193,7 @@ def test_scopes_end_with_an_exception_too() -> None:
         raise KeyError
     with pytest.raises(KeyError), fo.fusion(strict=["linear_act"]):
         raise KeyError
-    assert scopes.thread.token == 0 and scopes.thread.watchers == []
+    assert scopes.current().token == 0 and scopes.current().watchers == []
 
 
 # --- names and strictness ---------------------------------------------------------------------
@@ -298,7 +298,7 @@ import torch, fuseops as fo
 seq = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU())
 from fuseops.ops import scopes
 plans = []
-scopes.thread.watchers.append(plans.append)
+scopes.current().watchers.append(plans.append)
 seq(torch.ones(2, 4)); seq(torch.ones(3, 4))
 print(sorted({s.rule for p in plans for s in p.forward if s.rule}))
 """
@@ -459,7 +459,7 @@ def test_checkpoint_contexts_carry_the_scopes(scope: Callable[[], AbstractContex
     with fo.fusion(True):
         y.sum().backward()
     torch.testing.assert_close(trained(seq, x), list(expected))
-    assert scopes.thread.token == 0
+    assert scopes.current().token == 0
 
 
 def test_checkpoint_contexts_carry_each_forwards_own_scopes() -> None:

@@ -479,7 +479,13 @@ def test_nothing_stays_installed() -> None:
             list(torch_module._global_forward_hooks_always_called)  # type: ignore[attr-defined]
         ]
         top = torch_private.top_saved_tensor_hooks()
-        return hooks, top, names.thread.observers, names.thread.frame, list(scopes.thread.watchers)
+        return (
+            hooks,
+            top,
+            names.thread.observers,
+            names.thread.frame,
+            list(scopes.current().watchers),
+        )
 
     before = state()
     fo.explain(model, rows(), routing())

@@ -73,11 +73,11 @@ def assert_as_fresh(seq: fo.Sequential, x: Tensor, **options: object) -> None:
 def plans() -> Iterator[list]:
     """Every plan that runs, by its spans."""
     seen: list = []
-    scopes.thread.watchers.append(seen.append)
+    scopes.current().watchers.append(seen.append)
     try:
         yield seen
     finally:
-        scopes.thread.watchers.remove(seen.append)
+        scopes.current().watchers.remove(seen.append)
 
 
 def the_plan(seq: fo.Sequential, x: Tensor, **options: object) -> object:

@@ -135,13 +135,13 @@ def saving(model: fo.Sequential, x: Tensor, **side: Tensor) -> Saving:
     def watch(plan: Any) -> None:
         edges.update({f"{e.direction} {e.before}": f"{e.format}, {e.made_by}" for e in plan.edges})
 
-    scopes.thread.watchers.append(watch)
+    scopes.current().watchers.append(watch)
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with fo.recipe(RECIPE), naming.observe(), hooks:
             model(x, **side)
     finally:
-        scopes.thread.watchers.remove(watch)
+        scopes.current().watchers.remove(watch)
     return Saving(set(dtypes), dtypes, edges)
 
 

@@ -39,11 +39,11 @@ def fires(rule: fo.Rule, case: Case) -> bool:
 def plans() -> Iterator[list[Any]]:
     """Every plan that runs inside."""
     found: list[Any] = []
-    scopes.thread.watchers.append(found.append)
+    scopes.current().watchers.append(found.append)
     try:
         yield found
     finally:
-        scopes.thread.watchers.remove(found.append)
+        scopes.current().watchers.remove(found.append)
 
 
 def fired(model: Any, x: Tensor, **side: Tensor) -> list[str]:

@@ -67,11 +67,11 @@ def fired_spans(seq: fo.Sequential, x: Tensor, **side: Tensor) -> list:
     from fuseops.ops import scopes
 
     plans: list = []
-    scopes.thread.watchers.append(plans.append)
+    scopes.current().watchers.append(plans.append)
     try:
         seq(x, **side)
     finally:
-        scopes.thread.watchers.remove(plans.append)
+        scopes.current().watchers.remove(plans.append)
     return [span for plan in plans for span in (*plan.forward, *plan.backward)]
 
 

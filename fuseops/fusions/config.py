@@ -132,11 +132,11 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
         misses.update({m.rule: m for m in plan.misses})
 
-    scopes.thread.watchers.append(watch)
+    scopes.current().watchers.append(watch)
     try:
         yield
     finally:
-        scopes.thread.watchers.remove(watch)
+        scopes.current().watchers.remove(watch)
     silent = sorted(wanted - fired)
     if silent:
         nearest = "; ".join(
@@ -166,7 +166,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
     the scopes that this was called in.
     """
-    return ExitStack(), scopes.inside(scopes.thread.token)
+    return ExitStack(), scopes.inside(scopes.current().token)
 
 
 def from_environment(environ: Any = os.environ) -> None:

@@ -82,11 +82,11 @@ class Observer:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        scopes.thread.watchers.append(self._watch)
+        scopes.current().watchers.append(self._watch)
         try:
             yield
         finally:
-            scopes.thread.watchers.remove(self._watch)
+            scopes.current().watchers.remove(self._watch)
             for handle in handles:
                 handle.remove()
 

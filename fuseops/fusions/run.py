@@ -293,7 +293,7 @@ class Run:
         scratch: dict[str, Any],
     ) -> Any:
         plan = self.plan(x, env, tokens, live)
-        for watcher in scopes.thread.watchers:
+        for watcher in scopes.current().watchers:
             watcher(plan)
         for seg in plan.segments:
             x = run_segment(seg, x, env, Live(path, scratch))

@@ -151,11 +151,11 @@ op_module.prepare = prepare  # type: ignore[assignment]
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
     """The settings of this call. A recomputation must find those of its forward."""
-    tokens = (scopes.process.token, module._settings, scopes.thread.token)
+    tokens = (scopes.process.token, module._settings, scopes.current().token)
     if torch.compiler.is_compiling():
         return tokens
     if runner.last is not None and runner.last != tokens and torch_private.in_backward():
-        scoped = tokens[2] if scopes.thread.reentered else runner.last[2]
+        scoped = tokens[2] if scopes.current().reentered else runner.last[2]
         before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
         if changed:

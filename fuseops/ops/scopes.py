@@ -104,39 +104,52 @@ class _Process:
     token: int = 0
 
 
-class _Thread(threading.local):
-    """The scopes that this thread is inside of."""
-
-    token: int = 0
-    reentered: bool = False  # by a recomputation: they are known to be those of its forward
+class Inside:
+    """The scopes that a thread is inside of."""
 
     def __init__(self) -> None:
-        self.watchers: list[
-            Callable[[Any], None]
-        ] = []  # strict scopes; each sees every plan that runs
+        self.token: int = 0
+        self.reentered: bool = (
+            False  # by a recomputation: they are known to be those of its forward
+        )
+        self.watchers: list[Callable[[Any], None]] = []  # each sees every plan that runs
+
+
+class _Thread(threading.local):
+    """One `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a thread-local's own."""
+
+    def __init__(self) -> None:
+        self.inside = Inside()
 
 
 process = _Process()
-thread = _Thread()
+_thread = _Thread()
+
+
+def current() -> Inside:
+    """The scopes of this thread."""
+    return _thread.inside
 
 
 @contextmanager
 def scope(override: Override) -> Iterator[None]:
     """Lay `override` over everything said so far, in this thread, for the calls made inside."""
-    before = thread.token
-    thread.token = intern(before, override)
+    here = current()
+    before = here.token
+    here.token = intern(before, override)
     try:
         yield
     finally:
-        thread.token = before
+        here.token = before
 
 
 @contextmanager
 def inside(token: int) -> Iterator[None]:
     """Enter exactly the scopes that `token` stands for (a recomputation re-enters those of its forward)."""
-    before = thread.token, thread.reentered
-    thread.token, thread.reentered = token, True
+    here = current()
+    before = here.token, here.reentered
+    here.token, here.reentered = token, True
     try:
         yield
     finally:
-        thread.token, thread.reentered = before
+        here.token, here.reentered = before

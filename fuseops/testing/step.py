@@ -65,11 +65,11 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
     ]
-    scopes.thread.watchers.append(watch)
+    scopes.current().watchers.append(watch)
     try:
         yield fired
     finally:
-        scopes.thread.watchers.remove(watch)
+        scopes.current().watchers.remove(watch)
         for hook in hooks:
             hook.remove()
 
