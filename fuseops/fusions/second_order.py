@@ -1,0 +1,48 @@
+"""Second derivatives are refused loudly: the gradients of a node pass through a guard that raises when differentiated.
+
+The guard is tied to every input of its node. `once_differentiable` does not do it: with a residual path beside the node
+it gives a wrong second derivative without an error.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.errors import DoubleBackwardError
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise DoubleBackwardError(ctx.message)
+
+
+def guard(
+    grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str
+) -> list[Tensor | None]:
+    """The same gradients, which raise DoubleBackwardError(message) when someone differentiates them."""
+    present = [g for g in grads if g is not None]
+    guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))  # type: ignore[no-untyped-call]
+    return [None if g is None else next(guarded) for g in grads]
+
+
+def tie(t: Tensor) -> Tensor:
+    """A handle on t's place in the graph that holds none of its memory."""
+    return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
+
+
+def ties_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """A tie for every tensor that is in a graph; leaves are reached through their AccumulateGrad instead."""
+    return [tie(t) for t in tensors if t is not None and t.requires_grad and not t.is_leaf]
+
+
+def leaves(node: Any) -> list[Tensor]:
+    """The leaf tensors among a backward node's inputs."""
+    return [edge.variable for edge, _ in node.next_functions if hasattr(edge, "variable")]

@@ -1,0 +1,136 @@
+"""Every private torch name that fuseops uses exists and does what fuseops wants of it."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fuseops import torch_private
+
+FUNCTIONS = {n for n, f in inspect.getmembers(torch_private, inspect.isfunction)}
+
+
+def test_every_name_has_a_test_here() -> None:
+    tested = {
+        n for n in FUNCTIONS if f"torch_private.{n}(" in inspect.getsource(inspect.getmodule(asked))
+    }
+    assert tested == FUNCTIONS, f"no test of {sorted(FUNCTIONS - tested)}"
+
+
+class Doubled(torch.autograd.Function):
+    """y = 2x; says in which state its methods ran."""
+
+    asked: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Doubled.asked.append(torch_private.in_backward())
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        Doubled.asked.append(torch_private.in_backward())
+        (x,) = ctx.saved_tensors
+        return 2 * dy.view_as(x)
+
+
+@pytest.fixture
+def asked() -> list[bool]:
+    Doubled.asked = []
+    return Doubled.asked
+
+
+def test_in_backward_is_true_in_a_backward_only(asked: list[bool]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = Doubled.apply(x)
+    assert asked == [False]
+    y.sum().backward()
+    assert asked == [False, True] and not torch_private.in_backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_backward_is_true_in_a_recomputation(asked: list[bool], reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(Doubled.apply, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert asked[0] is False and all(asked[1:]) and len(asked) >= 3
+
+
+def test_in_backward_ends_with_an_error() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert not torch_private.in_backward()
+
+
+def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
+    packed: list[str] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append("packed")
+        return t
+
+    def unpack(t: Tensor) -> Tensor:
+        return t
+
+    def save() -> int:
+        torch.ones(2, requires_grad=True).square()
+        return len(packed)
+
+    assert torch_private.top_saved_tensor_hooks() is None
+    with saved_tensors_hooks(pack, unpack):
+        assert torch_private.top_saved_tensor_hooks() == (pack, unpack)
+        assert save() == 1
+        torch_private.pop_saved_tensor_hooks()
+        assert torch_private.top_saved_tensor_hooks() is None and save() == 1
+        torch_private.push_saved_tensor_hooks(pack, unpack)
+        assert save() == 2
+    assert torch_private.top_saved_tensor_hooks() is None
+
+
+def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
+    def first(t: Any) -> Any:
+        return t
+
+    def second(t: Any) -> Any:
+        return t
+
+    with saved_tensors_hooks(first, first), saved_tensors_hooks(second, second):
+        assert torch_private.top_saved_tensor_hooks() == (second, second)
+
+
+def test_inside_functorch_is_true_inside_a_transform_only() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.inside_functorch())
+        return x.sum()
+
+    for transform in (torch.func.grad(f), torch.vmap(f), torch.func.jacrev(f)):
+        transform(torch.ones(2, 2))
+    assert len(seen) == 3 and all(seen) and not torch_private.inside_functorch()
+
+
+def test_assume_constant_result_is_torchs() -> None:
+    def ours() -> None: ...
+
+    def torchs() -> None: ...
+
+    marked = torch_private.assume_constant_result(ours)
+    torch.compiler.assume_constant_result(torchs)
+    assert marked is ours and vars(ours) == vars(torchs) != {}
+
+
+def test_direct_apply_is_apply(asked: list[bool]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    apply = torch_private.direct_apply(Doubled)
+    (dx,) = torch.autograd.grad(apply(x).sum(), x)
+    assert dx.tolist() == [2, 2] and asked == [False, True]
+    with torch.no_grad():
+        assert not apply(x).requires_grad
