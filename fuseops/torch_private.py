@@ -45,3 +45,12 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """A fake tensor: shapes without data."""
+    return isinstance(t, torch._subclasses.FakeTensor)

@@ -88,11 +88,11 @@ def rows(ops: Iterable[KernelOp] | None = None, archs: Iterable[int] = ARCHS) ->
 
 
 def _rows_of(op: KernelOp, args: tuple[Any, ...], arch: int) -> Iterator[Row]:
-    if op.min_arch is not None and arch < (needed := op.min_arch(*args)):
+    if arch < op.min_arch:
         dtypes = ",".join(_TYPES[a.dtype] for a in args if isinstance(a, torch.Tensor))
         scalars = " ".join(_text(a) for a in args if not isinstance(a, torch.Tensor))
         yield Row(
-            op.name, op.name, f"{dtypes} {scalars}", arch, "", None, f"twin (needs sm_{needed})"
+            op.name, op.name, f"{dtypes} {scalars}", arch, "", None, f"reference (needs sm_{op.min_arch})"
         )
         return
     with recording(arch), configs.asking() as asked:

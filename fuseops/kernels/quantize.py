@@ -7,12 +7,12 @@ NaN and does not count in amax; infinities become the ends of the range; a block
 1.
 Shapes: x (R, N) -> rowwise q (R, N) and columnwise q (N, R), which is the transpose, quantized
 along R.
-    tensor: scale (1,), amax (1,)                  two reads of x rows:   scale (R,)
-    one read, rowwise only 1x128:  row scale (ceil(N/128), R), col scale (ceil(R/128), N)        one
-    read for both layouts 128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose
-    one read for both layouts
+    tensor:  scale (), amax ()                                            two reads of x
+    rows:    scale (R,)                                                   one read, rowwise only
+    1x128:   row scale (ceil(N/128), R), col scale (ceil(R/128), N)       one read for both layouts
+    128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
 Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
-Hardware: sm_89 and later convert; older ones run the twin.
+Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import tiles
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import quantize as twins
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("row", "col", "both")
@@ -95,33 +94,29 @@ def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
                 yield (torch.empty(8192 - (n == 100), n, dtype=dtype, device="meta"), fmt, *tail)
 
 
-def _converts(*args, **kwargs) -> int:
-    return SM_89
-
-
 def _two_reads(x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False) -> int:
     return 2 * tensor_bytes(x) + x.numel() * (1 + (layout == "both"))
 
 
-fp8_op = functools.partial(kernel_op, min_arch=_converts)
+fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
 @fp8_op(
-    twin=twins.quantize_tensor,
+    twin=reference.quantize_tensor,
     nbytes=_two_reads,
     cases=lambda: _cases(*((layout, False) for layout in LAYOUTS)),
 )
 def quantize_tensor(
     x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rowwise (R, N), columnwise (N, R), scale (1,), amax (1,)) with one scale for all; two
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all; two
     launches.
     """
     x, row, col = _outputs(x, dtype, layout)
     rows, n = x.shape
-    if not x.numel():
-        return twins.quantize_tensor(x, dtype, layout, pow2)
-    scale, amax = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
+    if not x.numel() or _too_large(x):
+        return reference.quantize_tensor(x, dtype, layout, pow2)
+    scale, amax = (x.new_empty((), dtype=torch.float32) for _ in range(2))
     config = AMAX.pick(rows, (n,), x)
     count = min(cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]), 4 * num_sms(x.device))
     partial = x.new_empty(count, dtype=torch.float32)
@@ -136,13 +131,13 @@ def quantize_tensor(
     return row, col, scale, amax
 
 
-@fp8_op(twin=twins.quantize_rows, cases=lambda: _cases((False,), (True,)))
+@fp8_op(twin=reference.quantize_rows, cases=lambda: _cases((False,), (True,)))
 def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q (R, N), scale (R,)). Rows wider than MAX_WIDTH run the twin."""
+    """(q (R, N), scale (R,)). Rows wider than MAX_WIDTH run the reference."""
     x, row, _ = _outputs(x, dtype, "row")
     rows, n = x.shape
-    if n > MAX_WIDTH:
-        return twins.quantize_rows(x, dtype, pow2)
+    if not n or n > MAX_WIDTH or _too_large(x):
+        return reference.quantize_rows(x, dtype, pow2)
     scale = x.new_empty(rows, dtype=torch.float32)
     config = ROWS.pick(rows, (n,), x)
     kernel = device("quantize").quantize_rows_kernel
@@ -154,7 +149,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Te
 
 
 @fp8_op(
-    twin=twins.quantize_blocks,
+    twin=reference.quantize_blocks,
     cases=lambda: _cases(
         *((block, layout, False) for block in (1, 128) for layout in LAYOUTS), (1, "row", True)
     ),
@@ -167,6 +162,8 @@ def quantize_blocks(
     """
     require(block_rows in (1, 128), f"block_rows is {block_rows}, expected 1 or 128.")
     x, row, col = _outputs(x, dtype, layout)
+    if _too_large(x):
+        return reference.quantize_blocks(x, dtype, block_rows, layout, pow2)
     rows, n = x.shape
     shapes = (
         ((cdiv(n, 128), rows), (cdiv(rows, 128), n))
@@ -193,12 +190,13 @@ def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
     require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
     row = x.new_empty(x.shape if layout != "col" else 0, dtype=dtype)
-    x2 = as_rows(x)
-    require(
-        max(*x.shape, x2.stride(0)) < 1 << 24,
-        f"x is {tuple(x.shape)}, expected sizes and strides below 2^24.",
-    )
-    return x2, row, x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
+    col = x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
+    return as_rows(x), row, col
+
+
+def _too_large(x: Tensor) -> bool:
+    """Offsets within a tile are 32 bits."""
+    return max(*x.shape, x.stride(0)) >= 1 << 24
 
 
 def _align(rows: int) -> int:

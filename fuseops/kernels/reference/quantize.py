@@ -1,9 +1,11 @@
-"""Twins of fuseops.kernels.quantize: saturation is explicit, never left to a cast."""
+"""Reference of `fuseops.kernels.quantize`: saturation is explicit, never left to a cast."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .grouped import group_of_row, padding_mask
 
 BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
@@ -22,33 +24,51 @@ def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays
-    NaN.
-    """
+    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays NaN."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
-def quantize_tensor(x, dtype, layout="row", pow2=False):
-    """(rowwise (R, N), columnwise (N, R), scale (1,), amax (1,)); a layout not wanted is empty."""
+def quantize_tensor(
+    x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()); a layout not wanted is empty."""
     size = magnitude(x)
-    amax = torch.cat([size.flatten(), size.new_zeros(1)]).amax().reshape(1)
+    amax = size.amax() if x.numel() else size.new_zeros(())
     inv = inverse_scale(amax, dtype, pow2)
     q = saturate(x.float() * inv, dtype)
     row, col = pick_layout(q, q, layout)
     return row, col, 1 / inv, amax
 
 
-def quantize_rows(x, dtype, pow2=False):
+def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """(q (R, N), scale (R,))."""
-    inv = inverse_scale(magnitude(x).amax(1), dtype, pow2)
+    amax = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)
+    inv = inverse_scale(amax, dtype, pow2)
     return saturate(x.float() * inv[:, None], dtype), 1 / inv
 
 
-def quantize_blocks(x, dtype, block_rows, layout="row", pow2=False):
-    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128
-    (squares).
-    """
+def grouped_quantize(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One scale a group of rows; padding rows become zero.   (R, K), (E,) -> data (R, K), scale (E,)"""
+    rows, groups = x.shape[0], offs.shape[0]
+    group = group_of_row(offs, rows)
+    by_row = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(rows, dtype=torch.float32)
+    amax = by_row.new_zeros(groups + 1).scatter_reduce(0, group, by_row, "amax")
+    inv = inverse_scale(amax, dtype, False)
+    scaled = (x.float() * inv[group].unsqueeze(-1)).masked_fill(padding_mask(offs, rows), 0.0)
+    return saturate(scaled, dtype), 1 / inv[:groups]
+
+
+def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One scale an expert.   (E, N, K) -> data (E, N, K), scale (E,)"""
+    inv = inverse_scale(magnitude(weight).amax((1, 2)), dtype, False)
+    return saturate(weight.float() * inv[:, None, None], dtype), 1 / inv
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, block_rows: int, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, ...]:
+    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128 (squares)."""
     rows, n = x.shape
     if not x.numel():
         return _nothing(x, dtype, block_rows, layout)
