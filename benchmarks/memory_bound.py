@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import fuseops.kernels.all as k
-from fuseops.kernels import configs
+from fuseops.kernels import activation, bias, configs, norm, quantize
 from fuseops.kernels.registry import KernelOp
 
 E4M3 = torch.float8_e4m3fn
@@ -165,7 +164,7 @@ def with_probs(make: Callable[[int, int], tuple]) -> Callable[[int, int], tuple]
 
 
 def activation_cases() -> Iterator[Case]:
-    a = k.activation
+    a = activation
     silu, silu_bwd = (
         (lambda x, *_: F.silu(x)),
         (lambda dy, x, *_: torch.ops.aten.silu_backward(dy, x)),
@@ -191,7 +190,7 @@ def activation_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    b, norm, q = k.bias, k.norm, k.quantize
+    b, q = bias, quantize
     yield from activation_cases()
     yield Case("bias_fwd", b.bias_fwd, lambda r, n: (rnd(r, n), rnd(n)), torch.add)
     yield Case("bias_bwd", b.bias_bwd, x, lambda dy: dy.sum(0, dtype=torch.float32))

@@ -11,7 +11,6 @@ from samples import samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fuseops.kernels.all  # noqa: F401
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import KERNEL_OPS, kernel_op, tensor_bytes
 

@@ -7,7 +7,7 @@ import torch
 from samples import samples
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import fuseops.kernels.all as k
+from fuseops.kernels import activation, bias, norm, quantize
 from fuseops.kernels.registry import KERNEL_OPS
 
 pytestmark = pytest.mark.gpu
@@ -68,18 +68,18 @@ def test_addresses_past_two_to_the_31():
     x = torch.zeros(rows, n, dtype=torch.bfloat16, device="cuda")
     x[-3:] = torch.randn(3, n, device="cuda").bfloat16()
     tail = x[-3:].clone()
-    assert torch.equal(k.activation.act_fwd(x, "silu")[-3:], k.activation.act_fwd(tail, "silu"))
-    y, rstd = k.norm.rmsnorm_fwd(x, None, 1e-6)
-    assert torch.equal(y[-3:], k.norm.rmsnorm_fwd(tail, None, 1e-6)[0])
+    assert torch.equal(activation.act_fwd(x, "silu")[-3:], activation.act_fwd(tail, "silu"))
+    y, rstd = norm.rmsnorm_fwd(x, None, 1e-6)
+    assert torch.equal(y[-3:], norm.rmsnorm_fwd(tail, None, 1e-6)[0])
     del y
     assert torch.equal(
-        k.norm.rmsnorm_bwd(x, x, None, rstd, None, False)[0][-3:],
-        k.norm.rmsnorm_bwd(tail, tail, None, rstd[-3:], None, False)[0],
+        norm.rmsnorm_bwd(x, x, None, rstd, None, False)[0][-3:],
+        norm.rmsnorm_bwd(tail, tail, None, rstd[-3:], None, False)[0],
     )
-    torch.testing.assert_close(k.bias.bias_bwd(x), tail.float().sum(0), rtol=1e-5, atol=1e-5)
-    row, col, *_ = k.quantize.quantize_blocks(x, torch.float8_e4m3fn, 1, "both")
+    torch.testing.assert_close(bias.bias_bwd(x), tail.float().sum(0), rtol=1e-5, atol=1e-5)
+    row, col, *_ = quantize.quantize_blocks(x, torch.float8_e4m3fn, 1, "both")
     assert torch.equal(
         row[-3:].view(torch.uint8),
-        k.quantize.quantize_blocks(tail, torch.float8_e4m3fn, 1)[0].view(torch.uint8),
+        quantize.quantize_blocks(tail, torch.float8_e4m3fn, 1)[0].view(torch.uint8),
     )
     assert col.shape == (n, rows) and bool((col[:, :-3].view(torch.uint8) == 0).all())
