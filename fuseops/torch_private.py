@@ -54,3 +54,8 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 def is_fake(t: torch.Tensor) -> bool:
     """A fake tensor: shapes without data."""
     return isinstance(t, torch._subclasses.FakeTensor)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
+    return int(tensor.untyped_storage()._cdata)

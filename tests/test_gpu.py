@@ -1,5 +1,6 @@
 """The skeleton on a CUDA device: same results as torch, no host synchronisation, compiled and autocast."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,9 @@ E, D, F, ROWS = 8, 256, 384, 1024
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     """Any host synchronisation inside raises."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

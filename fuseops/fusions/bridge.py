@@ -15,7 +15,8 @@ from fuseops.recipes import gemm
 
 from . import checks, second_order
 from .saving import pack, saved_names, unpack
-from .segment import TABLE, Segment, Step
+from .segment import Segment, Step
+from .traced import TABLE
 
 
 class Live:
@@ -41,15 +42,15 @@ def run_forward(
     scratch: Any,
     quantize: bool = True,
     shapes: checks.Shapes | None = None,
-) -> tuple[Any, list[Any], list[torch.dtype]]:
-    """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtypes of casts"""
+) -> tuple[Any, list[Any], list[torch.dtype | None]]:
+    """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
     saved: list[Any] = [None] * len(seg.ops)
-    casts: list[torch.dtype] = []
+    entered: list[torch.dtype | None] = [None] * len(seg.ops)
     for step in seg.forward:
+        entered[step.members[0]] = x.dtype
         if shapes is not None:
             shapes.x[step.members[0]] = x.shape
         if step.cast is not None:
-            casts.append(x.dtype)
             x = x.to(step.cast)
         if step.form is not None and quantize:
             x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
@@ -79,7 +80,7 @@ def run_forward(
                 t.append(out.side[name])  # type: ignore[index]
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
-    return x, saved, casts
+    return x, saved, entered
 
 
 def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
@@ -119,11 +120,14 @@ def run_backward(
     saved: list[Any],
     dy: Any,
     dsides: Sequence[Tensor | None],
-    casts: Sequence[torch.dtype],
+    entered: Sequence[torch.dtype | None],
     scratch: Any,
     shapes: checks.Shapes | None = None,
 ) -> list[Any]:
-    """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one"""
+    """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
+
+    Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
+    """
     grads: list[Any] = [None] * seg.size
     for position, d in zip(seg.export_positions, dsides, strict=True):
         grads[position] = d
@@ -134,28 +138,29 @@ def run_backward(
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
         if step.kind == "op":
-            mine = saved[step.members[0]]
-            keywords = (
-                {**step.keywords, "dside": dside or {}} if step.takes_dside else step.keywords
-            )
-            if step.pure:
-                result = bwd_by_autograd(step.target, mine, dy, dside or {}, step.calls[0])
-            elif step.live:
-                result = step.target.bwd(
-                    mine or step.empty[0], dy, **{**keywords, "call": _live_call(step, 0, scratch)}
-                )
-            else:
-                result = step.target.bwd(mine or step.empty[0], dy, **keywords)
-            results: Sequence[Grads] = (result,)
+            results: Sequence[Grads] = (_op_bwd(step, saved[step.members[0]], dy, dside, scratch),)
         else:
             results = _fused_bwd(step, saved, dy, dside or {}, scratch)
         dy = _collect(grads, step, results)
         if shapes is not None:
-            checks.check_shapes(seg, step, results, shapes)
-        if step.cast_index is not None and dy is not None:
-            dy = dy.to(casts[step.cast_index])
+            checks.check_gradients(seg, step, results, shapes)
+        dtype = entered[step.members[0]]
+        if dy is not None and dtype is not None and dy.dtype is not dtype:
+            dy = dy.to(dtype)
     seg.checked = seg.checked or shapes is not None
     return [dy, *grads[: seg.inputs]]
+
+
+def _op_bwd(step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, scratch: Any) -> Grads:
+    if step.pure:
+        return bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
+    keywords = step.keywords
+    if step.takes_dside:
+        keywords = {**keywords, "dside": dside or {}}
+    if step.live:
+        keywords = {**keywords, "call": _live_call(step, 0, scratch)}
+    grads: Grads = step.target.bwd(saved or step.empty[0], dy, **keywords)
+    return grads
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -163,24 +168,16 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _collect(grads: list[Any], step: Step, results: Sequence[Grads]) -> Any:
-    """Put the gradients where they belong.   -> dx.  Only a level-1 op may leave one out: torch found it unused."""
-    complete = True
+    """Put the gradients where they belong.   -> dx"""
     try:
         for result, params, sides in zip(results, step.params, step.sides, strict=True):
             for name, position in params:
-                grads[position] = g = result.params[name]  # type: ignore[index]
-                complete = complete and g is not None
+                grads[position] = result.params[name]  # type: ignore[index]
             for name, position in sides:
-                g = result.side[name]  # type: ignore[index]
-                grads[position] = _add(grads[position], g)
-                complete = complete and g is not None
-        dx = results[0].x
-        complete = complete and (dx is not None or "x" not in step.calls[0].needs)
+                grads[position] = _add(grads[position], result.side[name])  # type: ignore[index]
+        return results[0].x
     except (TypeError, KeyError, AttributeError, ValueError):
         raise checks.wrong_grads(step, results) from None
-    if not complete and not step.pure:
-        raise checks.wrong_grads(step, results)
-    return dx
 
 
 def _fused_bwd(
@@ -246,10 +243,10 @@ class Node(torch.autograd.Function):
         seg: Segment = TABLE[which] if isinstance(which, int) else which
         t = list(inputs)
         if live is None:
-            y, saved, ctx.casts = run_forward(seg, x, t, None)
+            y, saved, ctx.entered = run_forward(seg, x, t, None)
         else:
             live.shapes = None if seg.checked else checks.Shapes()
-            y, saved, ctx.casts = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
+            y, saved, ctx.entered = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
             if live.shapes is not None:
                 live.shapes.inputs = [None if i is None else i.shape for i in inputs]
         flat, ctx.rows = pack(seg, saved)
@@ -274,25 +271,25 @@ class Node(torch.autograd.Function):
         tensors = ctx.saved_tensors
         saved = unpack(seg, ctx.rows, tensors)
         if not torch.is_grad_enabled():
-            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.casts, live))
+            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
         with torch.no_grad():
-            grads = _backward_in(seg, saved, dy, dsides, ctx.casts, live)
+            grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
         ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
         ties += [t for t in tensors if t.requires_grad]
         return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
 def _backward_in(
-    seg: Segment, saved: list[Any], dy: Any, dsides: Any, casts: Any, live: Live | None
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, entered: Any, live: Live | None
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
-        return run_backward(seg, saved, dy, dsides, casts, None)
+        return run_backward(seg, saved, dy, dsides, entered, None)
     try:
         if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
-        return run_backward(seg, saved, dy, dsides, casts, live.scratch, live.shapes)
+                return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
+        return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
     except Exception as error:
         error.add_note(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
@@ -319,8 +316,7 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise FuseOpsError(
             f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
         )
-    computed = [t for t in inputs[len(seg.reads) :] if t.__class__ is Tensor]  # no Parameter
-    live.ties = second_order.ties_of((x, *inputs[: len(seg.reads)], *computed))
+    live.ties = second_order.ties_of(x, inputs)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()
@@ -331,7 +327,7 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
             live.frame = None
 
 
-def run_traced_node(number: int | None, x: Any, inputs: Sequence[Any]) -> Any:
+def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
     """`run_node` as dynamo traces it; names, ties and messages are eager."""
     return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
 

@@ -198,9 +198,8 @@ class _Builder:
         exports = self._exports(start, stop)
         needed = any(self.needs[start:stop]) and mode == "node"
         steps = [self._forward_step(u, start, position) for u in forward if start <= u.start < stop]
-        casts = [step.members[0] for step in steps if step.cast is not None]
         backs = [
-            self._backward_step(u, start, position, casts)
+            self._backward_step(u, start, position)
             for u in reversed(backward)
             if start <= u.start < stop
         ]
@@ -261,9 +260,7 @@ class _Builder:
             writes=self._writes(u, position),
         )
 
-    def _backward_step(
-        self, u: _Unit, base: int, position: dict[Any, int], casts: list[int]
-    ) -> Step:
+    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
         return Step(
@@ -272,7 +269,6 @@ class _Builder:
             kind=u.kind,
             args=(),
             calls=tuple(self._call(i) for i in members),
-            cast_index=casts.index(u.start - base) if u.start - base in casts else None,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
                 op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]

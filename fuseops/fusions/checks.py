@@ -74,8 +74,13 @@ def wrong_grads(step: Step, results: Any) -> FuseOpsError:
     )
 
 
-def check_shapes(seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes) -> None:
-    """Raise FuseOpsError for a gradient that has not the shape of its tensor."""
+def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes) -> None:
+    """Raise FuseOpsError for a gradient that is needed and None, or that has not the shape of its tensor.
+
+    Only a level-1 op may leave one out: torch found that its `fwd` does not use the tensor.
+    """
+    if not step.pure and _incomplete(step, results):
+        raise wrong_grads(step, results)
     pairs = [("x", results[0].x, shapes.x.get(step.members[0]))]
     for k, result in enumerate(results):
         for tensors, wanted in ((result.params, step.params[k]), (result.side, step.sides[k])):
@@ -90,3 +95,14 @@ def check_shapes(seg: Segment, step: Step, results: Sequence[Grads], shapes: Sha
                 f"{type(step.target).__name__}.bwd gave a gradient of {name!r} of shape {tuple(gradient.shape)}; "
                 f"{name!r} has shape {tuple(expected)}."
             )
+
+
+def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
+    if results[0].x is None and "x" in step.calls[0].needs:
+        return True
+    return any(
+        (tensors or {}).get(name) is None
+        for result, params, sides in zip(results, step.params, step.sides, strict=True)
+        for tensors, wanted in ((result.params, params), (result.side, sides))
+        for name, _ in wanted
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ class Span(NamedTuple):
     ops: tuple[str, ...]  # child names
     runs: str  # class name of what runs
     rule: str | None = None
-    kind: str = "op"  # "op", "joint", "forward", "backward", "call", "plain"
+    kind: str = "op"  # "op", "joint", "forward", "backward", "call", "plain", "module"
     note: str = ""  # why it runs as it does (hooks, DTensor, an overridden forward)
+    types: tuple[str, ...] = ()  # class name of every op
 
     def __str__(self) -> str:
         where = f"{self.ops[0]}" if len(self.ops) == 1 else f"{self.ops[0]}..{self.ops[-1]}"
@@ -67,9 +69,8 @@ class FusionPlan:
     edges: tuple[Edge, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    temporaries: int = (
-        0  # bytes of the largest output that a forward span writes besides what is saved
-    )
+    temporaries: int = 0  # bytes of the largest output of a forward span that is not saved
+    nested: tuple[FusionPlan, ...] = ()  # Sequentials inside; `saved` holds what they save too
 
     @property
     def saved_bytes(self) -> int:
@@ -83,8 +84,14 @@ class FusionPlan:
 
     @property
     def fused(self) -> tuple[Span, ...]:
-        """Spans that a rule made, each once."""
+        """Spans that a rule made, each once (a joint span is one, not two)."""
         return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
+
+    def walk(self) -> Iterator[FusionPlan]:
+        """This plan and all plans nested in it."""
+        yield self
+        for plan in self.nested:
+            yield from plan.walk()
 
     def diff(self, other: FusionPlan) -> str:
         """What is in one plan and not in the other, a line each; empty when they agree."""
@@ -93,6 +100,11 @@ class FusionPlan:
             mine, theirs = getattr(self, field), getattr(other, field)
             lines += [f"- {field}: {item}" for item in mine if item not in theirs]
             lines += [f"+ {field}: {item}" for item in theirs if item not in mine]
+        mine, theirs = {p.path: p for p in self.nested}, {p.path: p for p in other.nested}
+        lines += [f"- nested: {path}" for path in mine if path not in theirs]
+        lines += [f"+ nested: {path}" for path in theirs if path not in mine]
+        for path in (p for p in mine if p in theirs):
+            lines += [f"{path}: {line}" for line in mine[path].diff(theirs[path]).splitlines()]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,13 +121,14 @@ class FusionPlan:
             "notes": list(self.notes),
             "saved_bytes": self.saved_bytes,
             "peak_bytes": self.peak_bytes,
+            "nested": [plan.to_json() for plan in self.nested],
         }
 
     def to_html(self) -> str:
         """A self-contained page with a drawing; no network, no script."""
         from .explain_html import page
 
-        return page((self,))
+        return page([self])
 
     def _repr_html_(self) -> str:
         from .explain_html import fragment

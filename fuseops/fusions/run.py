@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from fuseops import kernels, torch_private
+from fuseops import kernels
 from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
 
-from . import bridge
+from . import bridge, traced
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .rule import Conditions
-from .segment import TABLE, Segment
+from .segment import Segment
 from .tables import TABLES
+from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
 
@@ -157,15 +158,20 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         key = self.key(x, side, tokens, live)
-        entry = self.entries.get(key) or self._new_entry(key)
-        reasons = self._reasons(entry, x) if entry.scan.candidates else ()
+        entry = self.entries.get(key) or self.entry(key)
+        reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             self._check_shapes(x)
-            plan = self._new_plan(entry, reasons)
+            plan = self.plan_of(entry, reasons)
         return plan
 
-    def _reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
+    def numbered(self, item: Any) -> int:
+        """Put an object of this run into the table that traced code reads."""
+        self.numbers.append(TABLE.add(item))
+        return self.numbers[-1]
+
+    def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
         return reasons_against(
             entry.scan,
             self.ops,
@@ -196,7 +202,11 @@ class Run:
             training=self.ops[start].training,
         )
 
-    def _new_entry(self, key: Key) -> Entry:
+    def entry(self, key: tuple[Any, ...]) -> Entry:
+        """The entry of a key, from the cache or new."""
+        key = Key(*key)
+        if key in self.entries:
+            return self.entries[key]
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
         facts = Facts(
@@ -236,10 +246,14 @@ class Run:
             return "plain", "level-1 op under torch.compile"
         return ("plain", "alias") if op.alias else ("", "")
 
-    def _new_plan(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+    def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+        """The plan of an entry, given the outcome of its conditions, from the cache or new."""
+        answers = tuple(reason is None for reason in reasons)
+        if answers in entry.plans:
+            return entry.plans[answers]
         plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
-        entry.plans[tuple(reason is None for reason in reasons)] = plan
+        entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
 
@@ -265,13 +279,14 @@ class Run:
     ) -> Any:
         """Run the ops on x; side tensors are read from, and published to, `env`."""
         if torch.compiler.is_compiling():
-            return run_traced(self, x, env, tokens, live)
-        if any("parametrizations" in op.__dict__["_modules"] for op in self.ops):
-            with parametrize.cached():  # once a forward: spectral_norm takes a step each time
-                return self._run(x, env, tokens, live, path, scratch)
-        return self._run(x, env, tokens, live, path, scratch)
+            return self._traced(x, env, tokens, live)
+        for op in self.ops:
+            if op.__dict__["_modules"]:  # parametrizations: computed once a forward
+                with parametrize.cached():
+                    return self._eager(x, env, tokens, live, path, scratch)
+        return self._eager(x, env, tokens, live, path, scratch)
 
-    def _run(
+    def _eager(
         self,
         x: Any,
         env: dict[str, Any],
@@ -287,40 +302,13 @@ class Run:
             x = run_segment(seg, x, env, Live(path, scratch))
         return x
 
-
-# --- under torch.compile -------------------------------------------------------------------------------------------
-#
-# The planner is opaque to dynamo, and reached through ints: a key of constants computed in traced code, constant ids, a
-# table look-up. Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
-
-
-@torch_private.assume_constant_result
-def _entry_id(run: Run, key: tuple[Any, ...]) -> int:
-    known = Key(*key)
-    run.numbers.append(TABLE.add(run.entries.get(known) or run._new_entry(known)))
-    return run.numbers[-1]
-
-
-@torch_private.assume_constant_result
-def _segment_ids(run: Run, entry_id: int, reasons: tuple[str | None, ...]) -> tuple[int, ...]:
-    entry: Entry = TABLE[entry_id]
-    plan = entry.plans.get(tuple(reason is None for reason in reasons)) or run._new_plan(
-        entry, reasons
-    )
-    numbers = tuple(TABLE.add(segment) for segment in plan.segments)
-    run.numbers += numbers
-    return numbers
-
-
-def run_traced(run: Run, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
-    """`Run.__call__` as dynamo traces it."""
-    entry_id = _entry_id(run, tuple(run.key(x, env, tokens, live)))
-    entry = TABLE[entry_id]
-    reasons = run._reasons(entry, x) if entry.scan.candidates else ()
-    for number in _segment_ids(run, entry_id, reasons):
-        seg = TABLE[number]
-        x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None, number)
-    return x
+    def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
+        """`_eager` as dynamo traces it."""
+        key = tuple(self.key(x, env, tokens, live))
+        plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
+        for seg in plan.segments:
+            x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
+        return x
 
 
 def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
@@ -349,9 +337,7 @@ def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     return y
 
 
-def _run(
-    seg: Segment, x: Any, env: dict[str, Any], live: Live | None, number: int | None = None
-) -> Any:
+def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     inputs = [env[name] for name in seg.reads]
     for i, name in seg.params:
         op = seg.ops[i]
@@ -359,7 +345,7 @@ def _run(
         inputs.append(registered[name] if name in registered else getattr(op, name))
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
-            y = bridge.run_traced_node(number, x, inputs)
+            y = bridge.run_traced_node(seg.number, x, inputs)
         else:
             y = bridge.run_node(seg, live, x, inputs)
         if seg.exports:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseops.errors import DoubleBackwardError
 
@@ -38,9 +38,13 @@ def tie(t: Tensor) -> Tensor:
     return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
 
 
-def ties_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """A tie for every tensor that is in a graph; leaves are reached through their AccumulateGrad instead."""
-    return [tie(t) for t in tensors if t is not None and t.requires_grad and not t.is_leaf]
+def ties_of(x: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """A tie for every input that is in a graph; leaves are reached through their AccumulateGrad instead."""
+    ties = [] if x.grad_fn is None else [tie(x)]
+    for t in inputs:
+        if t.__class__ is not nn.Parameter and t is not None and t.grad_fn is not None:
+            ties.append(tie(t))
+    return ties
 
 
 def leaves(node: Any) -> list[Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,31 +10,6 @@ from fuseops.ops.op import Call, Op
 from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
-
-
-class Table:
-    """Objects by int, until their owner drops them. Traced code reads it: a Function and a constant carry only the int.
-
-    One attribute an object, since dynamo reads attributes one by one, but would snapshot a whole dict.
-    """
-
-    def __init__(self) -> None:
-        self._ids = itertools.count(1)
-
-    def add(self, item: Any) -> int:
-        number = next(self._ids)
-        setattr(self, f"item{number}", item)
-        return number
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            delattr(self, f"item{number}")
-
-    def __getitem__(self, number: int) -> Any:
-        return getattr(self, f"item{number}")
-
-
-TABLE = Table()
 
 
 class Slot(NamedTuple):
@@ -59,16 +33,14 @@ class Step:
     calls: tuple[Call, ...]
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
-    cast_index: int | None = None  # backward: which cast of the forward to undo
     pure: bool = False  # a level-1 op
     empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
     form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
     offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
-    keywords: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # backward: what bwd of a single op takes by keyword
+    # backward: what a single op's bwd takes by keyword
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     params: tuple[Args, ...] = ()  # backward: needed parameters of every member, name -> position
@@ -101,7 +73,8 @@ class Segment:
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
     note: str = ""
-    checked: bool = False  # a backward gave gradients of the right shapes
+    checked: bool = False  # a backward gave every gradient, of the right shape
+    number: int = 0  # in the table that traced code reads
 
     @property
     def inputs(self) -> int:

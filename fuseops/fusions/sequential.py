@@ -16,6 +16,7 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
+from . import traced
 from .run import Run, Tokens
 from .sides import check_input, check_returns, described, side_inputs
 
@@ -130,28 +131,22 @@ def _side_names(
 def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when a child was replaced."""
     if torch.compiler.is_compiling():
-        _prepare(module, *module._planned_modules())  # dynamo guards on the identity of every child
-    elif (
-        module._runner is None
-        or not module._runner.fits(module._planned_modules())
-        or module._runner.names != [*module._modules]
-    ):
-        _build_runner(module)
+        traced.prepare(id(module), tuple([id(child) for child in module._planned_modules()]))
+    else:
+        module._prepare(module._planned_modules())
     runner: Runner = module._runner
     return runner
 
 
-def _build_runner(module: Any) -> None:
-    runner = module.__dict__["_runner"] = Runner(module._planned(), alone=isinstance(module, Op))
-    runner.names = [*module._modules]
+def prepare(module: Any, children: tuple[nn.Module, ...]) -> None:
+    """Build the runner of a module, unless the one that it has still fits."""
+    runner: Runner | None = module._runner
+    if runner is None or not runner.fits(children) or runner.names != [*module._modules]:
+        runner = module.__dict__["_runner"] = Runner(module._planned(), isinstance(module, Op))
+        runner.names = [*module._modules]
 
 
-@torch_private.assume_constant_result
-def _prepare(module: Any, *children: Any) -> int:
-    """Build the runner outside of the trace."""
-    if module._runner is None or not module._runner.fits(children):
-        _build_runner(module)
-    return 0
+op_module.prepare = prepare  # type: ignore[assignment]
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
@@ -184,6 +179,7 @@ class Sequential(nn.Sequential):
     Raises SideInputError for a missing, unknown or non-tensor side input.
     """
 
+    _prepare = prepare
     _runner: Runner | None = None
     _settings: int = 0  # token of what fuseops.configure said of this model
 
@@ -268,9 +264,10 @@ class Sequential(nn.Sequential):
         tokens = tokens_of(self, runner)
         path, entered = _enter(self)
         scratch: dict[str, Any] = {}
-        name, piece = "", None
+        at = 0
         try:
-            for (name, piece), live in zip(runner.pieces, runner.live_after(returns), strict=True):
+            for at, live in enumerate(runner.live_after(returns)):  # the except reads it
+                piece = runner.pieces[at][1]
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch)
                 elif isinstance(piece, Sequential):
@@ -278,8 +275,8 @@ class Sequential(nn.Sequential):
                 else:
                     x = piece(x)
         except Exception as error:
-            if not isinstance(piece, Run):
-                error.add_note(f"in {name!r} of {described(self)}")
+            if runner.pieces and not isinstance(runner.pieces[at][1], Run):
+                error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
             raise
         finally:
             if entered:

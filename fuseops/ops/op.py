@@ -202,6 +202,9 @@ class Op(nn.Module, Generic[S]):
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
 
+    def _prepare(self, children: tuple[nn.Module, ...]) -> None:
+        prepare(self, children)
+
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 
@@ -259,6 +262,11 @@ class FusedOp:
 def is_tensor(value: Any) -> bool:
     """A tensor or a quantized tensor."""
     return isinstance(value, (Tensor, Quantized))
+
+
+def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
+    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:

@@ -67,7 +67,7 @@ class Routing(NamedTuple):
         flat = experts.reshape(-1)
         if num_experts is None:
             num_experts = int(flat.max()) + 1 if flat.numel() else 0
-        if flat.device.type == "cpu" and flat.numel():
+        if flat.device.type == "cpu" and flat.numel() and not torch.compiler.is_compiling():
             for expert in (int(flat.min()), int(flat.max())):
                 if not 0 <= expert < num_experts:
                     raise ShapeError(f"from_topk: there is no expert {expert} among {num_experts}.")

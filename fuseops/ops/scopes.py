@@ -78,7 +78,7 @@ def resolve(*tokens: int) -> Settings:
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state for copies and pickles: no plans, and settings by content, since a token means nothing elsewhere.
+    """A module's state for copies and pickles: no plans, and settings by content (a token means nothing elsewhere).
 
     A rule is pickled by the import path of its functions, or pickling raises.
     """
