@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 
+
 class DispatchMode(TorchDispatchMode): ...
 
 

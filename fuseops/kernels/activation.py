@@ -24,8 +24,8 @@ from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.reference import GATES, KINDS
+from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, require
 
 FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)

@@ -71,7 +71,9 @@ class Row(NamedTuple):
         return f"{self.kernel} {self.variant} sm_{self.arch}"
 
 
-def rows(ops: Iterable[KernelOp] | None = None, archs: Iterable[int] = ARCHS) -> dict[str, Row]:
+def rows(
+    ops: Iterable[KernelOp[Any, Any]] | None = None, archs: Iterable[int] = ARCHS
+) -> dict[str, Row]:
     """Every variant that a launcher can choose, by key."""
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
@@ -84,12 +86,18 @@ def rows(ops: Iterable[KernelOp] | None = None, archs: Iterable[int] = ARCHS) ->
     return found
 
 
-def _rows_of(op: KernelOp, args: tuple[Any, ...], arch: int) -> Iterator[Row]:
+def _rows_of(op: KernelOp[Any, Any], args: tuple[Any, ...], arch: int) -> Iterator[Row]:
     if arch < op.min_arch:
         dtypes = ",".join(_TYPES[a.dtype] for a in args if isinstance(a, torch.Tensor))
         scalars = " ".join(_text(a) for a in args if not isinstance(a, torch.Tensor))
         yield Row(
-            op.name, op.name, f"{dtypes} {scalars}", arch, "", None, f"reference (needs sm_{op.min_arch})"
+            op.name,
+            op.name,
+            f"{dtypes} {scalars}",
+            arch,
+            "",
+            None,
+            f"reference (needs sm_{op.min_arch})",
         )
         return
     with recording(arch), configs.asking() as asked:
@@ -228,6 +236,11 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
 def read_table(path: Path = TABLE) -> dict[str, dict[str, Any]]:
     """The committed rows by key."""
     return json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def table_version(path: Path = TABLE) -> str:
+    """The triton that compiled the table."""
+    return str(json.loads(path.read_text())["triton"])
 
 
 def write_table(table: dict[str, dict[str, Any]], path: Path = TABLE) -> None:

@@ -1,8 +1,8 @@
 """Bias, one vector or one a group, and its gradient.
 
 Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].
-dbias[g] = sum of probs[r] * dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)]. Sums are float32 in two stages of
-fixed order, so they repeat bit for bit.
+dbias[g] = sum of probs[r] * dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)].
+Sums are float32 in two stages of fixed order, so they repeat bit for bit.
 Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,).
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing
 taken from dy.

@@ -1,5 +1,5 @@
-"""Grouped GEMMs. CUDA runs `torch.nn.functional.grouped_mm` where it takes the dtype, otherwise a masked dense product a
-group: neither asks the host. The reference loop reads `offs`, so traced code and fake tensors see the registered ops.
+"""Grouped GEMMs. CUDA runs `torch.nn.functional.grouped_mm` where it takes the dtype, otherwise a masked dense product
+a group: neither asks the host. The reference loop reads `offs`, so traced code and fake tensors see the registered ops.
 
 Maths: y[rows of e] = x[rows of e] @ weight[e].T;  dw[e] = dy[rows of e].T @ x[rows of e]. Padding rows are zero.
 Shapes: x (R, K), weight (E, N, K), dy and y (R, N), dw (E, N, K), offs (E,) int32 row ends on the device.
@@ -37,9 +37,7 @@ def _wgrad_flops(dy: Any, x: Any, offs: Any, **_: Any) -> int:
     return int(2 * x[0] * x[1] * dy[1])
 
 
-@kernel_op(
-    twin=reference.grouped_mm, fake=_mm_fake, flops=_mm_flops, min_arch=0, traces_twin=False
-)
+@kernel_op(twin=reference.grouped_mm, fake=_mm_fake, flops=_mm_flops, min_arch=0, traces_twin=False)
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """x[rows of e] @ weight[e].T, padding rows zero.   (R, K), (E, N, K), (E,) int32 -> (R, N)"""
     padding = padding_mask(offs, x.shape[0])

@@ -40,8 +40,10 @@ R = TypeVar("R")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = frozenset(
-    (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-    + (torch.float8_e4m3fn, torch.float8_e5m2)
+    {
+        *(torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    }
 )
 """What the kernels load; a call with a tensor of any other dtype runs the twin."""
 
@@ -100,7 +102,7 @@ class KernelOp(Generic[P, R]):
         traces_twin: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
     ) -> None:
-        functools.update_wrapper(self, launcher)  # type: ignore[arg-type]
+        functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
         self.label = f"fuseops::{self.name}"
         self.launcher, self.twin = launcher, twin
@@ -237,15 +239,14 @@ def _traced(args: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return any(
-        isinstance(t, Tensor) and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
+        isinstance(t, Tensor)
+        and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
         for t in args
     )
 
 
 def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: tree_map_only(
-        Tensor, Tensor.contiguous, run(*args, **kwargs)
-    )
+    return lambda *args, **kwargs: tree_map_only(Tensor, Tensor.contiguous, run(*args, **kwargs))
 
 
 def register_flops() -> None:

@@ -10,7 +10,6 @@ from fuseops import kernels as K
 
 from .quantized import COL, ROW, Format, Quantized
 
-
 _LAYOUTS = {frozenset({ROW}): "row", frozenset({COL}): "col", frozenset({ROW, COL}): "both"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,7 +69,7 @@ def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, block_rows: int, layout: str = "row", pow2: bool = False
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128 (squares)."""
     rows, n = x.shape
     if not x.numel():
@@ -93,7 +95,7 @@ def quantize_blocks(
     return row, col, row_scale if layout != "col" else none, col_scale if layout != "row" else none
 
 
-def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> tuple[Tensor, ...]:
+def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> Any:
     rows, n = x.shape
     blocks_r, blocks_n = -(-rows // BLOCK), -(-n // BLOCK)
     shapes = [(rows, n), (n, rows), (blocks_n, rows), (blocks_r, n)]
