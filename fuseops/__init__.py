@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from . import offload as offload
 from . import ops as ops
 from . import recipes as recipes
 from .errors import FuseOpsError as FuseOpsError
@@ -25,10 +26,12 @@ from .fusions.rule import maybe as maybe
 from .fusions.rule import require as require
 from .fusions.sequential import Residual as Residual
 from .fusions.sequential import Sequential as Sequential
+from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads
 from .ops.op import Op as Op
 from .ops.op import Out as Out
 from .ops.routing import Routing as Routing
+from . import testing as testing
 
 _from_environment()

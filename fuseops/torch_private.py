@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def in_backward() -> bool:
@@ -59,3 +61,65 @@ def is_fake(t: torch.Tensor) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_checkpoint_hook(pack: object) -> bool:
+    """Whether a pack hook is `torch.utils.checkpoint`'s: of its forward or its recomputation."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Which storage this is; unique for as long as it, or a WeakStorage of it, lives."""
+    return int(storage._cdata)
+
+
+class WeakStorage:
+    """A weak reference to a storage: its memory may go, its key is not given to another."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def expired(self) -> bool:
+        return bool(self._ref.expired())
+
+    def storage(self) -> torch.UntypedStorage | None:
+        factory: Any = torch.UntypedStorage
+        found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._ref.cdata)
+        return found
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Have torch.compile run `function`, and all that it calls, as it is.
+
+    `torch.compiler.disable` would do, but it imports dynamo.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def is_functorch_wrapped(t: torch.Tensor) -> bool:
+    """Whether t is a level of `torch.func`, without a storage of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+
+
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that t is a view of, or t itself. Views of one base share its version counter."""
+    base: torch.Tensor | None = t._base
+    return t if base is None else base
+
+
+def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write to one is seen as one to the other (not so for aliases by `.data`, `set_`)."""
+    before = b._version
+    with _unsafe_preserve_version_counter(a):
+        torch.autograd.graph.increment_version(a)
+        return b._version != before
+
+
+def negated_view(t: torch.Tensor) -> torch.Tensor:
+    """t with its lazy negation bit flipped; the bytes stay."""
+    view: torch.Tensor = torch._neg_view(t)
+    return view

@@ -279,11 +279,22 @@ def test_second_derivatives_are_refused(freeze: bool, beside: bool, leaf: bool) 
         second(y, x)
 
 
+@pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("op", [Linear(4, 4), SwiGLU(), Bias(4), Dropout(0.5)], ids=repr)
-def test_second_derivatives_are_refused_where_the_input_is_not_saved(op: fo.Op) -> None:
+def test_second_derivatives_are_refused_where_the_input_is_not_saved(op: fo.Op, leaf: bool) -> None:
     seq, x = fo.Sequential(op).requires_grad_(False), data()
     with pytest.raises(DoubleBackwardError, match=REFUSED):
-        second(seq(x * 1).pow(2).sum() + x.pow(3).sum(), x)
+        second(seq(x if leaf else x * 1).pow(2).sum() + x.pow(3).sum(), x)
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_second_derivatives_are_refused_where_only_what_is_computed_from_the_input_is_saved(
+    leaf: bool,
+) -> None:
+    # neither the incoming gradient nor anything that is saved is in a graph: the inputs' ties decide
+    seq, x = fo.Sequential(Linear(4, 4), SiLU()).requires_grad_(False), data()
+    with pytest.raises(DoubleBackwardError, match=REFUSED):
+        second(seq(x if leaf else x * 1).sum() + x.pow(3).sum(), x)
 
 
 def test_second_derivatives_towards_parameters_are_refused() -> None:

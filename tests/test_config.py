@@ -191,7 +191,9 @@ def test_a_value_of_the_wrong_kind_is_refused(said: dict) -> None:
 def test_scopes_end_with_an_exception_too() -> None:
     with pytest.raises(KeyError), fo.fusion(False), fo.rules(TWICE):
         raise KeyError
-    assert scopes.thread.token == 0 and scopes.resolve(0) == scopes.Settings()
+    with pytest.raises(KeyError), fo.fusion(strict=["linear_act"]):
+        raise KeyError
+    assert scopes.thread.token == 0 and scopes.thread.watchers == []
 
 
 # --- names and strictness ---------------------------------------------------------------------

@@ -198,6 +198,26 @@ def test_a_change_of_what_wants_a_gradient() -> None:
     assert_as_fresh(seq, x)
 
 
+class ScaledInTraining(fo.Op):
+    """y = 2x in training: what the plan says, by `call`."""
+
+    def fwd(self, x: Tensor, *, call: fo.ops.op.Call) -> Tensor:
+        return 2 * x if call.training else x
+
+
+def test_a_change_of_the_mode_that_an_op_is_told() -> None:
+    seq, x = fo.Sequential(ScaledInTraining()), data()
+    for mode, factor in [(True, 2), (False, 1), (True, 2)]:
+        assert torch.equal(seq.train(mode)(x), factor * x)
+
+
+def test_a_dropout_that_drops_nothing_runs_outside_of_the_node() -> None:
+    seq, x = fo.Sequential(Dropout(0.5)), data()
+    for p, kind in [(0.5, "op"), (0.0, "plain"), (0.5, "op")]:
+        seq[0].p = p
+        assert the_plan(seq, x).forward[0].kind == kind
+
+
 def test_a_change_of_grad_mode() -> None:
     seq, x = model(), data()
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):

@@ -349,6 +349,11 @@ def test_from_multihot_is_the_naive_loop(T: int, E: int, seed: int, spare: int) 
         )
 
 
+def test_from_multihot_refuses_too_little_room() -> None:
+    with pytest.raises(fo.FuseOpsError, match="6 rows are chosen, rows=4"):
+        fo.Routing.from_multihot(torch.ones(3, 2, dtype=torch.bool), torch.rand(3, 2), rows=4)
+
+
 def test_routing_probabilities_keep_their_graph() -> None:
     weights = torch.rand(3, 2, requires_grad=True)
     routing = fo.Routing.from_topk(torch.tensor([[0, 1], [1, 0], [1, 1]]), weights, num_experts=2)

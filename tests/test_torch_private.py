@@ -165,3 +165,76 @@ def test_is_fake() -> None:
     real = torch.ones(2)
     assert torch_private.is_fake(FakeTensorMode().from_tensor(real))
     assert not torch_private.is_fake(real) and not torch_private.is_fake(real.to("meta"))
+
+
+def test_the_hooks_of_checkpoint_are_known() -> None:
+    seen: list[tuple[Any, Any] | None] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.top_saved_tensor_hooks())
+        return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2  # the forward and the recomputation
+    assert all(torch_private.is_checkpoint_hook(pair and pair[0]) for pair in seen)
+    assert not torch_private.is_checkpoint_hook(f)
+
+
+def test_a_weak_storage_keeps_no_memory_and_gives_the_storage_back() -> None:
+    t = torch.arange(4.0)
+    weak = torch_private.WeakStorage(t.untyped_storage())
+    found = weak.storage()
+    assert not weak.expired() and found is not None and found.data_ptr() == t.data_ptr()
+    assert torch_private.storage_key(found) == torch_private.storage_key(t[1:].untyped_storage())
+    del t, found
+    assert weak.expired() and weak.storage() is None
+
+
+def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
+    compiling: list[bool] = []
+
+    def inner() -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    def hook(t: Tensor) -> Tensor:
+        inner()
+        return t.detach()
+
+    torch_private.never_compile(hook)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: x.sin(), backend="eager", fullgraph=True)
+    with saved_tensors_hooks(hook, hook):
+        run(torch.ones(2, requires_grad=True))
+    assert compiling == [False]
+
+
+def test_levels_of_torch_func_are_known() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_functorch_wrapped(x))
+        return x
+
+    torch.vmap(f)(f(torch.ones(2)))
+    assert seen == [False, True]
+
+
+def test_base_of_a_view_is_what_it_views() -> None:
+    t = torch.ones(4, requires_grad=True) * 1
+    assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t
+
+
+def test_shared_version_counters_are_told_from_others_and_left_as_they_were() -> None:
+    t = torch.ones(4)
+    t.add_(1)
+    assert torch_private.share_version_counter(t, t.detach())
+    assert torch_private.share_version_counter(t[1:], t)
+    assert not torch_private.share_version_counter(t, t.data)
+    assert t._version == 1
+
+
+def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
+    t = torch.ones(2)
+    n = torch_private.negated_view(t)
+    assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]

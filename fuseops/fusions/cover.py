@@ -56,15 +56,15 @@ def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], opaque: Sequence[Reason]
 
 
 def _nearest(rule: Rule, matches: Sequence[Match]) -> list[Miss]:
-    """The longest prefix that matched anywhere. Of none, only an op that is nearly the first one is worth a line."""
-    best = max(enumerate(matches), key=lambda pair: pair[1].prefix, default=None)
-    if best is None:
-        return []
-    start, m = best
-    if m.prefix > 0:
-        return [Miss(rule.name, (start, start + m.prefix), m.why)]
-    nearly = [(i, m) for i, m in enumerate(matches) if ": " in m.why or "same name" in m.why]
-    return [Miss(rule.name, (i, i + 1), m.why) for i, m in nearly[:1]]
+    """The longest prefix that matched anywhere, and an op that is nearly what the pattern wants (it overrides a method,
+    has hooks, or is of another class of that name): such an op must not be hidden by a longer prefix elsewhere.
+    """
+    nearly = [start for start, m in enumerate(matches) if ": " in m.why or "same name" in m.why]
+    longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
+    starts = [longest] if matches and matches[longest].prefix > 0 else []
+    starts += [start for start in nearly[:1] if start not in starts]
+    spans = ((start, start + max(matches[start].prefix, 1)) for start in starts)
+    return [Miss(rule.name, span, matches[span[0]].why) for span in spans]
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:

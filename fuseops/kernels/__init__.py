@@ -23,6 +23,7 @@ from .norm import rmsnorm_fwd as rmsnorm_fwd
 from .quantize import quantize_blocks as quantize_blocks
 from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
+from .reference import accumulator as accumulator
 from .reference import act_dprobs as act_dprobs
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize

@@ -64,6 +64,5 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
         return Grads(dy if saved.seed is None else self._dropped(dy, saved.seed))
 
     def _dropped(self, x: Tensor, seed: Tensor) -> Tensor:
-        if self.p == 1:
-            return torch.zeros_like(x)
-        return torch.where(K.dropout_mask(seed, x, self.p), x * (1 / (1 - self.p)), 0)
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return torch.where(K.dropout_mask(seed, x, self.p), x * scale, 0)

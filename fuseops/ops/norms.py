@@ -18,7 +18,11 @@ class RMSNormSaved(NamedTuple):
 
 
 class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
-    """`torch.nn.RMSNorm` as an op. Statistics in float32; y has the dtype of x; eps None is the dtype's epsilon."""
+    """`torch.nn.RMSNorm` as an op. Statistics in float32; y has the dtype of x.
+
+    eps None is the epsilon of the dtype that the statistics are kept in, as in torch (whose documentation says the
+    dtype of x).
+    """
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
     cut_before = True
@@ -30,7 +34,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
         return shape
 
     def epsilon(self, dtype: torch.dtype) -> float:
-        return torch.finfo(dtype).eps if self.eps is None else self.eps
+        return torch.finfo(K.accumulator(dtype)).eps if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)

@@ -9,7 +9,7 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, i
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,13 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.recipes import Quantized, Roles
 
-S = TypeVar("S", bound=tuple[Any, ...])
+if TYPE_CHECKING:
+    # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    S = TypeVarWithDefault("S", bound=tuple[Any, ...], default=tuple[Any, ...])
+else:
+    S = TypeVar("S", bound=tuple[Any, ...])
 Shape = tuple[int, ...]
 
 

@@ -91,6 +91,8 @@ class Routing(NamedTuple):
         by_expert = chosen.t()
         offs = by_expert.sum(1).cumsum(0).to(torch.int32)
         size = int(chosen.sum()) if rows is None else rows
+        if chosen.device.type == "cpu" and size < int(chosen.sum()):
+            raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         where = torch.nonzero_static(by_expert, size=size, fill_value=0)
         expert, token = where.unbind(1)
         return cls(offs, probs[token, expert].float(), token)

@@ -53,8 +53,15 @@ class Tap(Alias):
         return Grads(published if dy is None else dy if published is None else dy + published)
 
 
-class Add(Op[NothingSaved]):
+class AddSaved(NamedTuple):
+    # of x and of the side tensor; they cost no memory
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+
+
+class Add(Op[AddSaved]):
     """y = x + the side tensor `name`; under mixed dtypes torch's promotion decides, as for `x + other`."""
+
+    saves_for = {"x": ("dtypes",)}
 
     def __init__(self, name: str = "residual") -> None:
         super().__init__()
@@ -69,10 +76,11 @@ class Add(Op[NothingSaved]):
             raise ShapeError(
                 f"Add({self.reads[0]!r}) expects a side tensor of shape {tuple(x.shape)}, got {tuple(other.shape)}."
             )
-        return Out(x + other, NothingSaved())
+        return Out(x + other, AddSaved((x.dtype, other.dtype)))
 
-    def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
-        return Grads(dy, side={self.reads[0]: dy})
+    def bwd(self, saved: AddSaved, dy: Tensor) -> Grads:
+        own, others = saved.dtypes  # type: ignore[misc]
+        return Grads(dy.to(own), side={self.reads[0]: dy.to(others)})
 
 
 class ReshapeSaved(NamedTuple):

@@ -25,8 +25,8 @@ class Float8CurrentScaling(Recipe):
     """FP8 with one float32 scale a tensor (a group, when grouped), taken from the tensor's own amax.
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
-    count and an infinity counts as the largest float32; amax 0 gives scale 1 (TransformerEngine, `Float8CurrentScaling`, has
-    scale 1 for an infinite amax too).  fwd: format of inputs and weights; bwd: of gradients.
+    count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
+    fwd: format of inputs and weights; bwd: of gradients.
     """
 
     fwd: torch.dtype = E4M3
