@@ -123,7 +123,9 @@ class KernelOp(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
         if not ((first.is_cuda or INTERPRET) and self._launches(args, kwargs)):
-            return self._reference(args, kwargs)
+            if self.traces_twin or not _traced(args):
+                return self.twin(*args, **kwargs)
+            return self.op(*args, **kwargs)
         if (
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
@@ -164,11 +166,6 @@ class KernelOp(Generic[P, R]):
         if t.device.type != "cuda":
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
-
-    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.traces_twin or not _traced(args):
-            return self.twin(*args, **kwargs)
-        return self.op(*args, **kwargs)
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
