@@ -5,7 +5,9 @@ import random
 import shutil
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,20 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         for owner, name, replacement in POISONED:
             patch.setattr(owner, name, replacement)
         yield
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_synchronisation():` raises at any host synchronisation with the CUDA device inside."""
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return scope

@@ -1,7 +1,7 @@
 """Ops that share a name with a torch module are that module: constructor, state_dict, values, gradients."""
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -155,3 +155,30 @@ def test_add_gives_each_operand_a_gradient_in_its_own_dtype(wide: str) -> None:
     y.sum().backward()
     assert model[0].weight.grad.dtype is own
     assert side.grad is not None and side.grad.dtype is other
+
+
+class PublishSaved(NamedTuple):
+    pass
+
+
+class Publish(fo.Op[PublishSaved]):
+    """y = 2x, and x is published in bfloat16. Notes the dtype of the gradient of that."""
+
+    writes = ("half",)
+    saves_for = {"x": ()}
+    seen: list[torch.dtype] = []
+
+    def fwd(self, x: torch.Tensor) -> fo.Out:
+        return fo.Out(2 * x, PublishSaved(), {"half": x.to(torch.bfloat16)})
+
+    def bwd(self, saved: Any, dy: torch.Tensor, *, dside: dict[str, Any]) -> fo.Grads:
+        self.seen.append(dside["half"].dtype)
+        return fo.Grads(2 * dy + dside["half"].float())
+
+
+def test_a_published_tensor_gets_a_gradient_in_its_own_dtype() -> None:
+    # The reader is in the same node as the writer: autograd does not cast between them.
+    x = torch.randn(3, 4, requires_grad=True)
+    fo.Sequential(Publish(), fo.ops.Add("half"))(x).sum().backward()
+    assert Publish.seen == [torch.bfloat16]
+    assert x.grad is not None and torch.equal(x.grad, torch.full((3, 4), 3.0))

@@ -278,8 +278,18 @@ class _Builder:
             takes_dside=last.signature.bwd_dside,
             live=last.live_call,
             writes=self._writes(u, position),
-            params=tuple(self._needed(i, base, position, "param") for i in members),
-            sides=tuple(self._needed(i, base, position, "side") for i in members),
+            params=tuple(
+                (i - u.start, name, position[("param", i - base, name)])
+                for i in members
+                for name in self.ops[i].parameter_names()
+                if name in self.needs[i]
+            ),
+            sides=tuple(
+                (i - u.start, name, position[("side", name)])
+                for i in members
+                for name in self.ops[i].side_names()
+                if name in self.needs[i]
+            ),
         )
 
     def _writes(self, u: _Unit, position: dict[Any, int]) -> tuple[tuple[str, int], ...]:
@@ -290,14 +300,6 @@ class _Builder:
         op = self.ops[i]
         own = [(name, position[("param", i - base, name)]) for name in op.parameter_names()]
         return tuple(own + [(name, position[("side", name)]) for name in op.side_names()])
-
-    def _needed(self, i: int, base: int, position: dict[Any, int], what: str) -> Args:
-        op, needs = self.ops[i], self.needs[i]
-        if what == "param":
-            return tuple(
-                (n, position[("param", i - base, n)]) for n in op.parameter_names() if n in needs
-            )
-        return tuple((n, position[("side", n)]) for n in op.side_names() if n in needs)
 
     def _call(self, i: int) -> Call:
         op, needs = self.ops[i], self.needs[i]

@@ -1,6 +1,6 @@
 """What a wrong op is told: which op, which tensor, what it gave and what was expected."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -10,6 +10,7 @@ from fuseops.ops.op import Grads
 from .segment import Segment, Step
 
 Shape = tuple[int, ...]
+Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
 
 
 class Shapes:
@@ -57,13 +58,13 @@ def wrong_grads(step: Step, results: Any) -> FuseOpsError:
         if not isinstance(result, Grads):
             return FuseOpsError(f"{bwd} must return Grads, got {type(result).__name__}.")
         where = "" if step.kind == "op" else f" of member {k}"
-        given: list[tuple[str, Mapping[str, Any], tuple[tuple[str, int], ...]]] = [
-            ("params", result.params or {}, step.params[k]),
-            ("side", result.side or {}, step.sides[k]),
+        given: list[tuple[str, Mapping[str, Any], Wanted]] = [
+            ("params", result.params or {}, step.params),
+            ("side", result.side or {}, step.sides),
         ]
         for field, tensors, wanted in given:
-            for name, _ in wanted:
-                if tensors.get(name) is None:
+            for member, name, _ in wanted:
+                if member == k and tensors.get(name) is None:
                     return FuseOpsError(
                         f"{bwd} gave no gradient of {name!r}{where}, which is needed "
                         f"(needs {sorted(step.calls[k].needs)}): put it in Grads({field}={{{name!r}: ...}})."
@@ -82,13 +83,9 @@ def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: 
     if not step.pure and _incomplete(step, results):
         raise wrong_grads(step, results)
     pairs = [("x", results[0].x, shapes.x.get(step.members[0]))]
-    for k, result in enumerate(results):
-        for tensors, wanted in ((result.params, step.params[k]), (result.side, step.sides[k])):
-            pairs += [
-                (name, (tensors or {}).get(name), shapes.inputs[at])
-                for name, at in wanted
-                if at < seg.inputs
-            ]
+    for name, gradient, position in _given(step, results):
+        if position < seg.inputs:
+            pairs.append((name, gradient, shapes.inputs[position]))
     for name, gradient, expected in pairs:
         if gradient is not None and expected is not None and gradient.shape != expected:
             raise FuseOpsError(
@@ -100,9 +97,12 @@ def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: 
 def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
     if results[0].x is None and "x" in step.calls[0].needs:
         return True
-    return any(
-        (tensors or {}).get(name) is None
-        for result, params, sides in zip(results, step.params, step.sides, strict=True)
-        for tensors, wanted in ((result.params, params), (result.side, sides))
-        for name, _ in wanted
-    )
+    return any(gradient is None for _, gradient, _ in _given(step, results))
+
+
+def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
+    """Name, gradient and position of everything that is needed besides dx."""
+    for member, name, position in step.params:
+        yield name, (results[member].params or {}).get(name), position
+    for member, name, position in step.sides:
+        yield name, (results[member].side or {}).get(name), position

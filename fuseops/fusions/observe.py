@@ -99,8 +99,10 @@ class Observer:
             call = self._running
         if call is not None:
             call.packed += 1
-        alone = f"{module.__dict__.get('_prefix', '')}0." if isinstance(module, Op) else None
-        return Where(call, path, alone)
+        if not isinstance(module, Op):
+            return Where(call, path, None)
+        ((name, _),) = module._planned()
+        return Where(call, path, f"{module.__dict__.get('_prefix', '')}{name}.")
 
     # --- hooks
 

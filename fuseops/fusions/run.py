@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from fuseops import kernels
 from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
-from fuseops.ops.op import Op
+from fuseops.ops.op import Op, Shape
 from fuseops.ops.scopes import Settings
 
 from . import bridge, traced
@@ -162,7 +162,7 @@ class Run:
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
-            self._check_shapes(x)
+            self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
         return plan
 
@@ -180,12 +180,8 @@ class Run:
         )
 
     def _conditions(self, facts: Facts, x: Tensor, start: int, stop: int) -> Conditions:
-        shape = tuple(x.shape)
-        for op in self.ops[:start]:
-            shape = op.out_shape(shape)
-        out = shape
-        for op in self.ops[start:stop]:
-            out = op.out_shape(out)
+        shape = self._through(0, start, tuple(x.shape), x)
+        out = self._through(start, stop, shape, x)
         rows = 1
         for size in shape[:-1]:
             rows = rows * size
@@ -257,14 +253,16 @@ class Run:
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
 
-    def _check_shapes(self, x: Tensor) -> None:
-        shape = tuple(x.shape)
-        for name, op in zip(self.names, self.ops, strict=True):
+    def _through(self, start: int, stop: int, shape: Shape, x: Tensor) -> Shape:
+        """The shape after ops start..stop; an error says at which op it came up."""
+        for i in range(start, stop):
             try:
-                shape = op.out_shape(shape)
+                shape = self.ops[i].out_shape(shape)
             except FuseOpsError as error:
-                error.add_note(f"at op {name!r} of a fuseops.Sequential; x is {describe(x)}")
+                at = f"at op {self.names[i]!r} of a fuseops.Sequential"
+                error.add_note(f"{at}; the input of the sequence is {describe(x)}")
                 raise
+        return shape
 
     # --- running
 

@@ -43,8 +43,9 @@ class Step:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
-    params: tuple[Args, ...] = ()  # backward: needed parameters of every member, name -> position
-    sides: tuple[Args, ...] = ()  # backward: needed side inputs of every member, name -> position
+    # backward: what is needed of every member's parameters and side inputs, and its position
+    params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
+    sides: tuple[tuple[int, str, int], ...] = ()
 
 
 @dataclass(eq=False)

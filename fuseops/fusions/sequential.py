@@ -32,19 +32,19 @@ class Runner:
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
         self.reads, self.writes = _side_names(self.pieces)
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
-        self.ops = tuple(m for m in self.children if isinstance(m, Op))
-        self.sides = [(op.reads, op.writes) for op in self.ops]
+        self.sides = [(op, op.reads, op.writes) for op in self.children if isinstance(op, Op)]
         self.last: Tokens | None = None
         self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
         """Are these still the children, and do they still read and write the same names?"""
-        return (
-            self.children == children
-            and all(m.reads == known for m, known in self.nested)
-            and self.sides == [(op.reads, op.writes) for op in self.ops]
-        )
+        if self.children != children:
+            return False
+        for op, reads, writes in self.sides:
+            if op.reads is not reads or op.writes is not writes:
+                return False
+        return all(nested.reads == known for nested, known in self.nested)
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.

@@ -203,7 +203,7 @@ class Op(nn.Module, Generic[S]):
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """An op called alone is a sequence of one."""
-        return [("0", self)]
+        return [(self.__dict__.get("_path", "").rpartition(".")[2] or "0", self)]
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)

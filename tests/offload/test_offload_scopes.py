@@ -207,7 +207,8 @@ def test_law_17_scopes_stand_aside_while_a_backward_runs(reentrant: bool) -> Non
     with offload.to_host(min_bytes=1) as scope:
         checkpoint(model, x * 1, use_reentrant=reentrant).sum().backward()
     assert model.forwards == 2
-    kept = {e.reason for e in scope.report().entries if e.decision == "kept"}
+    # torch 2.11's checkpoint also saves an empty tensor
+    kept = {e.reason for e in scope.report().entries if e.decision == "kept"} - {"empty"}
     assert kept == ({"inside backward"} if reentrant else set())
 
 
