@@ -10,7 +10,12 @@ from fuseops import kernels as K
 
 from .quantized import COL, ROW, Format, Quantized
 
-_LAYOUTS = {frozenset({ROW}): "row", frozenset({COL}): "col", frozenset({ROW, COL}): "both"}
+_LAYOUTS = {
+    frozenset(): "row",  # where only `high` is read, the scale still comes from a pass over x
+    frozenset({ROW}): "row",
+    frozenset({COL}): "col",
+    frozenset({ROW, COL}): "both",
+}
 
 
 def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
