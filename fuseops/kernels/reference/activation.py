@@ -42,7 +42,7 @@ def _silu_slope(x: Tensor) -> Tensor:
 
 
 VALUES = {
-    "gelu": lambda x: x * _gelu_cdf(x),  # F.gelu gives NaN at infinity
+    "gelu": lambda x: x * _gelu_cdf(x),  # F.gelu of float32 gives NaN at infinity on the CPU
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "srelu": lambda x: F.relu(x).square(),
