@@ -6,7 +6,9 @@ STAMP := .venv/.ready
 # One test process a core; more than eight only wait for each other's imports.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -le 8 ] && echo $$n || echo 8)
 
-.PHONY: setup demo test lint types fmt clean
+PYTEST = $(PY) -m pytest -n $(WORKERS)
+
+.PHONY: setup demo test aot lint types fmt clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -18,8 +20,14 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 demo: $(STAMP)   ## train the small model; ARGS="--steps 50" passes options on
 	$(PY) -m fuseops demo $(ARGS)
 
+# The kernels run in Triton's interpreter, which is chosen when Triton is first imported: a process of its own. Exit
+# code 5 is "no test selected", as ARGS="-k rules" does to one of the two.
 test: $(STAMP)   ## ARGS="-k rules -x" passes options on
-	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+	$(PYTEST) --ignore=tests/kernels $(ARGS) || [ $$? -eq 5 ]
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS) || [ $$? -eq 5 ]
+
+aot: $(STAMP)    ## compile the kernels that changed, for four architectures, without a GPU
+	$(PY) -m fuseops kernels --rebuild --jobs $(WORKERS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

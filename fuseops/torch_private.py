@@ -49,6 +49,15 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """A fake tensor: shapes without data."""
+    return isinstance(t, torch._subclasses.FakeTensor)
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
     return int(tensor.untyped_storage()._cdata)

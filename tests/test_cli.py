@@ -13,7 +13,9 @@ import torch
 
 import fuseops as fo
 import fuseops.demo
+from fuseops import kernels
 from fuseops.cli import main, show
+from fuseops.cli.tune import distinct
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "examples" / "quickstart.py")
@@ -253,3 +255,27 @@ def test_tables(
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].split() == ["way", "median"]
     assert lines[1].split() == ["[fused]", "1.5"] and lines[2].endswith("10.5")
+
+
+def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = as_json(capsys, "kernels", "--arch", "90", "--kernel", "rmsnorm")["kernels"]
+    assert {r["kernel"] for r in rows} == {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
+    assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
+    shown = output(capsys, "kernels", "--arch", "80")
+    worst = max(
+        r["regs"] for r in as_json(capsys, "kernels", "--arch", "80")["kernels"] if "regs" in r
+    )
+    assert str(worst) in shown and "reference (needs sm_89)" in shown
+    assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_tune_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str], model_file: str) -> None:
+    assert "torch sees no CUDA device" in output(capsys, "tune", model_file, code=2)
+
+
+def test_tune_times_a_repeated_call_once() -> None:
+    x, y = torch.ones(2, 3), torch.ones(4, 3)
+    op = kernels.bias_bwd
+    calls = [(op, (x,), {}), (op, (x + 1,), {}), (op, (y,), {}), (kernels.bias_fwd, (x, x[0]), {})]
+    assert distinct(calls) == [calls[1], *calls[2:]]

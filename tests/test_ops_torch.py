@@ -81,9 +81,12 @@ def test_nan_and_infinities_are_where_torchs_are(
     case = data.draw(op_cases(op, torch.float32, NONFINITE))
     if isinstance(case.model, fo.ops.Dropout) and not case.model.alias:
         return
-    mine, theirs = steps(case, module)
-    assert torch.equal(mine.outputs["output"].isfinite(), theirs.outputs["output"].isfinite())
-    assert torch.equal(mine.outputs["output"].isnan(), theirs.outputs["output"].isnan())
+    mine, theirs = (step.outputs["output"] for step in steps(case, module))
+    if isinstance(case.model, fo.ops.GELU) and case.model.approximate == "none":
+        # torch's own gives inf there in float64, but NaN in float32 on the CPU
+        theirs = torch.where(case.x == torch.inf, torch.inf, theirs)
+    assert torch.equal(mine.isfinite(), theirs.isfinite())
+    assert torch.equal(mine.isnan(), theirs.isnan())
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.9, 1.0])

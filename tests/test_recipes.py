@@ -23,11 +23,9 @@ def through(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What a tensor stands for after it went through the format with one scale of its own."""
     amax = x.float().abs().max() if x.numel() else torch.zeros(())
     most = torch.finfo(dtype).max
-    scale = (
-        (amax / most).double() if 0 < amax < float("inf") else torch.ones((), dtype=torch.double)
-    )
-    data = (x.float() / scale.float()).clamp(-most, most).to(dtype)
-    return data.double() * scale
+    inv = torch.tensor(most) / amax if amax > 0 else torch.ones(())
+    data = (x.float() * inv).clamp(-most, most).to(dtype)
+    return data.double() / inv.double()
 
 
 class Expected(NamedTuple):
@@ -235,3 +233,12 @@ def test_no_rows(rows: int) -> None:
 def test_another_format_is_refused(role: str) -> None:
     with pytest.raises(fo.FuseOpsError, match=rf"{role}=torch.float16"):
         fo.recipes.Float8CurrentScaling(**{role: torch.float16})
+
+
+def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:
+    op, x = fo.ops.Linear(16, 8), torch.randn(4, 16)
+    op.weight.requires_grad_(False)
+    dy = torch.randn(4, 8)
+    with fo.recipe(RECIPE):
+        op(x).backward(dy)
+    torch.testing.assert_close(op.bias.grad, dy.sum(0))

@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+
+
+class DispatchMode(TorchDispatchMode): ...
+
+
+class FunctionMode(TorchFunctionMode): ...
+
 
 FUNCTIONS = {n for n, f in inspect.getmembers(torch_private, inspect.isfunction)}
 
@@ -142,6 +152,19 @@ def test_storage_id_is_that_of_the_storage(device: str) -> None:
     for view in (base[1:], base.view(2, 2), base.detach()):
         assert torch_private.storage_id(view) == torch_private.storage_id(base)
     assert torch_private.storage_id(other) != torch_private.storage_id(base)
+
+
+def test_modes_are_counted() -> None:
+    before = torch_private.num_dispatch_modes(), torch_private.num_function_modes()
+    with DispatchMode(), FunctionMode():
+        assert torch_private.num_dispatch_modes() == before[0] + 1
+        assert torch_private.num_function_modes() == before[1] + 1
+
+
+def test_is_fake() -> None:
+    real = torch.ones(2)
+    assert torch_private.is_fake(FakeTensorMode().from_tensor(real))
+    assert not torch_private.is_fake(real) and not torch_private.is_fake(real.to("meta"))
 
 
 def test_the_hooks_of_checkpoint_are_known() -> None:

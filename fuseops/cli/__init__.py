@@ -1,4 +1,4 @@
-"""The command line: explain a model, measure it, describe this machine, run the demo.
+"""The command line: explain a model, measure it, tune its kernels, describe this machine, run the demo.
 
 Every command has `--json`, which prints one object with a `schema_version`. Exit codes: 0 all is
 well, 1 a check or the user's model failed, 2 the command was called wrongly.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fuseops.errors import FuseOpsError
 
-from . import bench, env, explain
+from . import bench, env, explain, kernels, tune
 from .env import version
 from .target import UsageError
 
@@ -59,6 +59,12 @@ def _parser(with_demo: bool) -> argparse.ArgumentParser:
             "what a model fuses, what it does not and why, and what it saves for the backward",
         ),
         ("bench", bench, "time a training step: fused, unfused, and as plain torch"),
+        ("tune", tune, "time the kernels that a model launches on this GPU and keep the fastest"),
+        (
+            "kernels",
+            kernels,
+            "registers, spills and shared memory of every kernel, compiled ahead of time",
+        ),
         ("env", env, "versions, devices, settings, and which backends can run here"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -84,10 +84,14 @@ def ways(target: Target) -> dict[str, Step]:
         "unfused": lambda: fusion(False),
         "reference": reference,
     }
-    return {name: _step(target, scope) for name, scope in scopes.items()}
+    return {name: training_step(target, scope) for name, scope in scopes.items()}
 
 
-def _step(target: Target, scope: Callable[[], AbstractContextManager[Any]]) -> Step:
+def training_step(
+    target: Target, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Step:
+    """Forward inside `scope`, and backward of the sum of what comes out."""
+
     def step() -> None:
         with scope():
             output = target.model(*target.args, **target.side)
@@ -109,7 +113,7 @@ def _overhead() -> tuple[Target, dict[str, Step]]:
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(16, 16)
     target = Target("eight Linear(16, 16), batch 16", ours, (x,), {})
-    return target, {"nn.Sequential": _step(target._replace(model=plain), nullcontext)}
+    return target, {"nn.Sequential": training_step(target._replace(model=plain), nullcontext)}
 
 
 def _synchronize(target: Target) -> Callable[[], None]:

@@ -22,5 +22,5 @@ class BiasAct(FusedOp):
         act: Any = self.members[1]
         if "bias" not in calls[0].needs:
             return Grads(K.act_bwd(dy, saved[1].x, act.kind)), Grads()
-        dx, dbias = K.act_bias_bwd(dy, saved[1].x, act.kind)
+        dx, dbias = K.act_bwd_bias(dy, saved[1].x, act.kind)
         return Grads(dx, {"bias": dbias}), Grads()

@@ -56,7 +56,7 @@ class GroupedMLP(FusedOp):
         check_offs(offs, fc1.shape[0])
         check_probs(x, probs)
         h = K.grouped_mm(x, calls[0].precision.cast(fc1), offs)  # type: ignore[arg-type]
-        a = K.scaled_swiglu_fwd(h, probs)
+        a = K.scaled_act_fwd(h, probs, "swiglu")
         y = K.grouped_mm(a, calls[2].precision.cast(fc2), offs)  # type: ignore[arg-type]
         return Out(y, GroupedMLPSaved(x, h, probs, offs, fc1, fc2))
 
@@ -72,18 +72,21 @@ class GroupedMLP(FusedOp):
         cast1, cast2 = calls[0].precision.cast(fc1), calls[2].precision.cast(fc2)
         if h is None:
             h = K.grouped_mm(x, cast1, offs)  # type: ignore[arg-type]
-        dw1 = dw2 = dx = dprobs = None
-        if "weight" in last:
-            dw2 = K.grouped_wgrad(dy, K.scaled_swiglu_fwd(h, probs), offs)  # type: ignore[arg-type]
+        a = dw1 = dw2 = dx = dprobs = None
         if "x" in last:
             da = K.grouped_mm(dy, cast2.transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
             if not first:
-                dprobs = K.swiglu_dprobs(da, h)
+                dprobs = K.act_dprobs(da, h, "swiglu")
             else:
-                dh, dprobs = K.scaled_swiglu_bwd(da, h, probs)  # type: ignore[arg-type]
+                # the pass that makes dh has a in hand, which fc2's weight gradient reads
+                wanted = "probs" in act, "weight" in last
+                dh, dprobs, a = K.scaled_act_bwd(da, h, probs, "swiglu", *wanted)  # type: ignore[arg-type]
                 if "weight" in first:
                     dw1 = K.grouped_wgrad(dh, x, offs)  # type: ignore[arg-type]
                 if "x" in first:
                     dx = K.grouped_mm(dh, cast1.transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
+        if "weight" in last:
+            a = K.scaled_act_fwd(h, probs, "swiglu") if a is None else a  # type: ignore[arg-type]
+            dw2 = K.grouped_wgrad(dy, a, offs)  # type: ignore[arg-type]
         side = {"probs": dprobs} if "probs" in act else None
         return Grads(dx, {"weight": dw1}), Grads(side=side), Grads(params={"weight": dw2})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from fuseops import kernels
 from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape
@@ -349,9 +350,12 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    y, _, _ = bridge.run_forward(
-        seg, x, inputs, None if live is None else live.scratch, seg.kind == "node"
-    )
+    scratch = None if live is None else live.scratch
+    if seg.kind == "node":
+        y, _, _ = bridge.run_forward(seg, x, inputs, scratch)
+    else:
+        with kernels.reference_only():
+            y, _, _ = bridge.run_forward(seg, x, inputs, scratch, quantize=False)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

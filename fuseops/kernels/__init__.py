@@ -1,25 +1,32 @@
-"""Launchers of every kernel. Ops and fused ops call these and never look at the device."""
+"""Launchers of every kernel. Ops and fused ops call these and never look at the device.
 
-from .grouped import grouped_bias_bwd as grouped_bias_bwd
+Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
+elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
+"""
+
+from .activation import act_bwd as act_bwd
+from .activation import act_bwd_bias as act_bwd_bias
+from .activation import act_fwd as act_fwd
+from .activation import scaled_act_bwd as scaled_act_bwd
+from .activation import scaled_act_fwd as scaled_act_fwd
+from .bias import bias_bwd as bias_bwd
+from .bias import bias_fwd as bias_fwd
+from .bias import grouped_bias_bwd as grouped_bias_bwd
+from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import scaled_grouped_mm as scaled_grouped_mm
 from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
+from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
+from .norm import rmsnorm_bwd as rmsnorm_bwd
+from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .quantize import quantize_blocks as quantize_blocks
+from .quantize import quantize_rows as quantize_rows
+from .quantize import quantize_tensor as quantize_tensor
 from .reference import accumulator as accumulator
-from .reference import act_bias_bwd as act_bias_bwd
-from .reference import act_bwd as act_bwd
-from .reference import act_fwd as act_fwd
-from .reference import column_sum as column_sum
+from .reference import act_dprobs as act_dprobs
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
-from .reference import grouped_bias as grouped_bias
 from .reference import grouped_quantize as grouped_quantize
-from .reference import quantize as quantize
-from .reference import rms_norm_bwd as rms_norm_bwd
-from .reference import rms_norm_fwd as rms_norm_fwd
 from .reference import scaled_mm as scaled_mm
-from .reference import scaled_swiglu_bwd as scaled_swiglu_bwd
-from .reference import scaled_swiglu_fwd as scaled_swiglu_fwd
-from .reference import swiglu_bwd as swiglu_bwd
-from .reference import swiglu_dprobs as swiglu_dprobs
-from .reference import swiglu_fwd as swiglu_fwd
+from .registry import reference_only as reference_only

@@ -15,7 +15,7 @@ class ActivationSaved(NamedTuple):
 
 
 class Activation(Op[ActivationSaved]):
-    """y = act(x), elementwise. A member of the family sets `kind`, a key of `kernels.reference.ACTIVATIONS`."""
+    """y = act(x), elementwise. A member of the family sets `kind`, one of `kernels.reference.KINDS`."""
 
     saves_for = {"x": ("x",)}
     kind: str

@@ -45,10 +45,10 @@ class SwiGLU(Op[SwiGLUSaved]):
         return halved(self, shape)
 
     def fwd(self, x: Tensor) -> Out:
-        return Out(K.swiglu_fwd(x), SwiGLUSaved(x))
+        return Out(K.act_fwd(x, "swiglu"), SwiGLUSaved(x))
 
     def bwd(self, saved: SwiGLUSaved, dy: Tensor) -> Grads:
-        return Grads(K.swiglu_bwd(dy, saved.x))  # type: ignore[arg-type]
+        return Grads(K.act_bwd(dy, saved.x, "swiglu"))  # type: ignore[arg-type]
 
 
 class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
@@ -62,13 +62,14 @@ class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
         check_probs(x, probs)
-        return Out(K.scaled_swiglu_fwd(x, probs), ScaledSwiGLUSaved(x, probs))
+        return Out(K.scaled_act_fwd(x, probs, "swiglu"), ScaledSwiGLUSaved(x, probs))
 
     def bwd(self, saved: ScaledSwiGLUSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs = saved
         if (
             "x" not in call.needs
         ):  # probs itself is not saved then, and its gradient does not read it
-            return Grads(side={"probs": K.swiglu_dprobs(dy, x)})  # type: ignore[arg-type]
-        dx, dprobs = K.scaled_swiglu_bwd(dy, x, probs)  # type: ignore[arg-type]
-        return Grads(dx, side={"probs": dprobs} if "probs" in call.needs else None)
+            return Grads(side={"probs": K.act_dprobs(dy, x, "swiglu")})  # type: ignore[arg-type]
+        wanted = "probs" in call.needs
+        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, "swiglu", wanted)  # type: ignore[arg-type]
+        return Grads(dx, side={"probs": dprobs} if wanted else None)

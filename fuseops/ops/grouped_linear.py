@@ -39,7 +39,7 @@ def grouped_linear(x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, ca
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
         y = K.grouped_mm(x, call.precision.cast(weight), offs)  # type: ignore[arg-type]
-    return y if bias is None else K.grouped_bias(y, bias, offs)
+    return y if bias is None else K.grouped_bias_fwd(y, bias, offs)
 
 
 def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
@@ -49,7 +49,7 @@ def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
     dx: Tensor | None = None
     quantized = isinstance(dy, Quantized)
     if "bias" in needs:
-        params["bias"] = K.grouped_bias_bwd(dy.high if quantized else dy, offs)  # type: ignore[arg-type]
+        params["bias"] = K.grouped_bias_bwd(dy.high if quantized else dy, offs)[0]  # type: ignore[arg-type]
     if "x" in needs:
         if quantized:
             dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]

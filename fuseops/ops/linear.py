@@ -63,7 +63,7 @@ def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     if "weight" in needs:
         params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr, arg-type]
     if "bias" in needs:
-        params["bias"] = K.column_sum(rows)
+        params["bias"] = K.bias_bwd(rows)
     return Grads(dx, params)
 
 
@@ -73,7 +73,7 @@ def _quantized_bwd(saved: LinearSaved, dy: Quantized, call: Call) -> Grads:
     if "weight" in needs:
         params["weight"] = gemm.wgrad(dy, saved.x)  # type: ignore[arg-type]
     if "bias" in needs:
-        params["bias"] = K.column_sum(dy.high)  # type: ignore[arg-type]
+        params["bias"] = K.bias_bwd(dy.high)  # type: ignore[arg-type]
     return Grads(dx, params)
 
 
@@ -130,7 +130,7 @@ class Bias(Op[BiasSaved]):
         return shape
 
     def fwd(self, x: Tensor, *, bias: Tensor) -> Out:
-        return Out(x + bias.to(x.dtype), BiasSaved())
+        return Out(K.bias_fwd(x, bias), BiasSaved())
 
     def bwd(self, saved: BiasSaved, dy: Tensor, *, call: Call) -> Grads:
-        return Grads(dy, {"bias": K.column_sum(dy)} if "bias" in call.needs else None)
+        return Grads(dy, {"bias": K.bias_bwd(dy)} if "bias" in call.needs else None)

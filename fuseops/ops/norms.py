@@ -14,7 +14,7 @@ from .op import Call, Grads, Op, Out, Shape
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
-    rstd: Tensor | None  # (..., 1) float32
+    rstd: Tensor | None  # (...) float32
 
 
 class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
@@ -37,13 +37,12 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
         return torch.finfo(K.accumulator(dtype)).eps if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
-        y, rstd = K.rms_norm_fwd(x, weight, self.epsilon(x.dtype), len(self.normalized_shape))
+        eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
+        y, rstd = K.rmsnorm_fwd(x, weight, eps, dims=dims)
         return Out(y, RMSNormSaved(x, weight, rstd))
 
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
         x, weight, rstd = saved
-        dx, dweight = K.rms_norm_bwd(dy, x, weight, rstd, len(self.normalized_shape))  # type: ignore[arg-type]
-        return Grads(
-            dx if "x" in call.needs else None,
-            {"weight": dweight} if "weight" in call.needs else None,
-        )
+        wanted = "weight" in call.needs
+        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted)  # type: ignore[arg-type]
+        return Grads(dx if "x" in call.needs else None, {"weight": dweight} if wanted else None)

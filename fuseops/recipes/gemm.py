@@ -10,22 +10,38 @@ from fuseops import kernels as K
 
 from .quantized import COL, ROW, Format, Quantized
 
+_LAYOUTS = {
+    frozenset(): "row",  # where only `high` is read, the scale still comes from a pass over x
+    frozenset({ROW}): "row",
+    frozenset({COL}): "col",
+    frozenset({ROW, COL}): "both",
+}
+
 
 def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
     """x in the format and the layouts that `form` asks for.   (..., K) -> Quantized over (M, K)"""
     flat = x.reshape(-1, x.shape[-1])
     offs = offs if form.granularity == "group" else None
-    data, scale = (
-        K.quantize(flat, form.dtype) if offs is None else K.grouped_quantize(flat, offs, form.dtype)
+    if offs is None:
+        row, col, scale, _ = K.quantize_tensor(flat, form.dtype, _LAYOUTS[form.layouts])
+    else:
+        row, scale = K.grouped_quantize(flat, offs, form.dtype)
+        col = row.t().contiguous() if COL in form.layouts else row
+    return Quantized(
+        row.view(x.shape) if ROW in form.layouts else None,
+        col if COL in form.layouts else None,
+        scale,
+        offs,
+        x if form.high else None,
+        x.dtype,
     )
-    row = data.view(x.shape) if ROW in form.layouts else None
-    col = data.t().contiguous() if COL in form.layouts else None
-    return Quantized(row, col, scale, offs, x if form.high else None, x.dtype)
 
 
 def _quantize_weight(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    per_group = weight.dim() == 3
-    return K.expert_quantize(weight, form.dtype) if per_group else K.quantize(weight, form.dtype)
+    if weight.dim() == 3:
+        return K.expert_quantize(weight, form.dtype)
+    data, _, scale, _ = K.quantize_tensor(weight, form.dtype)
+    return data, scale
 
 
 def _scaled(a: Tensor, weight: Tensor, scale: Tensor, q: Quantized) -> Tensor:

@@ -24,8 +24,9 @@ class Recipe:
 class Float8CurrentScaling(Recipe):
     """FP8 with one float32 scale a tensor (a group, when grouped), taken from the tensor's own amax.
 
-    scale = amax / max(format), data = cast(x / scale) clamped to the format's range; amax 0 or not finite gives scale 1
-    (research: TransformerEngine, `Float8CurrentScaling`).  fwd: format of inputs and weights; bwd: of gradients.
+    inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
+    count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
+    fwd: format of inputs and weights; bwd: of gradients.
     """
 
     fwd: torch.dtype = E4M3

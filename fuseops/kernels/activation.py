@@ -1,0 +1,217 @@
+"""Activations, gated and not, plain and scaled by a probability a row; every form from one
+generator.
+
+Maths (float32, one rounding at each store):
+    y = f(x)        kinds gelu, gelu_tanh, relu, srelu, silu, sigmoid
+    y = f(g) * u    kinds glu, geglu, geglu_tanh, reglu, sreglu, swiglu
+    y = h sigmoid(alpha h) * (clamp(u, -limit, limit) + offset), h = min(g, limit)    kind clamped_swiglu
+    scaled: y * probs[..., None];  dprobs = sum over columns of dy * y before scaling
+Shapes: x (..., F) or (..., 2F), probs (...), y and dy (..., F).
+Layout: rows may be strided, columns are contiguous. The gate is the first half of the last axis;
+with interleave = b gate and linear alternate in blocks of b columns.
+Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, two lines in reference/activation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference, tiles
+from fuseops.kernels.bias import sum_partials
+from fuseops.kernels.configs import Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference import GATES, KINDS
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, require
+
+FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
+BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
+SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates, tiles.row_loop_default)
+BWD_BIAS = Space("act_bwd_bias", tiles.column_candidates, tiles.column_default)
+
+
+def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]]:
+    """Every kind in bf16, the other dtypes with swiglu and gelu, both interleaved forms; N
+    divisible by 16 and not.
+    """
+    forms = [(kind, torch.bfloat16, 4096, 0) for kind in KINDS]
+    forms += [
+        (kind, dtype, 4096, 0)
+        for kind in ("gelu", "swiglu")
+        for dtype in (torch.float16, torch.float32)
+    ]
+    forms += [
+        ("swiglu", torch.bfloat16, 4096, 1),
+        ("swiglu", torch.bfloat16, 4096, 32),
+        ("swiglu", torch.bfloat16, 100, 0),
+    ]
+    for kind, dtype, n, interleave in forms:
+        x = torch.empty(8192, n * (1 + (kind in GATES)), dtype=dtype, device="meta")
+        args = [torch.empty(8192, n, dtype=dtype, device="meta")] * dy + [x]
+        args += [torch.empty(8192, device="meta")] * probs
+        tail = (True, True) if dy and probs else ()
+        yield (*args, kind, *tail, interleave)
+
+
+@kernel_op(twin=reference.act_fwd, cases=_cases)
+def act_fwd(
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """f(x), or f(gate) * linear."""
+    return _forward(x, None, kind, interleave, alpha, limit, offset)
+
+
+@kernel_op(twin=reference.scaled_act_fwd, cases=lambda: _cases(probs=True))
+def scaled_act_fwd(
+    x: Tensor,
+    probs: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """act_fwd(x) * probs[..., None] with one rounding."""
+    return _forward(x, probs, kind, interleave, alpha, limit, offset)
+
+
+@kernel_op(twin=reference.act_bwd, cases=lambda: _cases(dy=True))
+def act_bwd(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """dx of act_fwd."""
+    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
+    config = BWD.pick(len(x2), (n,), x)
+    grid = tiles.tile_grid(len(x2), n, config)
+    kernel = device("activation").act_bwd_kernel
+    launch(kernel, grid, dy2, x2, dx, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config)
+    return dx
+
+
+@kernel_op(twin=reference.act_bwd_bias, cases=lambda: _cases(dy=True))
+def act_bwd_bias(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dbias float32) where x had a bias added: one pass, then the fixed-order sum of the
+    partial sums.
+    """
+    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
+    config = BWD_BIAS.pick(len(x2), (n,), x)
+    blocks = cdiv(n, config["BLOCK_N"])
+    splits, each = tiles.row_splits(len(x2), blocks, config["BLOCK_R"], x)
+    partial = torch.empty(splits, x.shape[-1], dtype=torch.float32, device=x.device)
+    kernel = device("activation").act_bwd_bias_kernel
+    sizes = (len(x2), n, each, dy2.stride(0), x2.stride(0))
+    launch(kernel, (blocks, splits), dy2, x2, dx, partial, *sizes, **form, **config)
+    return dx, sum_partials(partial[None], torch.float32)[0]
+
+
+@kernel_op(twin=reference.scaled_act_bwd, cases=lambda: _cases(dy=True, probs=True))
+def scaled_act_bwd(
+    dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dprobs float32, y) of scaled_act_fwd in one pass; what is not needed is empty."""
+    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
+    probs = _probs_of(probs, x)
+    dprobs = torch.empty_like(probs) if need_dprobs else probs.new_empty(0)
+    y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
+    config = SCALED_BWD.pick(len(x2), (n,), x)
+    launch(
+        device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
+        dy2, x2, probs, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
+        **form, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **config,
+    )  # fmt: skip
+    return dx, dprobs, y
+
+
+def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape: float) -> Tensor:
+    form, n = _form(x, kind, interleave, *shape)
+    x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
+    scale = x if probs is None else _probs_of(probs, x)
+    config = FWD.pick(len(x2), (n,), x)
+    grid = tiles.tile_grid(len(x2), n, config)
+    kernel = device("activation").act_fwd_kernel
+    launch(
+        kernel,
+        grid,
+        x2,
+        scale,
+        y,
+        len(x2),
+        n,
+        x2.stride(0),
+        SCALED=probs is not None,
+        **form,
+        **config,
+    )
+    return y
+
+
+def _form(
+    x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
+) -> tuple[dict[str, Any], int]:
+    """(constexprs of the kind, output width), after checking the arguments."""
+    require(kind in KINDS, f"unknown activation '{kind}'. Known: {', '.join(KINDS)}.")
+    gated, width = kind in GATES, x.shape[-1]
+    step = 2 * max(interleave, 1)
+    require(
+        not gated or width % step == 0,
+        f"{kind}: last axis of x is {width}, expected a multiple of {step}.",
+    )
+    require(
+        gated or not interleave, f"{kind} has no gate, so interleave={interleave} has no meaning."
+    )
+    clamped = (
+        {"ALPHA": alpha, "LIMIT": limit, "OFFSET": offset}
+        if kind == "clamped_swiglu"
+        else _UNCLAMPED
+    )
+    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **clamped}
+    return form, width // 2 if gated else width
+
+
+_UNCLAMPED = {"ALPHA": 0.0, "LIMIT": 0.0, "OFFSET": 0.0}
+
+
+def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:
+    require(
+        dy.shape == (*x.shape[:-1], n), f"dy is {tuple(dy.shape)}, expected {(*x.shape[:-1], n)}."
+    )
+    return as_rows(dy)
+
+
+def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
+    require(
+        probs.shape == x.shape[:-1],
+        f"probs is {tuple(probs.shape)}, expected {tuple(x.shape[:-1])}.",
+    )
+    return probs.to(torch.float32).contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,309 @@
+"""Compile every kernel ahead of time, without a GPU, and keep the results in a committed table.
+
+    fuseops kernels                       # the table
+    fuseops kernels --check --sample 12   # no stale or missing row, a sample compiles (what CI runs)
+    fuseops kernels --rebuild --jobs 2    # rebuild the rows that changed; --all rebuilds every row
+
+The rows are found by running the launchers: each kernel op lists its `cases` (arguments on the meta device), and under
+`launch.recording` a launcher's launches are noted instead of run, once for each configuration of each space it asks.
+A row is one compiled variant on one architecture, with a hash of the kernel's source (and of every device function it
+calls), its signature and its options.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import multiprocessing
+import random
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import configs
+from fuseops.kernels.launch import Launch, recording
+from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
+
+TABLE = Path(__file__).with_name("aot.json")
+ARCHS = (80, 90, 100, 120)
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
+    "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
+    "act_bwd_bias_kernel": (16, "some gated forms: two column sums beside three tiles"),
+    "scaled_act_bwd_kernel": (8, "two rows, three tiles in flight, dprobs and y"),
+    "bias_fwd_kernel": (8, "grouped, rows that are not aligned, on sm_120"),
+}
+"""Kernels that may spill, how many bytes and why."""
+
+_TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
+
+
+Fixed = dict[tuple[int], Any]
+
+
+class Row(NamedTuple):
+    """One variant on one architecture, before it is compiled."""
+
+    op: str
+    kernel: str
+    variant: str
+    arch: int
+    hash: str
+    launch: Launch | None
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.variant} sm_{self.arch}"
+
+
+def rows(
+    ops: Iterable[KernelOp[Any, Any]] | None = None, archs: Iterable[int] = ARCHS
+) -> dict[str, Row]:
+    """Every variant that a launcher can choose, by key."""
+    if INTERPRET:
+        raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
+    found: dict[str, Row] = {}
+    for op in KERNEL_OPS.values() if ops is None else ops:
+        for args in op.cases():
+            for arch in archs:
+                for row in _rows_of(op, args, arch):
+                    found.setdefault(row.key, row)
+    return found
+
+
+def _rows_of(op: KernelOp[Any, Any], args: tuple[Any, ...], arch: int) -> Iterator[Row]:
+    if arch < op.min_arch:
+        dtypes = ",".join(_TYPES[a.dtype] for a in args if isinstance(a, torch.Tensor))
+        scalars = " ".join(_text(a) for a in args if not isinstance(a, torch.Tensor))
+        yield Row(
+            op.name,
+            op.name,
+            f"{dtypes} {scalars}",
+            arch,
+            "",
+            None,
+            f"reference (needs sm_{op.min_arch})",
+        )
+        return
+    with recording(arch), configs.asking() as asked:
+        op.launcher(*args)
+    choices = [
+        (space, c) for space, key in asked for c in space.candidates(key[2], key[1].itemsize)
+    ]
+    with recording(arch) as recorder:
+        for space, config in choices:
+            with configs.forced(space, config):
+                op.launcher(*args)
+        if not choices:
+            op.launcher(*args)
+    for launch in recorder.launches:
+        variant, digest = _describe(launch, arch)
+        yield Row(op.name, launch.kernel.__name__, variant, arch, digest, launch)
+
+
+def _describe(launch: Launch, arch: int) -> tuple[str, str]:
+    signature, constants, attrs = specialize(launch)
+    types = ",".join(
+        t + ("'" if (i,) in attrs else "")
+        for i, t in enumerate(signature.values())
+        if t != "constexpr"
+    )
+    names = launch.kernel.arg_names
+    fixed = " ".join(f"{names[i]}={_text(v)}" for (i,), v in constants.items())
+    compiler = " ".join(f"{k}={v}" for k, v in launch.options.items() if k not in names)
+    variant = f"{types} {fixed} {compiler}"
+    text = f"{source_of(launch.kernel)}|{variant}|{arch}"
+    return variant, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value).removeprefix("torch.")
+
+
+def specialize(launch: Launch) -> tuple[dict[str, str], Fixed, Fixed]:
+    """(signature, constants, attributes) as the JIT specializes such arguments: 16-byte aligned,
+    ones folded.
+    """
+    names = launch.kernel.arg_names
+    given = dict(zip(names, launch.args, strict=False)) | {
+        k: v for k, v in launch.options.items() if k in names
+    }
+    signature: dict[str, str] = {}
+    constants: Fixed = {}
+    attrs: Fixed = {}
+    for i, param in enumerate(launch.kernel.params):
+        value = given[param.name]
+        if isinstance(value, torch.Tensor):
+            signature[param.name] = "*" + _TYPES[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
+            signature[param.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    return signature, constants, attrs
+
+
+@functools.cache
+def source_of(kernel: Any) -> str:
+    """What a kernel and the device functions and constants it uses say, layout and docs aside."""
+    fn = getattr(kernel, "fn", kernel)
+    text = textwrap.dedent(inspect.getsource(fn))
+    tree = ast.parse(text)
+    function: Any = tree.body[0]
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    parts = [ast.dump(tree)]
+    for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
+        value = fn.__globals__.get(name)
+        if hasattr(value, "fn") and value is not kernel and "fuseops" in value.fn.__module__:
+            parts.append(source_of(value))
+        elif hasattr(value, "value"):
+            parts.append(f"{name}={value.value}")
+    return "\n".join(parts)
+
+
+def compile_row(row: Row) -> dict[str, Any]:
+    """Compile one row and measure it: registers, stack and shared bytes, tensor cores."""
+    result: dict[str, Any] = {"op": row.op, "hash": row.hash}
+    if row.launch is None:
+        return result | {"note": row.note}
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attrs = specialize(row.launch)
+    names = row.launch.kernel.arg_names
+    options = {k: v for k, v in row.launch.options.items() if k not in names}
+    source = ASTSource(row.launch.kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options)
+    usage = _resource_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
+    return result | {
+        "regs": usage["REG"],
+        "stack": usage["STACK"],
+        "shared": compiled.metadata.shared,
+        "mma": mma,
+    }
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in text.splitlines() if "REG:" in line)
+    return {
+        k: int(v) for k, _, v in (field.partition(":") for field in line.split()) if v.isdigit()
+    }
+
+
+def problem_of(row: Row, result: dict[str, Any]) -> str | None:
+    """Why a compiled row may not ship, or None."""
+    if "note" in result:
+        return None
+    if result["shared"] > SHARED_LIMIT[row.arch]:
+        return f"needs {result['shared']} bytes of shared memory of {SHARED_LIMIT[row.arch]}"
+    if result["stack"] > SPILLS_ALLOWED.get(row.kernel, (0, ""))[0]:
+        return f"spills {result['stack']} bytes"
+    return None
+
+
+def read_table(path: Path = TABLE) -> dict[str, dict[str, Any]]:
+    """The committed rows by key."""
+    return json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def table_version(path: Path = TABLE) -> str:
+    """The triton that compiled the table."""
+    return str(json.loads(path.read_text())["triton"])
+
+
+def write_table(table: dict[str, dict[str, Any]], path: Path = TABLE) -> None:
+    """One line a row, sorted, so that a change of one kernel is a small diff."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
+    version = json.dumps(configs.versions()["triton"])
+    path.write_text(f'{{"schema_version": 1, "triton": {version}, "rows": {{\n{lines}\n}}}}\n')
+
+
+def stale(current: dict[str, Row], table: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Keys whose row is missing, changed or no longer wanted, with which of the three it is."""
+    wrong = {k: "missing" for k in current if k not in table}
+    wrong |= {k: "changed" for k in current if k in table and table[k]["hash"] != current[k].hash}
+    return wrong | {k: "unused" for k in table if k not in current}
+
+
+def compile_all(work: list[Row], jobs: int) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Compile rows in ``jobs`` processes, results in order."""
+    global _work
+    _work = work
+    if jobs <= 1:
+        yield from ((row, compile_row(row)) for row in work)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from zip(
+            work, pool.map(_compile_numbered, range(len(work)), chunksize=4), strict=True
+        )
+
+
+_work: list[Row] = []
+
+
+def _compile_numbered(number: int) -> dict[str, Any]:
+    return compile_row(_work[number])
+
+
+def refresh(everything: bool, jobs: int) -> Iterator[tuple[int, int, Row, str | None]]:
+    """Rebuild rows that are missing or changed (or all) and write the table.   -> number, total, row, its problem"""
+    current, table = rows(), read_table()
+    todo = list(current) if everything else [k for k in stale(current, table) if k in current]
+    results = compile_all([current[k] for k in todo], jobs)
+    for number, (row, result) in enumerate(results, 1):
+        table[row.key] = result
+        yield number, len(todo), row, problem_of(row, result)
+    write_table({k: table[k] for k in current})
+
+
+class Check(NamedTuple):
+    """What `check` found: rows in the table, stale ones with why, rows compiled, what is wrong with which."""
+
+    rows: int
+    stale: dict[str, str]
+    compiled: int
+    problems: dict[str, str]
+
+
+def check(sample: int, seed: int = 0, jobs: int = 1) -> Check:
+    """Compare the committed table with the code, and compile a sample of it, stale rows first."""
+    current, table = rows(), read_table()
+    wrong = stale(current, table)
+    others = sorted(set(current) - set(wrong))
+    random.Random(seed).shuffle(others)
+    todo = ([k for k in wrong if k in current] + others)[:sample]
+    done = compile_all([current[k] for k in todo], jobs)
+    problems = {row.key: problem_of(row, result) for row, result in done}
+    return Check(len(current), wrong, len(todo), {k: p for k, p in problems.items() if p})

@@ -1,0 +1,159 @@
+"""Bias, one vector or one a group, and its gradient.
+
+Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].
+dbias[g] = sum of probs[r] * dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)].
+Sums are float32 in two stages of fixed order, so they repeat bit for bit.
+Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,).
+Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing
+taken from dy.
+Hardware: sm_80 and later. With dprobs, rows wider than MAX_WIDTH run the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference, tiles
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+MAX_WIDTH = 1 << 16
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1])
+    warps = max(4, min(32, n // 512))
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": 1, "num_warps": warps}
+        for rows in (1, max(2048 // n, 1))
+    ]
+
+
+def _whole_row_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _whole_row_candidates(dims, itemsize)[-1]
+
+
+FWD = Space("bias_fwd", tiles.tile_candidates, tiles.tile_default)
+BWD = Space("bias_bwd", tiles.column_candidates, tiles.column_default)
+BWD_DPROBS = Space("bias_bwd_dprobs", _whole_row_candidates, _whole_row_default)
+
+
+def _rows(n: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(8192, n, dtype=dtype, device="meta")
+
+
+def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
+    for dtype in DTYPES:
+        for n in (2048, 100):
+            x, bias = _rows(n, dtype), torch.empty(*(64,) * grouped, n, dtype=dtype, device="meta")
+            offs, probs = (
+                torch.empty(64, dtype=torch.int32, device="meta"),
+                torch.empty(8192, device="meta"),
+            )
+            if not grouped:
+                yield (x,) if backward else (x, bias)
+            elif not backward:
+                yield from ((x, bias, offs), (x, bias, offs, probs))
+            else:
+                yield from ((x, offs), (x, offs, probs), (x, offs, probs, bias))
+
+
+@kernel_op(twin=reference.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
+def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
+    """x + bias."""
+    require(
+        bias.shape == x.shape[-1:], f"bias is {tuple(bias.shape)}, expected {tuple(x.shape[-1:])}."
+    )
+    return _forward(x, bias.contiguous(), None, None)
+
+
+@kernel_op(twin=reference.grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
+def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+    """x + bias[group] (* probs); padding rows become zero."""
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
+    require(
+        bias.shape == (len(offs), x.shape[1]),
+        f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.",
+    )
+    return _forward(x, bias.contiguous(), offs, probs)
+
+
+@kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
+def bias_bwd(dy: Tensor) -> Tensor:
+    """dbias float32: dy summed over all axes but the last."""
+    return _backward(as_rows(dy), None, None, None)[0][0]
+
+
+@kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
+def grouped_bias_bwd(
+    dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
+    require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
+    if bias is not None and dy.shape[1] > MAX_WIDTH:
+        return reference.grouped_bias_bwd(dy, offs, probs, bias)
+    return _backward(as_rows(dy), offs, probs, bias)
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G, S, N) float32 partial sums -> (G, N), in a fixed order."""
+    groups, splits, n = partial.shape
+    y = torch.empty(groups, n, dtype=dtype, device=partial.device)
+    block_n = pow2(n, most=64)
+    kernel = device("reduce").column_sum_kernel
+    launch(
+        kernel,
+        (cdiv(n, block_n), groups),
+        partial,
+        y,
+        splits,
+        n,
+        BLOCK_S=32,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return y
+
+
+def _float32(probs: Tensor) -> Tensor:
+    return probs.to(torch.float32).contiguous()
+
+
+def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None) -> Tensor:
+    x2, n = as_rows(x), x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    groups = 1 if offs is None else len(offs)
+    config = FWD.pick(len(x2), (n,), x)
+    launch(
+        device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
+        x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,
+        len(x2), n, groups, x2.stride(0),
+        GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups), **config,
+    )  # fmt: skip
+    return y
+
+
+def _backward(
+    dy: Tensor, offs: Tensor | None, probs: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, n = dy.shape
+    groups = 1 if offs is None else len(offs)
+    config = (BWD if bias is None else BWD_DPROBS).pick(rows, (n,), dy)
+    blocks = cdiv(n, config["BLOCK_N"])
+    splits, _ = tiles.row_splits(rows, blocks * groups, config["BLOCK_R"], dy, per_sm=8)
+    partial = torch.empty(groups, splits, n, dtype=torch.float32, device=dy.device)
+    dprobs = torch.empty(rows if bias is not None else 0, dtype=torch.float32, device=dy.device)
+    launch(
+        device("bias").bias_bwd_kernel, (blocks, splits, groups),
+        dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
+        dy if bias is None else bias.contiguous(), partial, dprobs, rows, n, splits, dy.stride(0),
+        GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None, **config,
+    )  # fmt: skip
+    return sum_partials(partial, torch.float32), dprobs

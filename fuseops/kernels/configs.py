@@ -1,0 +1,205 @@
+"""Which block sizes and warps a kernel is launched with.
+
+A ``Space`` names the configurations a kernel may be launched with and a default among them.
+``space.pick`` looks, in this order, in the user's cache file (written by ``tune``), in the table
+shipped with the package, and takes the default otherwise. Both are keyed by kernel, architecture,
+dtype, weight dimensions and a bucket of rows, never by the raw row count, so a new token count
+neither compiles nor tunes anything. Nothing is ever timed inside ``pick``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.launch import current_arch
+
+Config = dict[str, int]
+SCHEMA_VERSION = 1
+SHIPPED = Path(__file__).with_name("configs.json")
+MAX_BUCKET = 1 << 18
+
+SPACES: dict[str, Space] = {}
+_asked: list[tuple[Space, tuple[Any, ...]]] | None = None
+
+
+class Space:
+    """The configurations of one kernel.
+
+    ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
+    itemsize)`` is one of them. Both are pure functions of sizes.
+    """
+
+    def __init__(
+        self, name: str, candidates: Callable[..., Iterable[Config]], default: Callable[..., Config]
+    ) -> None:
+        if name in SPACES:
+            raise FuseOpsError(f"configuration space '{name}' is declared twice")
+        self.name, self._candidates, self.default = name, candidates, default
+        self.forced: Config | None = None
+        self._memo: dict[tuple[Any, ...], Config] = {}
+        SPACES[name] = self
+
+    def candidates(self, dims: tuple[int, ...], itemsize: int) -> list[Config]:
+        """All configurations that can be chosen for these dimensions, each once."""
+        distinct = {tuple(config.items()): config for config in self._candidates(dims, itemsize)}
+        return list(distinct.values())
+
+    def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
+        """The configuration for this many rows of tensors shaped and typed like ``like``."""
+        key = (current_arch(like.device), like.dtype, dims, bucket(rows))
+        if _asked is not None and (self, key) not in _asked:
+            _asked.append((self, key))
+        if self.forced is not None:
+            return self.forced
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self._look_up(key, like.dtype.itemsize)
+        return found
+
+    def _look_up(self, key: tuple[Any, ...], itemsize: int) -> Config:
+        _, _, dims, rows = key
+        allowed = self.candidates(dims, itemsize)
+        for table in (cached_table(), shipped_table()):
+            entry = table.get(entry_key(self.name, *key))
+            if entry in allowed:
+                return entry
+        return self.default(rows, dims, itemsize)
+
+
+def bucket(rows: int) -> int:
+    """Rows rounded up to a power of two, at most 2^18."""
+    return 0 if rows <= 0 else min(1 << (rows - 1).bit_length(), MAX_BUCKET)
+
+
+def entry_key(name: str, arch: int, dtype: torch.dtype, dims: tuple[int, ...], rows: int) -> str:
+    """The key of a table entry, readable in the file: ``glu_fwd/sm90/bfloat16/4096/r8192``."""
+    return f"{name}/sm{arch}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, dims))}/r{rows}"
+
+
+@functools.cache
+def shipped_table() -> dict[str, Config]:
+    """The table that comes with the package."""
+    return _entries(SHIPPED)
+
+
+@functools.cache
+def cached_table() -> dict[str, Config]:
+    """What ``tune`` wrote on this machine with these versions."""
+    return _entries(cache_file())
+
+
+def cache_file() -> Path:
+    """One file for each pair of versions, under ``FUSEOPS_CACHE_DIR`` or ``~/.cache/fuseops``."""
+    root = os.environ.get("FUSEOPS_CACHE_DIR") or Path.home() / ".cache" / "fuseops"
+    return Path(root) / f"configs-triton{versions()['triton']}-torch{versions()['torch']}.json"
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions that a tuned configuration belongs to."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    return {"triton": triton, "torch": torch.__version__.replace("+", "-")}
+
+
+def store(entries: dict[str, Config]) -> Path:
+    """Add entries to the cache file. Several processes may do so at once: the file is replaced
+    whole, under a lock.
+    """
+    import fcntl  # POSIX only: where it is missing, kernels run with the shipped table
+
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        merged = {**_entries(path), **entries}
+        document = {"schema_version": SCHEMA_VERSION, "versions": versions(), "entries": merged}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as new:
+            json.dump(document, new, indent=1, sort_keys=True)
+        Path(new.name).replace(path)
+    reload_tables()
+    return path
+
+
+def reload_tables() -> None:
+    """Forget what was read, so that the next pick reads the files again."""
+    cached_table.cache_clear()
+    shipped_table.cache_clear()
+    for space in SPACES.values():
+        space._memo.clear()
+
+
+def tune(
+    call: Callable[[], Any],
+    time_us: Callable[[Callable[[], Any]], float],
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Config]:
+    """Time every configuration of every kernel that ``call()`` launches and store the fastest.
+
+    ``time_us(call)`` measures one call (``fuseops.kernels.timing.time_us`` on a GPU);
+    ``progress(what, done, total)`` is told after each.
+    """
+    with asking() as asked:
+        call()
+    work = [
+        (space, ask, config)
+        for space, ask in asked
+        for config in space.candidates(ask[2], ask[1].itemsize)
+    ]
+    timed: dict[str, list[tuple[float, int, Config]]] = {}
+    for number, (space, ask, config) in enumerate(work):
+        key = entry_key(space.name, *ask)
+        with forced(space, config):
+            timed.setdefault(key, []).append((time_us(call), number, config))
+        if progress:
+            progress(key, number + 1, len(work))
+    entries = {key: min(times)[2] for key, times in timed.items()}
+    store(entries)
+    return entries
+
+
+@contextmanager
+def forced(space: Space, config: Config) -> Iterator[None]:
+    """Inside, the space gives this configuration to everybody (for tuning and tests)."""
+    space.forced = config
+    try:
+        yield
+    finally:
+        space.forced = None
+
+
+@contextmanager
+def asking() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
+    """Inside, every configuration asked for is noted as (space, key), in order and once."""
+    global _asked
+    outer, _asked = _asked, []
+    try:
+        yield _asked
+    finally:
+        _asked = outer
+
+
+def _entries(path: Path) -> dict[str, Config]:
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise FuseOpsError(
+            f"cannot read the configuration table {path}: {error}. Delete it or tune again."
+        ) from error
+    return document["entries"] if document.get("schema_version") == SCHEMA_VERSION else {}

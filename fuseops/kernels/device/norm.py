@@ -1,0 +1,74 @@
+"""Kernels of fuseops.kernels.norm. BLOCK_N holds a whole row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["R"])
+def rmsnorm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
+    R, N, stride_x, stride_residual, eps, weight_offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < R)[:, None] & (cols < N)
+    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(
+            residual_ptr + (rows * stride_residual)[:, None] + cols, mask=mask, other=0.0
+        ).to(tl.float32)
+        h = x.to(h_ptr.dtype.element_ty)  # the norm sees what is stored
+        tl.store(h_ptr + (rows * N)[:, None] + cols, h, mask=mask)
+        x = h.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < R)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+    tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def rmsnorm_bwd_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N,
+    stride_dy, stride_x, stride_dres, weight_offset,
+    HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes every num_programs-th block of rows and keeps its sum of dw in registers."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    KEEP: tl.constexpr = (
+        HAS_WEIGHT and BLOCK_N <= 8192
+    )  # wider weights would spill: read again for every row
+    if KEEP:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+    for block in tl.range(pid, tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        rows = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (rows < R)[:, None] & (cols < N)
+        x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        rstd = tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        x_hat = x * rstd
+        if NEED_DW:
+            total += dy * x_hat
+        if KEEP:
+            dy *= weight
+        elif HAS_WEIGHT:
+            dy *= (
+                tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+            )
+        dx = (dy - x_hat * (tl.sum(dy * x_hat, axis=1) / N)[:, None]) * rstd
+        if HAS_DRES:
+            dx += tl.load(dres_ptr + (rows * stride_dres)[:, None] + cols, mask=mask, other=0.0).to(
+                tl.float32
+            )
+        tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        dw = tl.sum(total, axis=0)[None, :]
+        tl.store(partial_ptr + pid.to(tl.int64) * N + cols, dw, mask=cols < N)

@@ -1,0 +1,167 @@
+"""Make Triton's CPU interpreter round and multiply as the hardware does. Loaded only under
+``TRITON_INTERPRET=1``.
+
+Repaired, in triton 3.6 to 3.9:
+* casts to bf16 truncate, and casts to fp8 drop a carry: here they round to nearest even, fp8
+  saturating as ``cvt.rn.satfinite`` does (infinities too; NaN stays NaN);
+* ``tl.dot`` multiplies the bit patterns of bf16 operands, ``tl.dot_scaled`` is missing in 3.6: here
+  operands are decoded exactly and products are summed in float32 (float32 operands are not rounded
+  to tf32);
+* integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
+  (hardware: the number);
+* loop bounds fail under numpy >= 2.4 in 3.6.
+Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
+first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter as tri
+
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_E2M1 = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
+)
+_FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64, *_FP8)
+
+
+@functools.cache
+def install() -> None:
+    """Patch the interpreter, once."""
+    builder = tri.InterpreterBuilder
+    builder.cast_impl = _cast
+    builder.create_fp_to_fp = functools.partialmethod(_fp_to_fp, original=builder.create_fp_to_fp)
+    builder.create_dot = _dot
+    builder.create_dot_scaled = _dot_scaled
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    tri.TritonSemantic.dot_scaled = functools.partialmethod(
+        _semantic_dot_scaled, original=tri.TritonSemantic.dot_scaled
+    )
+    tri._patch_lang_tensor = functools.partial(_patch_lang_tensor, original=tri._patch_lang_tensor)
+
+
+def silent() -> Any:
+    """A scope in which inf - inf and the like raise no numpy warning, as no hardware does."""
+    return np.errstate(all="ignore")
+
+
+def decode(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Values of an interpreter array: bf16 and fp8 are kept as bits."""
+    if dtype == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if dtype in _FP8:
+        bits = torch.from_numpy(np.ascontiguousarray(data)).view(_FP8[dtype])
+        return bits.to(torch.float32).numpy()
+    return data
+
+
+def encode(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Round values to nearest even in a Triton dtype."""
+    if dtype == tl.bfloat16:
+        return _round_bf16(values.astype(np.float32))
+    if dtype in _FP8:
+        return _round_fp8(values.astype(np.float32), _FP8[dtype])
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(tri._get_np_dtype(dtype))
+
+
+def _round_bf16(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+
+
+def _round_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    limit = torch.finfo(dtype).max
+    clamped = torch.from_numpy(np.ascontiguousarray(values)).clamp(-limit, limit)
+    bits = clamped.to(dtype).view(torch.uint8).numpy()
+    return np.where(np.isnan(values), np.uint8(0x7F), bits)
+
+
+def _cast(self: Any, src: Any, dst_type: Any) -> Any:
+    src_type, dst_type = src.dtype.scalar, dst_type.scalar
+    if src_type in _FLOATS or dst_type in _FLOATS:
+        return tri.TensorHandle(encode(decode(src.data, src_type), dst_type), dst_type)
+    return tri.TensorHandle(src.data.astype(tri._get_np_dtype(dst_type)), dst_type)
+
+
+def _fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any, *, original: Any) -> Any:
+    narrows = dst_type.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
+    if narrows and rounding_mode not in (None, tri._ir.ROUNDING_MODE.RTNE):
+        return original(self, src, dst_type, rounding_mode)
+    return _cast(self, src, dst_type)
+
+
+def _dot(
+    self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
+    a_data, b_data = decode(a.data, a.dtype.scalar), decode(b.data, b.dtype.scalar)
+    work = np.promote_types(d.data.dtype, np.float32) if a.dtype.is_floating() else d.data.dtype
+    total = np.matmul(a_data, b_data, dtype=work) + d.data
+    return tri.TensorHandle(encode(total, d.dtype.scalar), d.dtype.scalar)
+
+
+def _dot_scaled(
+    self: Any,
+    lhs,
+    lhs_scale,
+    lhs_format,
+    rhs,
+    rhs_scale,
+    rhs_format,
+    fast_math,
+    lhs_k_pack,
+    rhs_k_pack,
+    acc,
+) -> Any:
+    a = _scaled_operand(lhs, lhs_scale, lhs_format, k_axis=-1, k_pack=lhs_k_pack)
+    b = _scaled_operand(rhs, rhs_scale, rhs_format, k_axis=-2, k_pack=rhs_k_pack)
+    return tri.TensorHandle(np.matmul(a, b, dtype=np.float32) + acc.data, acc.dtype.scalar)
+
+
+class _Format(str):
+    """A format name that triton 3.6 can ask for its ``value``, as it asks a compiled constant."""
+
+    value = property(str)
+
+
+def _semantic_dot_scaled(self: Any, *args: Any, original: Any) -> Any:
+    return original(self, *(_Format(a) if isinstance(a, str) else a for a in args))
+
+
+def _scaled_operand(value: Any, scale: Any, kind: Any, k_axis: int, k_pack: bool) -> np.ndarray:
+    """Exact values of a scaled operand; scales are E8M0 bytes along K, (outer, K / group)."""
+    if kind == tri._ir.ScaleDotElemTypeTY.E2M1:
+        data = _unpack_e2m1(value.data, k_axis if k_pack else -3 - k_axis)
+    else:
+        formats = {
+            tri._ir.ScaleDotElemTypeTY.E4M3: tl.float8e4nv,
+            tri._ir.ScaleDotElemTypeTY.E5M2: tl.float8e5,
+        }
+        data = decode(value.data, formats.get(kind, value.dtype.scalar)).astype(np.float32)
+    if scale is None:
+        return data
+    exponent = scale.data.view(np.uint8)
+    factor = np.where(
+        exponent == 255, np.nan, np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
+    )
+    factor = np.repeat(factor.astype(np.float32), data.shape[k_axis] // exponent.shape[-1], axis=-1)
+    return data * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
+
+
+def _unpack_e2m1(data: np.ndarray, axis: int) -> np.ndarray:
+    pairs = np.moveaxis(data.view(np.uint8), axis, -1)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+    return np.moveaxis(_E2M1[codes], -1, axis)
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any, *, original: Any) -> None:
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))

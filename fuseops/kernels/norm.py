@@ -1,0 +1,178 @@
+"""RMSNorm, alone and with the residual add before it; backward with the residual's gradient added.
+
+Maths (float32, one rounding at each store):
+    h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset)
+    dx = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat;  x_hat = h * rstd
+The norm is taken of h as stored (rounded), so that fused equals unfused and backward needs only h
+and rstd. dweight is summed in two stages of fixed order, so it repeats bit for bit on one kind of
+GPU.
+Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) and dweight (N,) float32; with `dims` the norm
+is over the last axes together, and N stands for all of them.
+Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the reference.
+Hardware: sm_80 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.bias import sum_partials
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+MAX_WIDTH = 1 << 14
+
+
+def _fwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1])
+    sizes = {(max(total // n, 1), max(4, min(n * max(total // n, 1) // per_warp, 32)))
+             for total in (1024, 2048) for per_warp in (512, 1024)}  # fmt: skip
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n, "num_warps": pow2(warps)} for rows, warps in sorted(sizes)
+    ]
+
+
+def _fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _fwd_candidates(dims, itemsize)[0]
+
+
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1])
+    rows = max(2048 // n, 1)
+    warps = pow2(rows * n // 512, most=32, least=4)
+    choices: list[tuple[int, int, int]] = [
+        (warps, 4, 1),
+        (warps, 2, 2),
+        (min(warps * 2, 32), 2, 1),
+        (warps, 2, 1),
+        (max(warps // 2, 4), 4, 1),
+    ]
+    choices = choices[: 5 if n < 4096 else 4] if n <= 8192 else [(warps, 1, 1)]
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
+        for w, per_sm, stages in dict.fromkeys(choices)
+    ]
+
+
+def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _bwd_candidates(dims, itemsize)[0]
+
+
+FWD = Space("rmsnorm_fwd", _fwd_candidates, _fwd_default)
+BWD = Space("rmsnorm_bwd", _bwd_candidates, _bwd_default)
+
+
+def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:
+    sizes = [(torch.bfloat16, n) for n in (100, 128, 2048, 4096, 7168, 16384)] + [
+        (torch.float16, 4096),
+        (torch.float32, 4096),
+    ]
+    for dtype, n in sizes:
+        x, weight = (
+            torch.empty(8192, n, dtype=dtype, device="meta"),
+            torch.empty(n, dtype=dtype, device="meta"),
+        )
+        rstd = torch.empty(8192, device="meta")
+        for w in (weight, None) if n == 4096 else (weight,):
+            if backward:
+                yield from ((x, x, w, rstd, dres, w is not None, 0.0) for dres in (None, x))
+            else:
+                yield (x, *(x,) * residual, w, 1e-6, 0.0)
+
+
+@kernel_op(twin=reference.rmsnorm_fwd, cases=_cases)
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(y, rstd): y = x * rstd * (weight + weight_offset), normed over the last `dims` axes."""
+    if _width(x, dims) > MAX_WIDTH:
+        return reference.rmsnorm_fwd(x, weight, eps, weight_offset, dims)
+    y, _, rstd = _forward(x, None, weight, eps, weight_offset, dims)
+    return y, rstd
+
+
+@kernel_op(twin=reference.add_rmsnorm_fwd, cases=lambda: _cases(residual=True))
+def add_rmsnorm_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, h, rstd): h = x + residual as stored, y and rstd of h."""
+    require(
+        residual.shape == x.shape,
+        f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
+    )
+    if x.shape[-1] > MAX_WIDTH:
+        return reference.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
+    return _forward(x, residual, weight, eps, weight_offset, 1)
+
+
+@kernel_op(twin=reference.rmsnorm_bwd, cases=lambda: _cases(backward=True))
+def rmsnorm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
+    need_dw: bool = True, weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not needed."""
+    dims = x.dim() - rstd.dim()
+    n, shape = _width(x, dims), x.shape[rstd.dim() :]
+    _check_weight(weight, shape)
+    require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
+    require(
+        dims > 0 and rstd.shape == x.shape[: rstd.dim()],
+        f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
+    )
+    if n > MAX_WIDTH:
+        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset)
+    x2, dy2, rstd = as_rows(x, dims), as_rows(dy, dims), rstd.contiguous()
+    dres2 = x2 if dres is None else as_rows(dres, dims)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    config = dict(BWD.pick(len(x2), (n,), x))
+    programs = max(
+        min(config.pop("PER_SM") * num_sms(x.device), cdiv(len(x2), config["BLOCK_R"])), 1
+    )
+    partial = torch.empty(1, programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
+    launch(
+        device("norm").rmsnorm_bwd_kernel, (programs,),
+        dy2, x2, x2 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
+        len(x2), n, dy2.stride(0), x2.stride(0), dres2.stride(0), float(weight_offset),
+        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw, **config,
+    )  # fmt: skip
+    if not need_dw:
+        return dx, partial.new_empty(0)
+    return dx, sum_partials(partial, torch.float32).view(shape)
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dims: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = _width(x, dims)
+    _check_weight(weight, x.shape[-dims:])
+    x2 = as_rows(x, dims)
+    residual2 = x2 if residual is None else as_rows(residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = y if residual is None else torch.empty_like(y)
+    rstd = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
+    config = FWD.pick(len(x2), (n,), x)
+    launch(
+        device("norm").rmsnorm_fwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
+        x2, residual2, x2 if weight is None else weight.contiguous(), y, h, rstd,
+        len(x2), n, x2.stride(0), residual2.stride(0), float(eps), float(offset),
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **config,
+    )  # fmt: skip
+    return y, h, rstd
+
+
+def _width(x: Tensor, dims: int) -> int:
+    return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()
+
+
+def _check_weight(weight: Tensor | None, shape: torch.Size) -> None:
+    require(
+        weight is None or weight.shape == shape,
+        f"weight is {weight is not None and tuple(weight.shape)}, expected {tuple(shape)}.",
+    )

@@ -1,0 +1,208 @@
+"""Quantization to FP8 (e4m3, e5m2): per tensor, per row, in vectors of 128 and in squares of 128 x
+128.
+
+Maths: inv = limit / amax (correctly rounded; rounded down to a power of two with pow2);  q =
+saturate(x * inv) rounded to nearest even;  scale = 1 / inv, so that x is about q * scale. NaN stays
+NaN and does not count in amax; infinities become the ends of the range; a block of zeros has scale
+1.
+Shapes: x (R, N) -> rowwise q (R, N) and columnwise q (N, R), which is the transpose, quantized
+along R.
+    tensor:  scale (), amax ()                                            two reads of x
+    rows:    scale (R,)                                                   one read, rowwise only
+    1x128:   row scale (ceil(N/128), R), col scale (ceil(R/128), N)       one read for both layouts
+    128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
+Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
+Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference, tiles
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.registry import kernel_op, tensor_bytes
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+LAYOUTS = ("row", "col", "both")
+MAX_WIDTH = 1 << 14
+SM_89 = 89
+
+
+def _square(warps: int, block_r: int = 128, block_n: int = 128) -> Config:
+    return {"BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": warps}
+
+
+def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1], most=512, least=128)
+    return [
+        _square(4, 4096 // n, n),
+        _square(4, 2048 // n, n),
+        _square(8, 8192 // n, n),
+        _square(8, 16384 // n, n),
+    ]
+
+
+def _tile_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(16), _square(8)] if dims[-1] % 16 == 0 else [_square(16)]
+
+
+def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(8, 128, 64), _square(16), _square(4, 64, 64)]
+
+
+def _row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1])
+    rows = max(2048 // n, 1)
+    warps = pow2(rows * n // 512, most=32, least=4)
+    return [
+        _square(warps, rows, n),
+        _square(min(2 * warps, 32), rows, n),
+        _square(max(warps // 2, 4), rows, n),
+    ]
+
+
+def _first(candidates):
+    return lambda rows, dims, itemsize: candidates(dims, itemsize)[0]
+
+
+AMAX = Space("amax", tiles.tile_candidates, tiles.tile_default)
+TENSOR = Space("quantize_tensor", tiles.tile_candidates, tiles.tile_default)
+TENSOR_COL = Space("quantize_tensor_col", _transpose_candidates, _first(_transpose_candidates))
+ROWS = Space("quantize_rows", _row_candidates, _first(_row_candidates))
+VECTORS = Space("quantize_vectors", _vector_candidates, _first(_vector_candidates))
+BLOCKS = Space("quantize_blocks", _tile_candidates, _first(_tile_candidates))
+
+
+def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    sizes = [
+        (torch.bfloat16, 4096),
+        (torch.bfloat16, 100),
+        (torch.float16, 4096),
+        (torch.float32, 4096),
+    ]
+    for dtype, n in sizes:
+        for fmt in FORMATS if dtype == torch.bfloat16 else FORMATS[:1]:
+            for tail in tails:
+                yield (torch.empty(8192 - (n == 100), n, dtype=dtype, device="meta"), fmt, *tail)
+
+
+def _two_reads(x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False) -> int:
+    return 2 * tensor_bytes(x) + x.numel() * (1 + (layout == "both"))
+
+
+fp8_op = functools.partial(kernel_op, min_arch=SM_89)
+
+
+@fp8_op(
+    twin=reference.quantize_tensor,
+    nbytes=_two_reads,
+    cases=lambda: _cases(*((layout, False) for layout in LAYOUTS)),
+)
+def quantize_tensor(
+    x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all; two
+    launches.
+    """
+    x, row, col = _outputs(x, dtype, layout)
+    rows, n = x.shape
+    if not x.numel() or _too_large(x):
+        return reference.quantize_tensor(x, dtype, layout, pow2)
+    scale, amax = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+    config = AMAX.pick(rows, (n,), x)
+    count = min(cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]), 4 * num_sms(x.device))
+    partial = x.new_empty(count, dtype=torch.float32)
+    launch(device("quantize").amax_kernel, (count,), x, partial, rows, n, x.stride(0), **config)
+    config = (TENSOR if layout == "row" else TENSOR_COL).pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
+        x, partial, row, col, scale, amax, rows, n, count, x.stride(0),
+        LIMIT=_limit(dtype), POW2=pow2, ROW=layout != "col", COL=layout != "row",
+        ALIGN=_align(rows), BLOCK_P=tiles.pow2(count), **config,
+    )  # fmt: skip
+    return row, col, scale, amax
+
+
+@fp8_op(twin=reference.quantize_rows, cases=lambda: _cases((False,), (True,)))
+def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q (R, N), scale (R,)). Rows wider than MAX_WIDTH run the reference."""
+    x, row, _ = _outputs(x, dtype, "row")
+    rows, n = x.shape
+    if not n or n > MAX_WIDTH or _too_large(x):
+        return reference.quantize_rows(x, dtype, pow2)
+    scale = x.new_empty(rows, dtype=torch.float32)
+    config = ROWS.pick(rows, (n,), x)
+    kernel = device("quantize").quantize_rows_kernel
+    grid = (cdiv(rows, config["BLOCK_R"]),)
+    launch(
+        kernel, grid, x, row, scale, rows, n, x.stride(0), LIMIT=_limit(dtype), POW2=pow2, **config
+    )
+    return row, scale
+
+
+@fp8_op(
+    twin=reference.quantize_blocks,
+    cases=lambda: _cases(
+        *((block, layout, False) for block in (1, 128) for layout in LAYOUTS), (1, "row", True)
+    ),
+)
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, block_rows: int, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128
+    (squares).
+    """
+    require(block_rows in (1, 128), f"block_rows is {block_rows}, expected 1 or 128.")
+    x, row, col = _outputs(x, dtype, layout)
+    if _too_large(x):
+        return reference.quantize_blocks(x, dtype, block_rows, layout, pow2)
+    rows, n = x.shape
+    shapes = (
+        ((cdiv(n, 128), rows), (cdiv(rows, 128), n))
+        if block_rows == 1
+        else ((cdiv(rows, 128), cdiv(n, 128)),) * 2
+    )
+    row_scale = x.new_empty(shapes[0] if layout != "col" else 0, dtype=torch.float32)
+    col_scale = x.new_empty(
+        (shapes[1] if block_rows == 1 else shapes[1][::-1]) if layout != "row" else 0,
+        dtype=torch.float32,
+    )
+    config = (VECTORS if (block_rows, layout) == (1, "row") else BLOCKS).pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
+        x, row, col, row_scale, col_scale, rows, n, x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
+        SQUARE=block_rows == 128, ROW=layout != "col", COL=layout != "row",
+        ALIGN=_align(rows), **config,
+    )  # fmt: skip
+    return row, col, row_scale, col_scale
+
+
+def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
+    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
+    row = x.new_empty(x.shape if layout != "col" else 0, dtype=dtype)
+    col = x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
+    return as_rows(x), row, col
+
+
+def _too_large(x: Tensor) -> bool:
+    """Offsets within a tile are 32 bits."""
+    return max(*x.shape, x.stride(0)) >= 1 << 24
+
+
+def _align(rows: int) -> int:
+    """What launches may know of the row count: whether the transposed store can be wide."""
+    return 16 if rows % 16 == 0 else 1
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max

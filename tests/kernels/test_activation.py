@@ -1,0 +1,99 @@
+"""Activation kernels equal their twins, and the twins equal torch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
+
+from fuseops.kernels import activation as k
+from fuseops.kernels import reference
+from fuseops.kernels.reference import GATES
+from fuseops.kernels.reference.activation import split_gate
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@st.composite
+def cases(draw):
+    kind, rows, n, dtype = draw(st.sampled_from(k.KINDS)), draw(ROWS), draw(WIDTHS), draw(DTYPES)
+    values, seed, strided = draw(VALUES), draw(SEEDS), draw(st.booleans())
+    gated = kind in GATES
+    interleave = (
+        draw(st.sampled_from([g for g in (0, 1, 4, 10) if not g or n % g == 0])) if gated else 0
+    )
+    x = tensor((rows, n * (1 + gated)), dtype, values, seed, strided)
+    dy = tensor((rows, n), dtype, "normal", seed + 1, strided)
+    probs = tensor((rows,), torch.float32, "normal", seed + 2).abs()
+    return x, dy, probs, kind, interleave
+
+
+@given(cases())
+@few
+def test_forward(case):
+    x, _, probs, kind, interleave = case
+    assert_matches(k.act_fwd, x, kind, interleave)
+    assert_matches(k.scaled_act_fwd, x, probs, kind, interleave)
+
+
+@given(cases())
+@few
+def test_backward(case):
+    x, dy, _, kind, interleave = case
+    assert_matches(k.act_bwd, dy, x, kind, interleave)
+    assert_matches(k.act_bwd_bias, dy, x, kind, interleave, sums=True)
+
+
+@given(cases(), st.booleans(), st.booleans())
+@few
+def test_scaled_backward(case, need_dprobs, need_y):
+    x, dy, probs, kind, interleave = case
+    assert_matches(k.scaled_act_bwd, dy, x, probs, kind, need_dprobs, need_y, interleave, sums=True)
+
+
+TORCH = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x) ** 2,
+    "silu": torch.nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+    "clamped_silu": lambda g: g.clamp(max=7.0) * torch.sigmoid(1.702 * g.clamp(max=7.0)),
+}
+
+
+@pytest.mark.parametrize("kind", k.KINDS)
+@pytest.mark.parametrize("interleave", [0, 2])
+def test_twin_is_torch(kind, interleave):
+    """Value and derivative of every kind against torch's own in float64."""
+    gated = kind in GATES
+    if interleave and not gated:
+        return
+    x = (torch.randn(5, 24, dtype=torch.float64) * 5).float().double().requires_grad_()
+    if gated:
+        gate, u = split_gate(x, interleave)
+        u = u.clamp(-7, 7) + 1 if kind == "clamped_swiglu" else u
+        y = TORCH[GATES[kind]](gate) * u
+    else:
+        y = TORCH[kind](x)
+    dy = torch.randn(y.shape, dtype=torch.float64)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    got = (
+        reference.act_fwd(x.detach().float(), kind, interleave),
+        reference.act_bwd(dy, x.detach().float(), kind, interleave),
+    )
+    torch.testing.assert_close(got[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), dx, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (("swigloo",), "unknown activation"),
+        (("swiglu",), "expected a multiple of 2"),
+        (("gelu", 2), "has no gate"),
+    ],
+)
+def test_errors_name_the_cause(args, message):
+    with pytest.raises(k.tiles.FuseOpsError, match=message):
+        k.act_fwd.launcher(torch.zeros(2, 5), *args)

@@ -1,0 +1,45 @@
+"""The ahead-of-time table is complete and fresh, and a sample of it compiles, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fuseops.kernels import aot
+
+FAST = {**os.environ, "TRITON_INTERPRET": "0"}
+
+
+def run(*args):
+    command = [sys.executable, "-m", "fuseops", "kernels", *args]
+    return subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=500)
+
+
+def test_table_is_fresh_and_a_sample_compiles():
+    pytest.importorskip("triton")
+    done = run("--check", "--sample", "16")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_no_row_ships_with_a_problem():
+    for key, row in aot.read_table().items():
+        arch, kernel = int(key.rsplit("_", 1)[1]), key.split()[0]
+        assert aot.problem_of(aot.Row(row["op"], kernel, "", arch, "", None), row) is None, key
+
+
+def test_changed_missing_and_unused_rows_are_named():
+    row = aot.Row("op", "kernel", "variant", 90, "new", None)
+    table = {row.key: {"hash": "old"}, "gone": {"hash": ""}}
+    assert aot.stale({row.key: row, "b": row}, table) == {
+        row.key: "changed",
+        "b": "missing",
+        "gone": "unused",
+    }
+
+
+def test_every_architecture_is_there():
+    archs = {key.rsplit(" ", 1)[1] for key in aot.read_table()}
+    assert archs == {f"sm_{a}" for a in aot.ARCHS}
+    assert json.loads(aot.TABLE.read_text())["schema_version"] == 1

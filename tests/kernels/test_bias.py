@@ -1,0 +1,48 @@
+"""Bias kernels equal their twins; grouped sums repeat bit for bit and ignore padding."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import DTYPES, ROWS, SEEDS, WIDTHS, assert_matches, few, run, splits, tensor
+
+from fuseops.kernels import bias as k
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@given(ROWS, WIDTHS, DTYPES, SEEDS, st.booleans())
+@few
+def test_bias(rows, n, dtype, seed, strided):
+    x, bias = (
+        tensor((rows, n), dtype, "normal", seed, strided),
+        tensor((n,), dtype, "normal", seed + 1),
+    )
+    assert_matches(k.bias_fwd, x, bias)
+    assert_matches(k.bias_bwd, x, sums=True)
+
+
+@given(
+    ROWS,
+    WIDTHS,
+    DTYPES,
+    SEEDS,
+    st.sampled_from([1, 2, 5]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+@few
+def test_grouped_bias(rows, n, dtype, seed, groups, scaled, with_bias, strided):
+    padding = min(rows, seed % 5)
+    x, bias = (
+        tensor((rows, n), dtype, "normal", seed, strided),
+        tensor((groups, n), dtype, "normal", seed + 1),
+    )
+    offs = splits(rows, groups, seed, padding)
+    probs = tensor((rows,), torch.float32, "normal", seed + 2) if scaled else None
+    x[rows - padding :] = float("nan")
+    assert_matches(k.grouped_bias_fwd, x, bias, offs, probs)
+    assert_matches(k.grouped_bias_bwd, x, offs, probs, bias if with_bias else None, sums=True)
+    again = [run(k.grouped_bias_bwd, x, offs, probs, bias) for _ in range(2)]
+    assert all(map(torch.equal, *again))
