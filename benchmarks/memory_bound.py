@@ -26,8 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import fuseops.kernels.all as k
-from fuseops.kernels import configs
+from fuseops.kernels import (
+    activation,
+    bias,
+    casts,
+    configs,
+    norm,
+    permute,
+    quantize,
+    router,
+    routing,
+)
 from fuseops.kernels.registry import KernelOp
 
 E4M3 = torch.float8_e4m3fn
@@ -173,7 +182,7 @@ def with_probs(make: Callable[[int, int], tuple]) -> Callable[[int, int], tuple]
 
 
 def activation_cases() -> Iterator[Case]:
-    a = k.activation
+    a = activation
     silu, silu_bwd = (
         (lambda x, *_: F.silu(x)),
         (lambda dy, x, *_: torch.ops.aten.silu_backward(dy, x)),
@@ -209,7 +218,7 @@ def chosen(r: int, n: int) -> tuple:
 
 def routed(r: int, n: int) -> tuple[Tensor, ...]:
     """(offs, index, pos, probs) of random choices."""
-    return k.routing.route(*chosen(r, n))
+    return routing.route(*chosen(r, n))
 
 
 def scatter_args(r: int, n: int) -> tuple:
@@ -253,7 +262,7 @@ def topk_softmax(logits: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def moe_cases() -> Iterator[Case]:
-    p, moe = k.permute, tuple(MOE)
+    p, moe = permute, tuple(MOE)
     gather = lambda x, index, _: x.index_select(0, index)  # noqa: E731
     plain = lambda r, n: combine_args(r, n)[:3]  # noqa: E731
     soft = ("softmax", True)
@@ -262,13 +271,13 @@ def moe_cases() -> Iterator[Case]:
     yield Case("combine_plain", p.combine_fwd, plain, combine, shapes=moe)
     yield Case("combine_fwd", p.combine_fwd, combine_args, combine, shapes=moe)
     yield Case("combine_bwd", p.combine_bwd, combine_bwd_args, shapes=moe)
-    yield Case("route", k.routing.route, chosen, shapes=moe)
-    yield Case("router_fwd", k.router.router_fwd, logits, topk_softmax, tail=soft, shapes=moe)
-    yield Case("router_bwd", k.router.router_bwd, router_bwd_args, tail=soft, shapes=moe)
+    yield Case("route", routing.route, chosen, shapes=moe)
+    yield Case("router_fwd", router.router_fwd, logits, topk_softmax, tail=soft, shapes=moe)
+    yield Case("router_bwd", router.router_bwd, router_bwd_args, tail=soft, shapes=moe)
 
 
 def cast_cases() -> Iterator[Case]:
-    c, bf16 = k.cast, torch.bfloat16
+    c, bf16 = casts, torch.bfloat16
     f32 = lambda r, n: (rnd(r, n, dtype=torch.float32),)  # noqa: E731
     to = lambda x, dtype: x.to(dtype)  # noqa: E731
     both = lambda x, dtype, _: (x.to(dtype), x.t().to(dtype).contiguous())  # noqa: E731
@@ -280,7 +289,7 @@ def cast_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    b, norm, q = k.bias, k.norm, k.quantize
+    b, q = bias, quantize
     yield from activation_cases()
     yield Case("bias_fwd", b.bias_fwd, lambda r, n: (rnd(r, n), rnd(n)), torch.add)
     yield Case("bias_bwd", b.bias_bwd, x, lambda dy: dy.sum(0, dtype=torch.float32))

@@ -1,0 +1,44 @@
+"""Launchers of every kernel. Ops and fused ops call these and never look at the device.
+
+Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
+elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
+"""
+
+from .activation import act_bwd as act_bwd
+from .activation import act_bwd_bias as act_bwd_bias
+from .activation import act_fwd as act_fwd
+from .activation import scaled_act_bwd as scaled_act_bwd
+from .activation import scaled_act_fwd as scaled_act_fwd
+from .bias import bias_bwd as bias_bwd
+from .bias import bias_fwd as bias_fwd
+from .bias import grouped_bias_bwd as grouped_bias_bwd
+from .bias import grouped_bias_fwd as grouped_bias_fwd
+from .casts import cast as cast
+from .casts import cast_transpose as cast_transpose
+from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_wgrad as grouped_wgrad
+from .grouped import scaled_grouped_mm as scaled_grouped_mm
+from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
+from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
+from .norm import rmsnorm_bwd as rmsnorm_bwd
+from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .permute import combine_bwd as combine_bwd
+from .permute import combine_fwd as combine_fwd
+from .permute import gather_rows as gather_rows
+from .permute import scatter_rows as scatter_rows
+from .quantize import quantize_blocks as quantize_blocks
+from .quantize import quantize_columns as quantize_columns
+from .quantize import quantize_group_blocks as quantize_group_blocks
+from .quantize import quantize_rows as quantize_rows
+from .quantize import quantize_tensor as quantize_tensor
+from .reference import accumulator as accumulator
+from .reference import act_dprobs as act_dprobs
+from .reference import dropout_mask as dropout_mask
+from .reference import expert_quantize as expert_quantize
+from .reference import grouped_quantize as grouped_quantize
+from .reference import scaled_mm as scaled_mm
+from .registry import reference_only as reference_only
+from .router import router_bwd as router_bwd
+from .router import router_fwd as router_fwd
+from .routing import counts_to_offs as counts_to_offs
+from .routing import route as route

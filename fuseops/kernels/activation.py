@@ -2,15 +2,14 @@
 generator.
 
 Maths (float32, one rounding at each store):
-    y = f(x)                         kinds gelu, gelu_tanh, relu, srelu, silu, sigmoid y = f(g) * u
-    kinds glu, geglu, geglu_tanh, reglu, sreglu, swiglu y = h sigmoid(alpha h) * (clamp(u, -limit,
-    limit) + offset), h = min(g, limit)      kind clamped_swiglu scaled: y * probs[..., None];
-    dprobs = sum over columns of dy * y before scaling
-Shapes: x (..., F) or (..., 2F), probs (...) float32, y and dy (..., F).
+    y = f(x)        kinds gelu, gelu_tanh, relu, srelu, silu, sigmoid
+    y = f(g) * u    kinds glu, geglu, geglu_tanh, reglu, sreglu, swiglu
+    y = h sigmoid(alpha h) * (clamp(u, -limit, limit) + offset), h = min(g, limit)    kind clamped_swiglu
+    scaled: y * probs[..., None];  dprobs = sum over columns of dy * y before scaling
+Shapes: x (..., F) or (..., 2F), probs (...), y and dy (..., F).
 Layout: rows may be strided, columns are contiguous. The gate is the first half of the last axis;
 with interleave = b gate and linear alternate in blocks of b columns.
-Hardware: sm_80 and later. Adding a kind: one branch in device/act.py and in twins/activation.py,
-one name here.
+Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, two lines in reference/activation.py.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import tiles
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Space
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference import GATES, KINDS
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, require
-from fuseops.kernels.twins import activation as twins
-from fuseops.kernels.twins.activation import GATES
-
-UNGATED = ("gelu", "gelu_tanh", "relu", "srelu", "silu", "sigmoid")
-KINDS = (*UNGATED, *GATES)
 
 FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
 BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
@@ -62,7 +57,7 @@ def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]
         yield (*args, kind, *tail, interleave)
 
 
-@kernel_op(twin=twins.act_fwd, cases=_cases)
+@kernel_op(twin=reference.act_fwd, cases=_cases)
 def act_fwd(
     x: Tensor,
     kind: str,
@@ -75,7 +70,7 @@ def act_fwd(
     return _forward(x, None, kind, interleave, alpha, limit, offset)
 
 
-@kernel_op(twin=twins.scaled_act_fwd, cases=lambda: _cases(probs=True))
+@kernel_op(twin=reference.scaled_act_fwd, cases=lambda: _cases(probs=True))
 def scaled_act_fwd(
     x: Tensor,
     probs: Tensor,
@@ -89,7 +84,7 @@ def scaled_act_fwd(
     return _forward(x, probs, kind, interleave, alpha, limit, offset)
 
 
-@kernel_op(twin=twins.act_bwd, cases=lambda: _cases(dy=True))
+@kernel_op(twin=reference.act_bwd, cases=lambda: _cases(dy=True))
 def act_bwd(
     dy: Tensor,
     x: Tensor,
@@ -109,7 +104,7 @@ def act_bwd(
     return dx
 
 
-@kernel_op(twin=twins.act_bwd_bias, cases=lambda: _cases(dy=True))
+@kernel_op(twin=reference.act_bwd_bias, cases=lambda: _cases(dy=True))
 def act_bwd_bias(
     dy: Tensor,
     x: Tensor,
@@ -134,7 +129,7 @@ def act_bwd_bias(
     return dx, sum_partials(partial[None], torch.float32)[0]
 
 
-@kernel_op(twin=twins.scaled_act_bwd, cases=lambda: _cases(dy=True, probs=True))
+@kernel_op(twin=reference.scaled_act_bwd, cases=lambda: _cases(dy=True, probs=True))
 def scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
@@ -215,8 +210,7 @@ def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
         probs.shape == x.shape[:-1],
         f"probs is {tuple(probs.shape)}, expected {tuple(x.shape[:-1])}.",
     )
-    require(probs.dtype == torch.float32, f"probs is {probs.dtype}, expected torch.float32.")
-    return probs.contiguous()
+    return probs.to(torch.float32).contiguous()
 
 
 def _like(x: Tensor) -> Tensor:

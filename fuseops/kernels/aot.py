@@ -1,19 +1,17 @@
 """Compile every kernel ahead of time, without a GPU, and keep the results in a committed table.
 
-    python -m fuseops.kernels.aot --check --sample 12    # what CI runs: no stale or missing row, a
-    sample compiles python -m fuseops.kernels.aot --jobs 2               # rebuild the rows that
-    changed; --all rebuilds every row
+    fuseops kernels                       # the table
+    fuseops kernels --check --sample 12   # no stale or missing row, a sample compiles (what CI runs)
+    fuseops kernels --rebuild --jobs 2    # rebuild the rows that changed; --all rebuilds every row
 
-The rows are found by running the launchers: each kernel op lists its ``cases`` (arguments on the
-meta device), and under ``launch.recording`` a launcher's launches are noted instead of run, once
-for each configuration of each space it asks. A row is one compiled variant on one architecture,
-with a hash of the kernel's source (and of every device function it calls), its signature and its
-options.
+The rows are found by running the launchers: each kernel op lists its `cases` (arguments on the meta device), and under
+`launch.recording` a launcher's launches are noted instead of run, once for each configuration of each space it asks.
+A row is one compiled variant on one architecture, with a hash of the kernel's source (and of every device function it
+calls), its signature and its options.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import hashlib
@@ -22,7 +20,6 @@ import json
 import multiprocessing
 import random
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -75,7 +72,9 @@ class Row(NamedTuple):
         return f"{self.kernel} {self.variant} sm_{self.arch}"
 
 
-def rows(ops: Iterable[KernelOp] | None = None, archs: Iterable[int] = ARCHS) -> dict[str, Row]:
+def rows(
+    ops: Iterable[KernelOp[Any, Any]] | None = None, archs: Iterable[int] = ARCHS
+) -> dict[str, Row]:
     """Every variant that a launcher can choose, by key."""
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
@@ -88,12 +87,18 @@ def rows(ops: Iterable[KernelOp] | None = None, archs: Iterable[int] = ARCHS) ->
     return found
 
 
-def _rows_of(op: KernelOp, args: tuple[Any, ...], arch: int) -> Iterator[Row]:
-    if op.min_arch is not None and arch < (needed := op.min_arch(*args)):
+def _rows_of(op: KernelOp[Any, Any], args: tuple[Any, ...], arch: int) -> Iterator[Row]:
+    if arch < op.min_arch:
         dtypes = ",".join(_TYPES[a.dtype] for a in args if isinstance(a, torch.Tensor))
         scalars = " ".join(_text(a) for a in args if not isinstance(a, torch.Tensor))
         yield Row(
-            op.name, op.name, f"{dtypes} {scalars}", arch, "", None, f"twin (needs sm_{needed})"
+            op.name,
+            op.name,
+            f"{dtypes} {scalars}",
+            arch,
+            "",
+            None,
+            f"reference (needs sm_{op.min_arch})",
         )
         return
     with recording(arch), configs.asking() as asked:
@@ -234,6 +239,11 @@ def read_table(path: Path = TABLE) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text())["rows"] if path.exists() else {}
 
 
+def table_version(path: Path = TABLE) -> str:
+    """The triton that compiled the table."""
+    return str(json.loads(path.read_text())["triton"])
+
+
 def write_table(table: dict[str, dict[str, Any]], path: Path = TABLE) -> None:
     """One line a row, sorted, so that a change of one kernel is a small diff."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
@@ -268,43 +278,33 @@ def _compile_numbered(number: int) -> dict[str, Any]:
     return compile_row(_work[number])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="fuseops.kernels.aot", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the committed table and compile a sample"
-    )
-    parser.add_argument("--sample", type=int, default=12, help="how many rows --check compiles")
-    parser.add_argument("--seed", type=int, default=0, help="which sample")
-    parser.add_argument("--all", action="store_true", help="rebuild rows that have not changed too")
-    parser.add_argument("--jobs", type=int, default=1)
-    options = parser.parse_args(argv)
-    import fuseops.kernels.all  # noqa: F401  (registers every kernel)
+def refresh(everything: bool, jobs: int) -> Iterator[tuple[int, int, Row, str | None]]:
+    """Rebuild rows that are missing or changed (or all) and write the table.   -> number, total, row, its problem"""
+    current, table = rows(), read_table()
+    todo = list(current) if everything else [k for k in stale(current, table) if k in current]
+    results = compile_all([current[k] for k in todo], jobs)
+    for number, (row, result) in enumerate(results, 1):
+        table[row.key] = result
+        yield number, len(todo), row, problem_of(row, result)
+    write_table({k: table[k] for k in current})
 
+
+class Check(NamedTuple):
+    """What `check` found: rows in the table, stale ones with why, rows compiled, what is wrong with which."""
+
+    rows: int
+    stale: dict[str, str]
+    compiled: int
+    problems: dict[str, str]
+
+
+def check(sample: int, seed: int = 0, jobs: int = 1) -> Check:
+    """Compare the committed table with the code, and compile a sample of it, stale rows first."""
     current, table = rows(), read_table()
     wrong = stale(current, table)
-    todo = list(current) if options.all else [k for k in wrong if k in current]
-    if options.check:
-        others = [k for k in sorted(current) if k not in wrong]
-        random.Random(options.seed).shuffle(others)
-        todo = (todo + others)[: options.sample]
-    failed = 0
-    for number, (row, result) in enumerate(compile_all([current[k] for k in todo], options.jobs)):
-        problem = problem_of(row, result)
-        failed += problem is not None
-        if problem or number % 100 == 0:
-            print(f"[{number + 1}/{len(todo)}] {row.key}: {problem or 'ok'}", flush=True)
-        table[row.key] = result
-    if options.check:
-        for key, why in wrong.items():
-            print(f"{why}: {key}")
-        print(f"{len(current)} rows, {len(wrong)} stale, {len(todo)} compiled, {failed} failed")
-        return int(bool(wrong or failed))
-    write_table({k: table[k] for k in current})
-    print(f"{len(current)} rows, {len(todo)} compiled, {failed} failed")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    others = sorted(set(current) - set(wrong))
+    random.Random(seed).shuffle(others)
+    todo = ([k for k in wrong if k in current] + others)[:sample]
+    done = compile_all([current[k] for k in todo], jobs)
+    problems = {row.key: problem_of(row, result) for row, result in done}
+    return Check(len(current), wrong, len(todo), {k: p for k, p in problems.items() if p})

@@ -1,13 +1,12 @@
 """Bias, one vector or one a group, and its gradient.
 
-Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].   dbias[g] = sum of probs[r] *
-dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)]. Sums are float32 in two stages of
-fixed order, so they repeat bit for bit.
-Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,)
-float32.
+Maths: y = x + bias;  grouped: y[r] = x[r] + bias[g(r)] * probs[r].
+dbias[g] = sum of probs[r] * dy[r] over the rows of g, dprobs[r] = sum of dy[r] * bias[g(r)].
+Sums are float32 in two stages of fixed order, so they repeat bit for bit.
+Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,).
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing
 taken from dy.
-Hardware: sm_80 and later.
+Hardware: sm_80 and later. With dprobs, rows wider than MAX_WIDTH run the reference.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import tiles
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import bias as twins
 
 MAX_WIDTH = 1 << 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,7 +65,7 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
                 yield from ((x, offs), (x, offs, probs), (x, offs, probs, bias))
 
 
-@kernel_op(twin=twins.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
+@kernel_op(twin=reference.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
     require(
@@ -76,7 +74,7 @@ def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     return _forward(x, bias.contiguous(), None, None)
 
 
-@kernel_op(twin=twins.grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
+@kernel_op(twin=reference.grouped_bias_fwd, cases=lambda: _cases(grouped=True, backward=False))
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """x + bias[group] (* probs); padding rows become zero."""
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
@@ -87,22 +85,20 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
     return _forward(x, bias.contiguous(), offs, probs)
 
 
-@kernel_op(twin=twins.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
+@kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor) -> Tensor:
     """dbias float32: dy summed over all axes but the last."""
     return _backward(as_rows(dy), None, None, None)[0][0]
 
 
-@kernel_op(twin=twins.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
+@kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
 def grouped_bias_bwd(
     dy: Tensor, offs: Tensor, probs: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    require(
-        dy.shape[1] <= MAX_WIDTH or bias is None,
-        f"dprobs needs rows of at most {MAX_WIDTH}, got {dy.shape[1]}.",
-    )
+    if bias is not None and dy.shape[1] > MAX_WIDTH:
+        return reference.grouped_bias_bwd(dy, offs, probs, bias)
     return _backward(as_rows(dy), offs, probs, bias)
 
 
@@ -126,6 +122,10 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
+def _float32(probs: Tensor) -> Tensor:
+    return probs.to(torch.float32).contiguous()
+
+
 def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None) -> Tensor:
     x2, n = as_rows(x), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -133,7 +133,7 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     config = FWD.pick(len(x2), (n,), x)
     launch(
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
-        x2, bias, x if offs is None else offs, x if probs is None else probs.contiguous(), y,
+        x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,
         len(x2), n, groups, x2.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups), **config,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def _backward(
     dprobs = torch.empty(rows if bias is not None else 0, dtype=torch.float32, device=dy.device)
     launch(
         device("bias").bias_bwd_kernel, (blocks, splits, groups),
-        dy, dy if offs is None else offs, dy if probs is None else probs.contiguous(),
+        dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
         dy if bias is None else bias.contiguous(), partial, dprobs, rows, n, splits, dy.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None, **config,
     )  # fmt: skip

@@ -9,7 +9,6 @@ neither compiles nor tunes anything. Nothing is ever timed inside ``pick``.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
@@ -120,6 +119,8 @@ def store(entries: dict[str, Config]) -> Path:
     """Add entries to the cache file. Several processes may do so at once: the file is replaced
     whole, under a lock.
     """
+    import fcntl  # POSIX only: where it is missing, kernels run with the shipped table
+
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

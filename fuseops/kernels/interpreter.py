@@ -47,6 +47,11 @@ def install() -> None:
     tri._patch_lang_tensor = functools.partial(_patch_lang_tensor, original=tri._patch_lang_tensor)
 
 
+def silent() -> Any:
+    """A scope in which inf - inf and the like raise no numpy warning, as no hardware does."""
+    return np.errstate(all="ignore")
+
+
 def decode(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     """Values of an interpreter array: bf16 and fp8 are kept as bits."""
     if dtype == tl.bfloat16:

@@ -41,13 +41,18 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
+def _interpreter() -> ModuleType:
+    """Imported here because it imports Triton."""
+    from fuseops.kernels import interpreter
+
+    return interpreter
+
+
 @functools.cache
 def device(name: str) -> ModuleType:
     """The Triton module ``fuseops.kernels.device.<name>``."""
     if INTERPRET:
-        from fuseops.kernels import interpreter
-
-        interpreter.install()
+        _interpreter().install()
     return importlib.import_module(f"fuseops.kernels.device.{name}")
 
 
@@ -59,7 +64,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _recorder.launches.append(Launch(kernel, grid, args, options))
     elif 0 in grid:
         return
-    elif INTERPRET or args[0].device.index == torch.cuda.current_device():
+    elif INTERPRET:
+        with _interpreter().silent():
+            kernel[grid](*args, **options)
+    elif args[0].device.index == torch.cuda.current_device():
         kernel[grid](*args, **options)
     else:
         with torch.cuda.device(args[0].device):

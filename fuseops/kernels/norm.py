@@ -1,15 +1,14 @@
 """RMSNorm, alone and with the residual add before it; backward with the residual's gradient added.
 
 Maths (float32, one rounding at each store):
-    h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset) dx
-    = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat,  x_hat = h
-    * rstd
+    h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset)
+    dx = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat;  x_hat = h * rstd
 The norm is taken of h as stored (rounded), so that fused equals unfused and backward needs only h
 and rstd. dweight is summed in two stages of fixed order, so it repeats bit for bit on one kind of
 GPU.
-Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) float32, dweight (N,)
-float32.
-Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the twin.
+Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) and dweight (N,) float32; with `dims` the norm
+is over the last axes together, and N stands for all of them.
+Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the reference.
 Hardware: sm_80 and later.
 """
 
@@ -21,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.kernels import reference
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import norm as twins
 
 MAX_WIDTH = 1 << 14
 
@@ -88,18 +87,18 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
 
 
-@kernel_op(twin=twins.rmsnorm_fwd, cases=_cases)
+@kernel_op(twin=reference.rmsnorm_fwd, cases=_cases)
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """(y, rstd): y = x * rstd * (weight + weight_offset)."""
-    if x.shape[-1] > MAX_WIDTH:
-        return twins.rmsnorm_fwd(x, weight, eps, weight_offset)
-    y, _, rstd = _forward(x, None, weight, eps, weight_offset)
+    """(y, rstd): y = x * rstd * (weight + weight_offset), normed over the last `dims` axes."""
+    if _width(x, dims) > MAX_WIDTH:
+        return reference.rmsnorm_fwd(x, weight, eps, weight_offset, dims)
+    y, _, rstd = _forward(x, None, weight, eps, weight_offset, dims)
     return y, rstd
 
 
-@kernel_op(twin=twins.add_rmsnorm_fwd, cases=lambda: _cases(residual=True))
+@kernel_op(twin=reference.add_rmsnorm_fwd, cases=lambda: _cases(residual=True))
 def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,28 +108,28 @@ def add_rmsnorm_fwd(
         f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
     )
     if x.shape[-1] > MAX_WIDTH:
-        return twins.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
-    return _forward(x, residual, weight, eps, weight_offset)
+        return reference.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
+    return _forward(x, residual, weight, eps, weight_offset, 1)
 
 
-@kernel_op(twin=twins.rmsnorm_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=reference.rmsnorm_bwd, cases=lambda: _cases(backward=True))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
     need_dw: bool = True, weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not
-    needed.
-    """
-    n = x.shape[-1]
-    _check_weight(weight, n)
+    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not needed."""
+    dims = x.dim() - rstd.dim()
+    n, shape = _width(x, dims), x.shape[rstd.dim() :]
+    _check_weight(weight, shape)
     require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
     require(
-        rstd.shape == x.shape[:-1], f"rstd is {tuple(rstd.shape)}, expected {tuple(x.shape[:-1])}."
+        dims > 0 and rstd.shape == x.shape[: rstd.dim()],
+        f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     if n > MAX_WIDTH:
-        return twins.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset)
-    x2, dy2, rstd = as_rows(x), as_rows(dy), rstd.contiguous()
-    dres2 = x2 if dres is None else as_rows(dres)
+        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset)
+    x2, dy2, rstd = as_rows(x, dims), as_rows(dy, dims), rstd.contiguous()
+    dres2 = x2 if dres is None else as_rows(dres, dims)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     config = dict(BWD.pick(len(x2), (n,), x))
     programs = max(
@@ -143,19 +142,21 @@ def rmsnorm_bwd(
         len(x2), n, dy2.stride(0), x2.stride(0), dres2.stride(0), float(weight_offset),
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw, **config,
     )  # fmt: skip
-    return dx, sum_partials(partial, torch.float32)[0] if need_dw else partial.new_empty(0)
+    if not need_dw:
+        return dx, partial.new_empty(0)
+    return dx, sum_partials(partial, torch.float32).view(shape)
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dims: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n = x.shape[-1]
-    _check_weight(weight, n)
-    x2 = as_rows(x)
+    n = _width(x, dims)
+    _check_weight(weight, x.shape[-dims:])
+    x2 = as_rows(x, dims)
     residual2 = x2 if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = y if residual is None else torch.empty_like(y)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rstd = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
     config = FWD.pick(len(x2), (n,), x)
     launch(
         device("norm").rmsnorm_fwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
@@ -166,8 +167,12 @@ def _forward(
     return y, h, rstd
 
 
-def _check_weight(weight: Tensor | None, n: int) -> None:
+def _width(x: Tensor, dims: int) -> int:
+    return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()
+
+
+def _check_weight(weight: Tensor | None, shape: torch.Size) -> None:
     require(
-        weight is None or weight.shape == (n,),
-        f"weight is {weight is not None and tuple(weight.shape)}, expected ({n},).",
+        weight is None or weight.shape == shape,
+        f"weight is {weight is not None and tuple(weight.shape)}, expected {tuple(shape)}.",
     )

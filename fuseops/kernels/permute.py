@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import tiles
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import permute as twins
 
 MAX_K = 64
 
@@ -47,7 +46,7 @@ def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
-    k, width = pow2(dims[0]), pow2(dims[1])
+    k, width = pow2(dims[0]), pow2(dims[-1])
     choices = []
     for total, warps, stages in ((2048, 4, 1), (4096, 8, 1), (4096, 8, 2)):
         n = min(width, max(total // k, 32), 1024)
@@ -99,7 +98,7 @@ def _gather_bytes(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None =
     return tensor_bytes((x, index, offs, probs)) + len(index) * x.shape[1] * x.element_size()
 
 
-@kernel_op(twin=twins.scatter_rows, cases=lambda: _cases("scatter"))
+@kernel_op(twin=reference.scatter_rows, cases=lambda: _cases("scatter"))
 def scatter_rows(
     x: Tensor, pos: Tensor, offs: Tensor, rows: int, probs: Tensor | None = None
 ) -> Tensor:
@@ -118,7 +117,7 @@ def scatter_rows(
     return y
 
 
-@kernel_op(twin=twins.gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
+@kernel_op(twin=reference.gather_rows, nbytes=_gather_bytes, cases=lambda: _cases("gather"))
 def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[r] = x[index[r]] (* probs[r]), zeros at padding rows.   x (T, N), index (R,) -> y (R, N)"""
     x2 = _checked(x, "x")
@@ -135,7 +134,7 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     return y
 
 
-@kernel_op(twin=twins.combine_fwd, cases=lambda: _cases("combine"))
+@kernel_op(twin=reference.combine_fwd, cases=lambda: _cases("combine"))
 def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
     """y[t] = sum over k of x[pos[t, k]] (* probs[pos[t, k]]).   x (R, N), pos (T, K) -> y (T, N)"""
     x2, k = _checked(x, "x"), _check_pos(pos, None)
@@ -151,7 +150,7 @@ def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = Non
     return y
 
 
-@kernel_op(twin=twins.combine_bwd, cases=lambda: _cases("combine_bwd"))
+@kernel_op(twin=reference.combine_bwd, cases=lambda: _cases("combine_bwd"))
 def combine_bwd(
     dy: Tensor, x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,14 @@ NaN and does not count in amax; infinities become the ends of the range; a block
 1.
 Shapes: x (R, N) -> rowwise q (R, N) and columnwise q (N, R), which is the transpose, quantized
 along R.
-    tensor: scale (1,), amax (1,)                  two reads of x rows:   scale (R,)
-    one read, rowwise only 1x128:  row scale (ceil(N/128), R), col scale (ceil(R/128), N)        one
-    read for both layouts 128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose
-    one read for both layouts
-    quantize_columns: columnwise with col scale (N,), two reads;  quantize_group_blocks: columnwise in
-    vectors of 128 rows that begin anew in each group
+    tensor:  scale (), amax ()                                            two reads of x
+    rows:    scale (R,)                                                   one read, rowwise only
+    1x128:   row scale (ceil(N/128), R), col scale (ceil(R/128), N)       one read for both layouts
+    128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
+    columns: col scale (N,)                                               two reads, columnwise only
+    groups:  col scale (R//128 + E, N), vectors of 128 rows that begin anew in each group    one read
 Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
-Hardware: sm_89 and later convert; older ones run the twin.
+Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import tiles
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import quantize as twins
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("row", "col", "both")
 MAX_WIDTH = 1 << 14
+MAX_SPLITS = 64
 SM_89 = 89
 
 
@@ -61,6 +61,11 @@ def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_square(8, 128, 64), _square(16), _square(4, 64, 64)]
 
 
+def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    narrow = [_square(8, 128, 64), _square(8, 128, 32)]
+    return [*narrow, _square(16)] if dims[-1] % 16 == 0 else narrow
+
+
 def _row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     rows = max(2048 // n, 1)
@@ -82,6 +87,9 @@ TENSOR_COL = Space("quantize_tensor_col", _transpose_candidates, _first(_transpo
 ROWS = Space("quantize_rows", _row_candidates, _first(_row_candidates))
 VECTORS = Space("quantize_vectors", _vector_candidates, _first(_vector_candidates))
 BLOCKS = Space("quantize_blocks", _tile_candidates, _first(_tile_candidates))
+COLUMN_AMAX = Space("column_amax", tiles.tile_candidates, tiles.tile_default)
+COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
+GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -97,33 +105,38 @@ def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
                 yield (torch.empty(8192 - (n == 100), n, dtype=dtype, device="meta"), fmt, *tail)
 
 
-def _converts(*args, **kwargs) -> int:
-    return SM_89
+def _group_cases() -> Iterator[tuple[Any, ...]]:
+    for x, fmt, *tail in _cases((False,)):
+        yield x, torch.empty(64, dtype=torch.int32, device="meta"), fmt, *tail
 
 
 def _two_reads(x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False) -> int:
     return 2 * tensor_bytes(x) + x.numel() * (1 + (layout == "both"))
 
 
-fp8_op = functools.partial(kernel_op, min_arch=_converts)
+def _column_bytes(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
+    return 2 * tensor_bytes(x) + x.numel() + 4 * x.shape[1]
+
+
+fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
 @fp8_op(
-    twin=twins.quantize_tensor,
+    twin=reference.quantize_tensor,
     nbytes=_two_reads,
     cases=lambda: _cases(*((layout, False) for layout in LAYOUTS)),
 )
 def quantize_tensor(
     x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rowwise (R, N), columnwise (N, R), scale (1,), amax (1,)) with one scale for all; two
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all; two
     launches.
     """
     x, row, col = _outputs(x, dtype, layout)
     rows, n = x.shape
-    if not x.numel():
-        return twins.quantize_tensor(x, dtype, layout, pow2)
-    scale, amax = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
+    if not x.numel() or _too_large(x):
+        return reference.quantize_tensor(x, dtype, layout, pow2)
+    scale, amax = (x.new_empty((), dtype=torch.float32) for _ in range(2))
     config = AMAX.pick(rows, (n,), x)
     count = min(cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]), 4 * num_sms(x.device))
     partial = x.new_empty(count, dtype=torch.float32)
@@ -138,13 +151,13 @@ def quantize_tensor(
     return row, col, scale, amax
 
 
-@fp8_op(twin=twins.quantize_rows, cases=lambda: _cases((False,), (True,)))
+@fp8_op(twin=reference.quantize_rows, cases=lambda: _cases((False,), (True,)))
 def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q (R, N), scale (R,)). Rows wider than MAX_WIDTH run the twin."""
+    """(q (R, N), scale (R,)). Rows wider than MAX_WIDTH run the reference."""
     x, row, _ = _outputs(x, dtype, "row")
     rows, n = x.shape
-    if n > MAX_WIDTH:
-        return twins.quantize_rows(x, dtype, pow2)
+    if not n or n > MAX_WIDTH or _too_large(x):
+        return reference.quantize_rows(x, dtype, pow2)
     scale = x.new_empty(rows, dtype=torch.float32)
     config = ROWS.pick(rows, (n,), x)
     kernel = device("quantize").quantize_rows_kernel
@@ -156,7 +169,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Te
 
 
 @fp8_op(
-    twin=twins.quantize_blocks,
+    twin=reference.quantize_blocks,
     cases=lambda: _cases(
         *((block, layout, False) for block in (1, 128) for layout in LAYOUTS), (1, "row", True)
     ),
@@ -169,6 +182,8 @@ def quantize_blocks(
     """
     require(block_rows in (1, 128), f"block_rows is {block_rows}, expected 1 or 128.")
     x, row, col = _outputs(x, dtype, layout)
+    if _too_large(x):
+        return reference.quantize_blocks(x, dtype, block_rows, layout, pow2)
     rows, n = x.shape
     shapes = (
         ((cdiv(n, 128), rows), (cdiv(rows, 128), n))
@@ -190,57 +205,15 @@ def quantize_blocks(
     return row, col, row_scale, col_scale
 
 
-def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
-    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
-    require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
-    row = x.new_empty(x.shape if layout != "col" else 0, dtype=dtype)
-    x2 = as_rows(x)
-    require(
-        max(*x.shape, x2.stride(0)) < 1 << 24,
-        f"x is {tuple(x.shape)}, expected sizes and strides below 2^24.",
-    )
-    return x2, row, x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
-
-
-def _align(rows: int) -> int:
-    """What launches may know of the row count: whether the transposed store can be wide."""
-    return 16 if rows % 16 == 0 else 1
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
-
-
-def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    narrow = [_square(8, 128, 64), _square(8, 128, 32)]
-    return [*narrow, _square(16)] if dims[-1] % 16 == 0 else narrow
-
-
-COLUMN_AMAX = Space("column_amax", tiles.tile_candidates, tiles.tile_default)
-COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
-GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
-MAX_SPLITS = 64
-
-
-def _group_cases() -> Iterator[tuple[Any, ...]]:
-    for x, fmt, *tail in _cases((False,)):
-        yield x, torch.empty(64, dtype=torch.int32, device="meta"), fmt, *tail
-
-
-def _column_bytes(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
-    return 2 * tensor_bytes(x) + x.numel() + 4 * x.shape[1]
-
-
-@fp8_op(twin=twins.quantize_columns, nbytes=_column_bytes, cases=lambda: _cases((False,)))
+@fp8_op(twin=reference.quantize_columns, nbytes=_column_bytes, cases=lambda: _cases((False,)))
 def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,)); two
     launches.
     """
     x, _, col = _outputs(x, dtype, "col")
     rows, n = x.shape
-    if not x.numel():
-        return twins.quantize_columns(x, dtype, pow2)
+    if not x.numel() or _too_large(x):
+        return reference.quantize_columns(x, dtype, pow2)
     scale = x.new_empty(n, dtype=torch.float32)
     config = COLUMN_AMAX.pick(rows, (n,), x)
     blocks = cdiv(n, config["BLOCK_N"])
@@ -259,7 +232,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
     return col, scale
 
 
-@fp8_op(twin=twins.quantize_group_blocks, cases=_group_cases)
+@fp8_op(twin=reference.quantize_group_blocks, cases=_group_cases)
 def quantize_group_blocks(
     x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -272,12 +245,37 @@ def quantize_group_blocks(
     x, _, col = _outputs(x, dtype, "col")
     rows, n = x.shape
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
+    if _too_large(x):
+        return reference.quantize_group_blocks(x, offs, dtype, pow2)
     blocks = rows // 128 + len(offs)
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
         device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
-        x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
-        BLOCK_E=tiles.pow2(len(offs)), **config,
+        x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
+        POW2=pow2, BLOCK_E=tiles.pow2(len(offs)), **config,
     )  # fmt: skip
     return col, scale
+
+
+def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
+    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
+    row = x.new_empty(x.shape if layout != "col" else 0, dtype=dtype)
+    col = x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
+    return as_rows(x), row, col
+
+
+def _too_large(x: Tensor) -> bool:
+    """Offsets within a tile are 32 bits."""
+    return max(*x.shape, x.stride(0)) >= 1 << 24
+
+
+def _align(rows: int) -> int:
+    """What launches may know of the row count: whether the transposed store can be wide."""
+    return 16 if rows % 16 == 0 else 1
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max

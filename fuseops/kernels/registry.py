@@ -1,21 +1,18 @@
-"""One way to add a kernel: ``@kernel_op`` on its launcher.
+"""One way to add a kernel: `@kernel_op` on its launcher.
 
-    @kernel_op(twin=twins.rmsnorm_fwd)
-    def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    @kernel_op(twin=reference.bias_fwd, cases=...)
+    def bias_fwd(x: Tensor, bias: Tensor) -> Tensor: ...
 
-registers ``torch.ops.fuseops.rmsnorm_fwd``, whose schema is the launcher's signature, with
-* the launcher on CUDA tensors (on CPU tensors too under ``TRITON_INTERPRET=1``), the twin
-  elsewhere;
-* a fake for ``torch.compile`` made from the twin (or ``fake=``, where the twin reads values);
-* a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise
-  ops) and a byte formula (each input read once and each output written once, unless ``nbytes=``
-  says otherwise);
-* ``cases``, arguments on the meta device, from which the ahead-of-time table and the tests find
-  every kernel.
+registers `torch.ops.fuseops.bias_fwd`, whose schema is the launcher's signature, with
+* a fake for `torch.compile` made from the twin (or `fake=`, where the twin reads values);
+* a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise ops) and a byte formula
+  (each input read once and each output written once, unless `nbytes=` says otherwise);
+* `cases`, arguments on the meta device, from which the ahead-of-time table and the tests find every kernel.
 
-Called eagerly with plain tensors, the dispatcher is bypassed; whatever has to see the op (a
-dispatch or function mode, functorch, a tensor subclass, autograd, dynamo) still sees it. Autograd
-belongs to the ops layer: a kernel op has no derivative of its own.
+A call takes the launcher where it can, and the twin, plain differentiable torch, everywhere else: on other devices, for
+dtypes that the kernels do not know, where autograd or `torch.func` has to differentiate the call (a kernel has no
+derivative of its own; that is the ops layer's), for tensor subclasses, and inside `reference_only()`.
+Launched eagerly the dispatcher is bypassed; dispatch and function modes, fake tensors and dynamo see the registered op.
 """
 
 from __future__ import annotations
@@ -23,65 +20,125 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.utils._pytree import tree_map_only
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+DTYPES = frozenset(
+    {
+        *(torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    }
+)
+"""What the kernels load; a call with a tensor of any other dtype runs the twin."""
+
+KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}
+Call = tuple["KernelOp[Any, Any]", tuple[Any, ...], dict[str, Any]]
 
 _library = torch.library.Library("fuseops", "FRAGMENT")
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_num_function_modes = torch._C._len_torch_function_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-
-KERNEL_OPS: dict[str, KernelOp] = {}
+_watched: list[Call] | None = None
 
 
-class KernelOp:
+class _Thread(threading.local):
+    """What this thread asked for."""
+
+    reference_only: bool = False
+
+
+thread = _Thread()
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Inside, every kernel call of this thread runs its twin.
+
+    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all.
+    """
+    before = thread.reference_only
+    thread.reference_only = True
+    try:
+        yield
+    finally:
+        thread.reference_only = before
+
+
+@contextmanager
+def watching() -> Iterator[list[Call]]:
+    """Inside, launches are noted as (op, args, kwargs), those of other threads (a backward) too."""
+    global _watched
+    outer, _watched = _watched, []
+    try:
+        yield _watched
+    finally:
+        _watched = outer
+
+
+class KernelOp(Generic[P, R]):
     """A kernel with its twin and formulas, callable like the launcher it was made from."""
 
-    def __init__(self, launcher, twin, fake, flops, nbytes, min_arch, cases) -> None:
+    def __init__(
+        self,
+        launcher: Callable[P, R],
+        twin: Callable[..., Any],
+        fake: Callable[..., Any] | None,
+        flops: Callable[..., Any] | None,
+        nbytes: Callable[..., int] | None,
+        min_arch: int,
+        traces_twin: bool,
+        cases: Callable[[], Iterable[tuple[Any, ...]]],
+    ) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
         self.label = f"fuseops::{self.name}"
         self.launcher, self.twin = launcher, twin
-        self.min_arch: Callable[..., int] | None = min_arch
-        self.cases: Callable[[], Iterable[tuple[Any, ...]]] = cases
-        self._nbytes = nbytes
+        self.min_arch, self.traces_twin = min_arch, traces_twin
+        self.cases, self._nbytes = cases, nbytes
         if self.name in KERNEL_OPS:
             raise FuseOpsError(f"kernel op '{self.name}' is registered twice")
         _library.define(self.name + torch.library.infer_schema(launcher, mutates_args=()))
-        _library.impl(self.name, self.body, "CompositeExplicitAutograd")
-        torch.library.register_fake(self.label, fake or twin, lib=_library)
+        _library.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
+        fake = _contiguous(fake or twin)
+        torch.library.register_fake(self.label, fake, lib=_library)
         self.op = getattr(torch.ops.fuseops, self.name).default
-        if flops is not None:
-            _register_flops(getattr(torch.ops.fuseops, self.name), flops)
+        self.flops = flops
         KERNEL_OPS[self.name] = self
+        if flops is not None and "torch.utils.flop_counter" in sys.modules:
+            register_flops()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        if not ((first.is_cuda or INTERPRET) and self._launches(args, kwargs)):
+            if self.traces_twin or not _traced(args):
+                return self.twin(*args, **kwargs)
+            return self.op(*args, **kwargs)
         if (
             torch.compiler.is_compiling()
-            or _num_dispatch_modes()
-            or _num_function_modes()
-            or _functorch_level() is not None
-            or not _plain(args)
-            or (kwargs and not _plain(kwargs.values()))
+            or torch_private.num_dispatch_modes()
+            or torch_private.num_function_modes()
+            or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor))
         ):
             return self.op(*args, **kwargs)
+        if _watched is not None:
+            _watched.append((self, args, kwargs))
         if profiler._is_profiler_enabled:
             with torch.profiler.record_function(self.label):
-                return self.body(*args, **kwargs)
-        return self.body(*args, **kwargs)
-
-    def body(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation itself, on the backend of the first tensor."""
-        run = self.launcher if self._runs_triton(args, kwargs) else self.twin
-        return run(*args, **kwargs)
+                return self.launcher(*args, **kwargs)
+        return self.launcher(*args, **kwargs)
 
     def nbytes(self, *args: Any) -> int:
         """The least number of bytes this call has to move."""
@@ -89,17 +146,31 @@ class KernelOp:
             return self._nbytes(*args)
         return tensor_bytes(args) + tensor_bytes(self.op(*meta(args)))
 
-    def _runs_triton(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the launcher can run this call, and nobody has to see through it."""
+        first = args[0]
+        if thread.reference_only or not first.dim() or not self._on_device(first):
+            return False
+        if not torch.compiler.is_compiling() and torch_private.inside_functorch():
+            return False
+        grad = torch.is_grad_enabled()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
-                if value.device.type == "cpu":
-                    return INTERPRET
-                if value.device.type != "cuda" or not _has_triton():
+                if value.dtype not in DTYPES or value.device != first.device:
                     return False
-                return self.min_arch is None or arch_of(value.device) >= self.min_arch(
-                    *args, **kwargs
-                )
-        return False
+                if (grad and value.requires_grad) or not _known(value):
+                    return False
+        return True
+
+    def _on_device(self, t: Tensor) -> bool:
+        if t.device.type != "cuda":
+            return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
+        return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
+
+    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        """The registered op's body. Its outputs are contiguous, as its fake says."""
+        runs = self._on_device(args[0]) and self._launches(args, kwargs)
+        return _contiguous(self.launcher if runs else self.twin)(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<kernel op {self.label}>"
@@ -110,13 +181,19 @@ def kernel_op(
     twin: Callable[..., Any],
     fake: Callable[..., Any] | None = None,
     flops: Callable[..., Any] | None = None,
-    nbytes: Callable[..., Any] | None = None,
-    min_arch: Callable[..., int] | None = None,
+    nbytes: Callable[..., int] | None = None,
+    min_arch: int = 80,
+    traces_twin: bool = True,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
-) -> Callable[[Callable[..., Any]], KernelOp]:
-    """Register the decorated launcher. ``min_arch(*args)`` names the first architecture (80, 90,
-    ...) that can run it; older ones run the twin."""
-    return lambda launcher: KernelOp(launcher, twin, fake, flops, nbytes, min_arch, cases)
+) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
+    """Register the decorated launcher.
+
+    min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
+    traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
+    """
+    return lambda launcher: KernelOp(
+        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, cases
+    )
 
 
 def tensor_bytes(value: Any) -> int:
@@ -133,31 +210,50 @@ def meta(value: Any) -> Any:
     return type(value)(map(meta, value)) if isinstance(value, (tuple, list)) else value
 
 
-@functools.cache
+_archs: dict[torch.device, int] = {}
+
+
+@torch_private.assume_constant_result
 def arch_of(device: torch.device) -> int:
     """Compute capability as one number: 90 on Hopper."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    found = _archs.get(device)
+    if found is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        found = _archs[device] = 10 * major + minor
+    return found
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 
-def _plain(values: Iterable[Any]) -> bool:
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is nn.Parameter:
-            if value.requires_grad and torch.is_grad_enabled():
-                return False
-        elif isinstance(value, Tensor):
-            return False
-    return True
+def _known(t: Tensor) -> bool:
+    """A tensor that the registered op takes: torch's own types and fake tensors. Other subclasses see plain torch."""
+    return type(t) in _PLAIN or torch_private.is_fake(t)
 
 
-def _register_flops(packet: Any, formula: Callable[..., Any]) -> None:
-    # Imported here because torch's flop counter imports Triton, or warns that there is none.
-    from torch.utils.flop_counter import register_flop_formula
+def _traced(args: tuple[Any, ...]) -> bool:
+    """Whether a twin must not read values: traced code, fake and meta tensors."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(
+        isinstance(t, Tensor)
+        and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
+        for t in args
+    )
 
-    register_flop_formula(packet)(formula)
+
+def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: tree_map_only(Tensor, Tensor.contiguous, run(*args, **kwargs))
+
+
+def register_flops() -> None:
+    """Tell `torch.utils.flop_counter` the formulas of kernel ops; call it before a `FlopCounterMode` is made.
+
+    Done on import where the flop counter is imported already. It imports Triton, which `import fuseops` must not.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for op in KERNEL_OPS.values():
+        packet = getattr(torch.ops.fuseops, op.name)
+        if op.flops is not None and packet not in flop_registry:
+            register_flop_formula(packet)(op.flops)

@@ -9,7 +9,7 @@ Maths (float32):
 Shapes: logits (T, E), bias (E,), weights and dweights (T, K) float32, experts (T, K) int32, scores
 and dscores (T, E) float32, dlogits (T, E).
 Layout: rows of logits may be strided. NaN ranks as +inf. Scores that nobody needs are empty.
-Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run the twin.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run the reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
-from fuseops.kernels.twins import router as twins
 
 SCORES = ("softmax", "sigmoid")
 MAX_EXPERTS = 1 << 12
@@ -64,7 +64,7 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
                 yield logits, k, score, normalize, 1.5, correction, extra
 
 
-@kernel_op(twin=twins.router_fwd, cases=lambda: _cases(backward=False))
+@kernel_op(twin=reference.router_fwd, cases=lambda: _cases(backward=False))
 def router_fwd(
     logits: Tensor, k: int, score: str = "softmax", normalize: bool = False, scale: float = 1.0,
     bias: Tensor | None = None, need_scores: bool = False,
@@ -73,7 +73,7 @@ def router_fwd(
     _check(logits, k, score)
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or k > MAX_K:
-        return twins.router_fwd(logits, k, score, normalize, scale, bias, need_scores)
+        return reference.router_fwd(logits, k, score, normalize, scale, bias, need_scores)
     require(
         bias is None or bias.shape == (experts,),
         f"bias is {bias is not None and tuple(bias.shape)}, expected ({experts},).",
@@ -93,7 +93,7 @@ def router_fwd(
     return weights, chosen, scores
 
 
-@kernel_op(twin=twins.router_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=reference.router_bwd, cases=lambda: _cases(backward=True))
 def router_bwd(
     dweights: Tensor, logits: Tensor, experts: Tensor, score: str = "softmax",
     normalize: bool = False, scale: float = 1.0, dscores: Tensor | None = None,
@@ -112,7 +112,7 @@ def router_bwd(
             f"{name} is {given is not None and tuple(given.shape)}, expected {wanted}.",
         )
     if num_experts > MAX_EXPERTS or k > MAX_K:
-        return twins.router_bwd(dweights, logits, experts, score, normalize, scale, dscores)
+        return reference.router_bwd(dweights, logits, experts, score, normalize, scale, dscores)
     logits = as_rows(logits)
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     config = BWD.pick(tokens, (num_experts, k), logits)

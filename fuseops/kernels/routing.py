@@ -9,7 +9,7 @@ token of each row, pos (T, K) int32 row of each copy, probs (R,) float32; R = T 
 Layout: an expert outside 0 to E-1 takes no copy: pos is -1, and as many rows behind offs[-1] are
 padding with index 0 and probs 0.
 Launches: one up to ONE_LAUNCH copies (every program counts them all), two beyond (count, place).
-Hardware: sm_80 and later. More than MAX_EXPERTS experts run the twin.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts run the reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
-from fuseops.kernels.twins import routing as twins
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 14
@@ -64,7 +64,7 @@ def _count_cases() -> Iterator[tuple[Any, ...]]:
             yield (torch.empty(num_experts, dtype=dtype, device="meta"),)
 
 
-@kernel_op(twin=twins.route, cases=_cases)
+@kernel_op(twin=reference.route, cases=_cases)
 def route(
     experts: Tensor, num_experts: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ def route(
         f"expected {tuple(experts.shape)}.",
     )
     if num_experts > MAX_EXPERTS:
-        return twins.route(experts, num_experts, weights)
+        return reference.route(experts, num_experts, weights)
     experts, rows, k = experts.contiguous(), experts.numel(), experts.shape[1]
     where = experts.device
     offs = torch.empty(num_experts, dtype=torch.int32, device=where)
@@ -110,13 +110,13 @@ def route(
     return offs, index, pos, probs
 
 
-@kernel_op(twin=twins.counts_to_offs, cases=_count_cases)
+@kernel_op(twin=reference.counts_to_offs, cases=_count_cases)
 def counts_to_offs(counts: Tensor) -> Tensor:
     """offs (E,) int32: the row ends of groups with these counts (E,)."""
     require(counts.dim() == 1, f"counts is {tuple(counts.shape)}, expected (E,).")
     num_experts = len(counts)
     if num_experts > MAX_EXPERTS:
-        return twins.counts_to_offs(counts)
+        return reference.counts_to_offs(counts)
     offs = torch.empty(num_experts, dtype=torch.int32, device=counts.device)
     launch(
         device("routing").counts_to_offs_kernel, (1 if num_experts else 0,),

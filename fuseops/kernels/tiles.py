@@ -19,10 +19,10 @@ def pow2(n: int, most: int = 1 << 30, least: int = 1) -> int:
     return max(least, min(most, 1 << max(n - 1, 0).bit_length()))
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """(R, N) view of a tensor whose last axis is contiguous; copied only where no such view
-    exists.
-    """
+def as_rows(x: Tensor, dims: int = 1) -> Tensor:
+    """(R, N) view of a tensor whose last `dims` axes are the columns; copied only where no such view exists."""
+    if dims > 1:
+        x = x.flatten(-dims)
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])

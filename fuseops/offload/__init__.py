@@ -1,0 +1,21 @@
+"""Where saved tensors live between forward and backward: on the device, or in host memory until
+they are needed.
+
+A scope decides for the tensors that autograd saves inside it; scopes nest, and the innermost
+decides:
+
+    with offload.to_host(root=model) as moved:
+        loss = model(x).sum()
+    loss.backward()
+    print(moved.report())
+"""
+
+from .marks import mark_module as mark_module
+from .marks import mark_not_offload as mark_not_offload
+from .marks import mark_offload as mark_offload
+from .report import Entry as Entry
+from .report import Report as Report
+from .scopes import disabled as disabled
+from .scopes import keep as keep
+from .scopes import recompute as recompute
+from .scopes import to_host as to_host

@@ -25,6 +25,8 @@ def samples() -> dict[str, tuple]:
         "bias_bwd": (y,),
         "grouped_bias_fwd": (y, bias, offs, probs),
         "grouped_bias_bwd": (y, offs, probs, bias),
+        "grouped_mm": (y, torch.randn(3, 8, 16), offs),
+        "grouped_wgrad": (dy, y, offs),
         "rmsnorm_fwd": (y, w, 1e-6),
         "add_rmsnorm_fwd": (y, dy, w, 1e-6),
         "rmsnorm_bwd": (dy, y, w, rstd, dy),

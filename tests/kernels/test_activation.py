@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from laws import DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
 
 from fuseops.kernels import activation as k
-from fuseops.kernels.twins import activation as twins
+from fuseops.kernels import reference
+from fuseops.kernels.reference import GATES
+from fuseops.kernels.reference.activation import split_gate
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 def cases(draw):
     kind, rows, n, dtype = draw(st.sampled_from(k.KINDS)), draw(ROWS), draw(WIDTHS), draw(DTYPES)
     values, seed, strided = draw(VALUES), draw(SEEDS), draw(st.booleans())
-    gated = kind in k.GATES
+    gated = kind in GATES
     interleave = (
         draw(st.sampled_from([g for g in (0, 1, 4, 10) if not g or n % g == 0])) if gated else 0
     )
@@ -64,21 +66,21 @@ TORCH = {
 @pytest.mark.parametrize("interleave", [0, 2])
 def test_twin_is_torch(kind, interleave):
     """Value and derivative of every kind against torch's own in float64."""
-    gated = kind in k.GATES
+    gated = kind in GATES
     if interleave and not gated:
         return
     x = (torch.randn(5, 24, dtype=torch.float64) * 5).float().double().requires_grad_()
     if gated:
-        gate, u = twins.split_gate(x, interleave)
+        gate, u = split_gate(x, interleave)
         u = u.clamp(-7, 7) + 1 if kind == "clamped_swiglu" else u
-        y = TORCH[k.GATES[kind]](gate) * u
+        y = TORCH[GATES[kind]](gate) * u
     else:
         y = TORCH[kind](x)
     dy = torch.randn(y.shape, dtype=torch.float64)
     (dx,) = torch.autograd.grad(y, x, dy)
     got = (
-        twins.act_fwd(x.detach().float(), kind, interleave),
-        twins.act_bwd(dy, x.detach().float(), kind, interleave),
+        reference.act_fwd(x.detach().float(), kind, interleave),
+        reference.act_bwd(dy, x.detach().float(), kind, interleave),
     )
     torch.testing.assert_close(got[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].double(), dx, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ FAST = {**os.environ, "TRITON_INTERPRET": "0"}
 
 
 def run(*args):
-    command = [sys.executable, "-m", "fuseops.kernels.aot", *args]
+    command = [sys.executable, "-m", "fuseops", "kernels", *args]
     return subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=500)
 
 

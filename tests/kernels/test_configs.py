@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-import fuseops.kernels.all  # noqa: F401
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS

@@ -68,3 +68,13 @@ def test_three_axes():
     x, w = torch.randn(3, 5, 16), torch.randn(16)
     y, rstd = assert_matches(k.rmsnorm_fwd, x, w, 1e-6)
     assert y.shape == (3, 5, 16) and rstd.shape == (3, 5)
+
+
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_a_norm_over_several_axes(with_weight):
+    x, dy = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
+    weight = torch.randn(3, 5) if with_weight else None
+    y, rstd = assert_matches(k.rmsnorm_fwd, x, weight, 1e-6, 0.0, 2)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (3, 5), weight, 1e-6))
+    _, dw = assert_matches(k.rmsnorm_bwd, dy, x, weight, rstd, sums=True)
+    assert rstd.shape == (4,) and dw.shape == (3, 5)

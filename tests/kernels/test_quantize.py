@@ -2,6 +2,7 @@
 does.
 """
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from laws import ROWS, SEEDS, VALUES, assert_same_layout, few, run, tensor
 
 from fuseops.kernels import quantize as k
-from fuseops.kernels.twins import quantize as twins
+from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
@@ -61,13 +62,38 @@ def test_saturation(dtype):
     x = torch.tensor(
         [limit, limit * 1.04, 1e30, float("inf"), -1e30, -float("inf"), float("nan"), 0.0]
     )
-    q = twins.saturate(x, dtype).float()
+    q = reference.saturate(x, dtype).float()
     assert (
         q[:4].tolist() == [limit] * 4
         and q[4:6].tolist() == [-limit] * 2
         and q[6].isnan()
         and q[7] == 0
     )
+
+
+@pytest.fixture
+def casts_overflow(monkeypatch):
+    """Casts to FP8 that give NaN beyond the range, as torch's e4m3 cast may, instead of saturating."""
+    from fuseops.kernels import interpreter
+
+    def overflowing(values, dtype):
+        beyond = np.abs(values) > torch.finfo(dtype).max
+        return interpreter_round(np.where(beyond, np.float32("nan"), values), dtype)
+
+    interpreter_round = interpreter._round_fp8
+    monkeypatch.setattr(interpreter, "_round_fp8", overflowing)
+
+
+@pytest.mark.usefixtures("interpreted", "casts_overflow")
+@pytest.mark.parametrize("dtype", k.FORMATS, ids=str)
+def test_kernels_clamp_before_they_cast(dtype):
+    """On the hardware the cast saturates too, so only a cast that does not can show a missing clamp."""
+    x = tensor((130, 130), torch.float32, "nonfinite", 0)
+    same_bits(k.quantize_tensor, x, dtype, "both")
+    same_bits(k.quantize_rows, x, dtype)
+    same_bits(k.quantize_blocks, x, dtype, 1, "both")
+    same_bits(k.quantize_blocks, x, dtype, 1, "row")
+    same_bits(k.quantize_blocks, x, dtype, 128, "both")
 
 
 @pytest.mark.parametrize("block_rows", [1, 128])

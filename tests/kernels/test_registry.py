@@ -4,6 +4,7 @@ without Triton.
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -11,15 +12,37 @@ from samples import samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fuseops.kernels.all  # noqa: F401
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import KERNEL_OPS, kernel_op, tensor_bytes
+from fuseops.kernels.registry import (
+    KERNEL_OPS,
+    kernel_op,
+    reference_only,
+    register_flops,
+    tensor_bytes,
+    watching,
+)
 
 SAMPLES = samples()
 
 
+TRITON = sorted(name for name, op in KERNEL_OPS.items() if op.min_arch)
+
+
 def test_every_op_has_a_sample():
     assert set(SAMPLES) == set(KERNEL_OPS)
+
+
+def test_flops_of_grouped_gemms_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    register_flops()
+    x, weight, offs = SAMPLES["grouped_mm"]
+    dy = x @ weight[0].t()
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.fuseops.grouped_mm(x, weight, offs)
+        torch.ops.fuseops.grouped_wgrad(dy, x, offs)
+    one = 2 * x.shape[0] * x.shape[1] * weight.shape[1]
+    assert counter.get_total_flops() == 2 * one
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
@@ -44,7 +67,7 @@ def test_compiles_whole_and_equals_eager(name):
         assert torch.equal(got.float(), want.float())
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", TRITON)
 def test_cases_run_on_meta_and_count_bytes(name):
     op = KERNEL_OPS[name]
     for args in op.cases():
@@ -64,6 +87,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_modes_see_the_op():
     x = torch.ones(2, 3)
     with Seen() as seen:
@@ -71,25 +95,91 @@ def test_modes_see_the_op():
     assert seen.names == ["fuseops.bias_bwd.default"]
 
 
-def test_functorch_and_subclasses_reach_the_dispatcher(monkeypatch):
-    op = KERNEL_OPS["bias_bwd"]
-    calls = []
-    monkeypatch.setattr(op, "body", lambda *args: calls.append("bypassed"))
-    assert op(torch.ones(2, 3)) is None and calls == ["bypassed"]
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the kernels launched, those that arrive through the dispatcher too."""
+    seen = []
+    for op in KERNEL_OPS.values():
 
-    class Mine(torch.Tensor):
-        pass
+        def launcher(*args, _run=op.launcher, _name=op.name, **kwargs):
+            seen.append(_name)
+            return _run(*args, **kwargs)
 
-    parameter = torch.nn.Parameter(torch.ones(2, 3))
-    for x in (torch.ones(2, 3).as_subclass(Mine), parameter):
-        assert torch.equal(op(x).detach().as_subclass(torch.Tensor), torch.full((3,), 2.0))
-    with torch.no_grad():
-        assert op(parameter) is None
-    assert len(calls) == 2
-    assert torch.equal(torch.func.vmap(op)(torch.ones(4, 2, 3)), torch.full((4, 3), 2.0))
-    assert len(calls) == 2
+        monkeypatch.setattr(op, "launcher", launcher)
+    return seen
 
 
+class Mine(torch.Tensor):
+    """A subclass that knows plain torch only."""
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestWhoRuns:
+    op = KERNEL_OPS["bias_fwd"]
+    x, bias = torch.randn(4, 3), torch.randn(3)
+
+    def test_a_plain_call_launches(self, launches):
+        assert torch.equal(self.op(self.x, self.bias), self.x + self.bias)
+        with torch.no_grad():
+            self.op(self.x, torch.nn.Parameter(self.bias))
+        assert launches == ["bias_fwd"] * 2
+
+    def test_what_autograd_differentiates_is_plain_torch(self, launches):
+        x = self.x.clone().requires_grad_()
+        y = self.op(x, self.bias).square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        dx.sum().backward()
+        assert torch.equal(x.grad, torch.full((4, 3), 2.0)) and not launches
+
+    def test_what_functorch_transforms_is_plain_torch(self, launches):
+        many = torch.vmap(self.op, in_dims=(0, None))(torch.stack([self.x] * 2), self.bias)
+        assert torch.equal(many[1], self.x + self.bias) and not launches
+        with torch.no_grad():
+            grad = torch.func.grad(lambda b: self.op(self.x, b).sum())(self.bias)
+        assert torch.equal(grad, torch.full((3,), 4.0)) and not launches
+
+    def test_subclasses_and_unknown_dtypes_and_scalars_are_plain_torch(self, launches):
+        assert type(self.op(self.x.as_subclass(Mine), self.bias)) is Mine
+        double = self.op(self.x.double(), self.bias.double())
+        assert double.dtype is torch.float64 and torch.equal(
+            double, self.x.double() + self.bias.double()
+        )
+        assert self.op(self.x, self.bias.double()).dtype is torch.float32
+        assert KERNEL_OPS["act_fwd"](torch.tensor(-1.0), "relu") == 0
+        assert not launches
+
+    def test_reference_only_holds_in_its_scope_and_thread(self, launches):
+        with reference_only(), reference_only():
+            self.op(self.x, self.bias)
+        assert not launches
+        with reference_only():
+            other = threading.Thread(target=self.op, args=(self.x, self.bias))
+            other.start()
+            other.join()
+        self.op(self.x, self.bias)
+        assert len(launches) == 2
+
+    def test_watching_notes_launches(self):
+        with watching() as calls:
+            self.op(self.x, self.bias)
+            self.op(self.x.double(), self.bias)
+        assert [(op.name, len(args)) for op, args, _ in calls] == [("bias_fwd", 2)]
+
+    def test_compiled_code_launches_what_eager_does(self, launches):
+        torch.compiler.reset()
+        run = torch.compile(
+            lambda x, b: self.op(x, b), fullgraph=True, backend="aot_eager", dynamic=True
+        )
+        assert torch.equal(run(self.x.t().contiguous().t(), self.bias), self.x + self.bias)
+        assert launches == ["bias_fwd"]
+        with reference_only():
+            run(self.x, self.bias)
+        assert launches == ["bias_fwd"]
+        run(self.x, self.bias)
+        assert launches == ["bias_fwd"] * 2
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_profiler_shows_the_name():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
         KERNEL_OPS["bias_bwd"](torch.ones(2, 3))
@@ -106,13 +196,10 @@ def test_names_are_unique():
 
 WITHOUT_TRITON = """
 import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] == 'triton': raise ImportError('no triton here')
-sys.meta_path.insert(0, Block())
-import torch, fuseops.kernels.all as k
-y = k.activation.act_fwd(torch.ones(2, 8), 'swiglu')
-assert y.shape == (2, 4) and 'triton' not in sys.modules
+sys.modules['triton'] = None  # importing it fails, and no spec is found
+import torch, fuseops.kernels as k
+y = k.act_fwd(torch.ones(2, 8), 'swiglu')
+assert y.shape == (2, 4) and sys.modules['triton'] is None
 """
 
 

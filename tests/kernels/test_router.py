@@ -11,10 +11,7 @@ from laws import DTYPES, SEEDS, assert_matches, few, reference, run, tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import router as k
 
-pytestmark = [
-    pytest.mark.usefixtures("kernels"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's words on inf and NaN
-]
+pytestmark = pytest.mark.usefixtures("kernels")
 TOKENS = st.sampled_from([0, 1, 7, 65])
 SIZES = st.sampled_from([(1, 1), (3, 2), (8, 2), (40, 8), (64, 5), (130, 3)])
 SCORE = st.sampled_from(k.SCORES)

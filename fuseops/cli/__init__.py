@@ -1,0 +1,79 @@
+"""The command line: explain a model, measure it, tune its kernels, describe this machine, run the demo.
+
+Every command has `--json`, which prints one object with a `schema_version`. Exit codes: 0 all is
+well, 1 a check or the user's model failed, 2 the command was called wrongly.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from fuseops.errors import FuseOpsError
+
+from . import bench, env, explain, kernels, tune
+from .env import version
+from .target import UsageError
+
+OK, FAILED, USAGE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.   -> exit code"""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(with_demo="demo" in argv)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its message, or the help
+        return stop.code if isinstance(stop.code, int) else USAGE
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; exit must not write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except UsageError as error:
+        print(f"fuseops {args.command}: {error}", file=sys.stderr)
+        return USAGE
+    except FuseOpsError as error:
+        notes = [f"\n  {note}" for note in getattr(error, "__notes__", ())]
+        print(
+            f"fuseops {args.command}: {type(error).__name__}: {error}{''.join(notes)}",
+            file=sys.stderr,
+        )
+        return FAILED
+    return int(code)
+
+
+def _parser(with_demo: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fuseops", description="Compose a model from small ops; see what was fused."
+    )
+    parser.add_argument("--version", action="version", version=f"fuseops {version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, text in (
+        (
+            "explain",
+            explain,
+            "what a model fuses, what it does not and why, and what it saves for the backward",
+        ),
+        ("bench", bench, "time a training step: fused, unfused, and as plain torch"),
+        ("tune", tune, "time the kernels that a model launches on this GPU and keep the fastest"),
+        (
+            "kernels",
+            kernels,
+            "registers, spills and shared memory of every kernel, compiled ahead of time",
+        ),
+        ("env", env, "versions, devices, settings, and which backends can run here"),
+    ):
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    text = "train a small mixture-of-experts language model, check it, and write a report"
+    command = commands.add_parser("demo", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    if with_demo:  # it is the largest part, and only its own command pays for it
+        demo = importlib.import_module("fuseops.demo")
+        demo.add_arguments(command)
+        command.set_defaults(run=demo.run)
+    return parser

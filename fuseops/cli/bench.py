@@ -1,0 +1,146 @@
+"""`fuseops bench`: one training step of a model fused, unfused and as plain torch, interleaved
+round by round.
+
+Without a target it measures what a Sequential costs in Python: eight Linear(16, 16), beside plain
+`nn.Sequential`.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fuseops.fusions.config import fusion, reference
+from fuseops.fusions.layout import plural
+from fuseops.fusions.sequential import Sequential
+from fuseops.ops import Linear
+
+from .show import as_json, table
+from .target import Target, UsageError, load
+
+Step = Callable[[], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", nargs="?", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="rounds; each times every way once (default 20)"
+    )
+    parser.add_argument("--calls", type=int, default=10, help="steps a way and round (default 10)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of torch (default: torch's; 1 without a target)"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rounds < 1 or args.calls < 1 or (args.threads or 1) < 1:
+        raise UsageError("--rounds, --calls and --threads must be at least 1.")
+    threads = args.threads or (None if args.target else 1)
+    before = torch.get_num_threads()
+    try:
+        if threads:
+            torch.set_num_threads(threads)
+        target, others = (load(args.target), {}) if args.target else _overhead()
+        times = measure({**ways(target), **others}, args.rounds, args.calls, _synchronize(target))
+        used = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
+    if args.json:
+        as_json(
+            "bench",
+            target=target.name,
+            device=str(device),
+            threads=used,
+            rounds=args.rounds,
+            microseconds=times,
+        )
+        return 0
+    print(
+        f"{target.name} on {device}, {plural(used, 'thread')}; microseconds, forward and backward"
+    )
+    fastest = {name: f"{t['median'] / times['fused']['median']:.2f}" for name, t in times.items()}
+    rows = [
+        [n, *(f"{t[k]:.1f}" for k in ("median", "low", "high")), fastest[n]]
+        for n, t in times.items()
+    ]
+    table(["way", "median", "25 %", "75 %", "to fused"], rows)
+    return 0
+
+
+def ways(target: Target) -> dict[str, Step]:
+    """The same step under three settings."""
+    scopes: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+        "fused": nullcontext,
+        "unfused": lambda: fusion(False),
+        "reference": reference,
+    }
+    return {name: training_step(target, scope) for name, scope in scopes.items()}
+
+
+def training_step(
+    target: Target, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Step:
+    """Forward inside `scope`, and backward of the sum of what comes out."""
+
+    def step() -> None:
+        with scope():
+            output = target.model(*target.args, **target.side)
+        outputs = [
+            t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
+        ]
+        if outputs:
+            torch.autograd.backward([t.sum() for t in outputs])
+
+    return step
+
+
+def _overhead() -> tuple[Target, dict[str, Step]]:
+    torch.manual_seed(0)
+    ours, plain = (
+        Sequential(*(Linear(16, 16) for _ in range(8))),
+        nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))),
+    )
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(16, 16)
+    target = Target("eight Linear(16, 16), batch 16", ours, (x,), {})
+    return target, {"nn.Sequential": training_step(target._replace(model=plain), nullcontext)}
+
+
+def _synchronize(target: Target) -> Callable[[], None]:
+    cuda = any(p.is_cuda for p in target.model.parameters())
+    return torch.cuda.synchronize if cuda else lambda: None
+
+
+def measure(
+    steps: Mapping[str, Step], rounds: int, calls: int, wait: Callable[[], None]
+) -> dict[str, dict[str, float]]:
+    """Median and quartiles in microseconds, the ways interleaved so that drift hits all of them."""
+    for step in steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                step()
+            wait()
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {name: _quartiles(values) for name, values in times.items()}
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    low, median, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
+    return {"median": round(median, 2), "low": round(low, 2), "high": round(high, 2)}

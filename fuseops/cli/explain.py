@@ -1,0 +1,46 @@
+"""`fuseops explain PATH_OR_MODULE`."""
+
+import argparse
+from pathlib import Path
+
+from .show import as_json
+from .target import UsageError, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plans as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with drawings to FILE"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    target = load(args.target)
+    from fuseops.fusions.explain import plans
+    from fuseops.fusions.explain_html import page
+    from fuseops.fusions.explain_text import report
+
+    found = plans(target.model, *target.args, **target.side)
+    if args.html is not None:
+        try:
+            args.html.write_text(
+                page(found, title=f"Fusion plan of {target.name}"), encoding="utf-8"
+            )
+        except OSError as error:
+            raise UsageError(f"cannot write {args.html}: {error.strerror}.") from None
+    if args.json:
+        as_json(
+            "explain",
+            target=target.name,
+            saved_bytes=sum(plan.saved_bytes for plan in found),
+            plans=[plan.to_json() for plan in found],
+            html=None if args.html is None else str(args.html),
+        )
+        return 0
+    print(report(found))
+    if args.html is not None:
+        print(f"\nwrote {args.html}")
+    return 0

@@ -1,0 +1,110 @@
+"""`fuseops kernels`: registers, spills and shared memory of every kernel, from the table compiled ahead of time."""
+
+import argparse
+import os
+from typing import Any
+
+from fuseops.kernels import aot
+from fuseops.kernels.registry import HAS_TRITON
+
+from .show import as_json, table
+from .target import UsageError
+
+COLUMNS = ("kernel", "variants", "registers", "spills", "shared", "tensor cores", "note")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", type=int, choices=aot.ARCHS, help="one architecture only")
+    parser.add_argument("--kernel", default="", help="kernels whose name contains this")
+    parser.add_argument("--variants", action="store_true", help="a line a variant, not a kernel")
+    parser.add_argument(
+        "--check", action="store_true", help="fail on a stale or missing row, compile a sample"
+    )
+    parser.add_argument("--sample", type=int, default=12, help="rows that --check compiles")
+    parser.add_argument("--rebuild", action="store_true", help="compile the rows that changed")
+    parser.add_argument("--all", action="store_true", help="with --rebuild: every row")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default 1)")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.check and args.rebuild:
+        raise UsageError("--check compares and --rebuild writes: give one of them.")
+    if (args.check or args.rebuild) and not HAS_TRITON:
+        raise UsageError("compiling needs triton, and it is not installed.")
+    if args.check:
+        return _check(args)
+    if args.rebuild:
+        return _rebuild(args)
+    rows = [r for r in described() if r["arch"] == (args.arch or r["arch"])]
+    rows = [r for r in rows if args.kernel in r["kernel"]]
+    if args.json:
+        as_json("kernels", triton=aot.table_version(), kernels=rows)
+        return 0
+    lines = _each(rows) if args.variants else _summary(rows)
+    table((COLUMNS[0], "arch", *COLUMNS[1:]), lines)
+    return 0
+
+
+def described() -> list[dict[str, Any]]:
+    """The committed table, one record a row."""
+    records = []
+    for key, row in aot.read_table().items():
+        kernel, rest = key.split(" ", 1)
+        variant, arch = rest.rsplit(" sm_", 1)
+        records.append({"kernel": kernel, "variant": variant, "arch": int(arch), **row})
+    return records
+
+
+def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
+    return [[f"{r['kernel']} {r['variant']}", f"sm_{r['arch']}", "1", *_cells([r])] for r in rows]
+
+
+def _summary(rows: list[dict[str, Any]]) -> list[list[str]]:
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kernel"], row["arch"]), []).append(row)
+    return [
+        [kernel, f"sm_{arch}", str(len(found)), *_cells(found)]
+        for (kernel, arch), found in sorted(groups.items())
+    ]
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
+    compiled = [r for r in rows if "regs" in r]
+    notes = ", ".join(sorted({r["note"] for r in rows if r.get("note")}))
+    if not compiled:
+        return ["", "", "", "", notes]
+    most = [str(max(r[k] for r in compiled)) for k in ("regs", "stack", "shared")]
+    return [*most, ", ".join(sorted({r["mma"] for r in compiled if r["mma"]})), notes]
+
+
+def _check(args: argparse.Namespace) -> int:
+    found = aot.check(args.sample, jobs=args.jobs)
+    failed = bool(found.stale or found.problems)
+    if args.json:
+        as_json("kernels", **found._asdict())
+        return int(failed)
+    for key, why in {**found.stale, **found.problems}.items():
+        print(f"{why}: {key}")
+    print(
+        f"{found.rows} rows, {len(found.stale)} stale, {found.compiled} compiled, "
+        f"{len(found.problems)} with a problem"
+    )
+    if found.stale:
+        print("`make aot` compiles the stale rows and writes the table.")
+    return int(failed)
+
+
+def _rebuild(args: argparse.Namespace) -> int:
+    failed, total = {}, 0
+    for number, total, row, problem in aot.refresh(args.all, args.jobs or os.cpu_count() or 1):
+        if problem:
+            failed[row.key] = problem
+        if not args.json and (problem or number % 100 == 0):
+            print(f"[{number}/{total}] {row.key}: {problem or 'ok'}", flush=True)
+    if args.json:
+        as_json("kernels", compiled=total, problems=failed)
+    else:
+        print(f"{total} rows compiled, {len(failed)} with a problem")
+    return int(bool(failed))

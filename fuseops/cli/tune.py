@@ -1,0 +1,76 @@
+"""`fuseops tune`: time the kernels that a model launches on this GPU, and keep the fastest configurations."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseops.kernels import configs, timing
+from fuseops.kernels.registry import Call, meta, watching
+
+from .bench import training_step
+from .show import as_json
+from .target import UsageError, load
+
+Progress = Callable[[str, int, int], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side), on CUDA"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise UsageError("tuning times kernels on a GPU, and torch sees no CUDA device.")
+    target = load(args.target)
+    with watching() as launched:
+        training_step(target)()
+    calls = distinct(launched)
+    if not calls:
+        raise UsageError(f"{target.name} launches no kernel: is the model on CUDA?")
+    found: dict[str, configs.Config] = {}
+    for number, (op, given, keywords) in enumerate(calls, 1):
+        with _progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as told:
+            call = partial(op.launcher, *given, **keywords)
+            found.update(configs.tune(call, timing.time_us, progress=told))
+    if args.json:
+        as_json("tune", file=str(configs.cache_file()), configurations=found)
+    else:
+        print(f"{len(found)} configurations written to {configs.cache_file()}")
+    return 0
+
+
+def distinct(calls: list[Call]) -> list[Call]:
+    """One call for every kernel, argument shapes and options: a model repeats its layers."""
+    return list(
+        {
+            repr((op.name, *map(meta, (args, kw.values())))): (op, args, kw)
+            for op, args, kw in calls
+        }.values()
+    )
+
+
+@contextmanager
+def _progress(title: str, quiet: bool) -> Iterator[Progress | None]:
+    """A bar by rich where it is installed and somebody looks, a line a kernel otherwise."""
+    if quiet:
+        yield None
+    elif not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        print(title, flush=True)
+        yield None
+    else:
+        from rich.progress import Progress as Bar
+
+        with Bar(transient=True) as bar:
+            task: Any = bar.add_task(title, total=None)
+            yield lambda what, done, total: bar.update(
+                task, completed=done, total=total, description=f"{title} {what}"
+            )

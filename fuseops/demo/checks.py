@@ -1,0 +1,149 @@
+"""What the demo proves on its own model: fused equals unfused, offloaded equals resident."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fuseops import offload
+from fuseops.fusions.config import fusion
+
+from .model import ByteModel, objective
+from .plans import fused_spans, plans_of, saved_bytes
+
+MIN_BYTES = 1 << 16  # of a tensor worth moving: activations, not statistics and indices
+
+# Of the largest value of each tensor. float32: another order of sums, through a few layers. A GPU
+# computes in bfloat16, whose own rounding is 2^-8.
+TOLERANCE = {"cpu": 2e-5, "cuda": 4e-2}
+
+
+class Results(NamedTuple):
+    """All that one forward and backward gives."""
+
+    tensors: dict[str, Tensor]  # logits, loss, gradient of every parameter
+    chosen: tuple[Tensor, ...]  # experts of every token
+
+
+class Difference(NamedTuple):
+    """The largest difference between two results, in units of the largest value of its tensor."""
+
+    where: str
+    relative: float
+    absolute: float
+
+
+class Checked(NamedTuple):
+    """What was found. An empty `failures` is a pass."""
+
+    fused_spans: int
+    fusion: Difference
+    tolerance: float
+    offloaded_bytes: int
+    offload_unequal: tuple[str, ...]  # tensors that are not equal bit for bit
+    saved_unfused: int
+    saved_fused: int
+    failures: tuple[str, ...]
+
+    @property
+    def saved_offloaded(self) -> int:
+        """Saved bytes that stay on the device."""
+        return self.saved_fused - self.offloaded_bytes
+
+
+def forward_backward(
+    model: ByteModel,
+    text: Tensor,
+    chosen: Sequence[Tensor] | None = None,
+    scope: AbstractContextManager[object] | None = None,
+) -> Results:
+    """Outputs and all gradients of one batch; `scope` is open during the model's forward."""
+    model.zero_grad(set_to_none=True)
+    with scope or nullcontext():
+        out = model(text[:, :-1], chosen)
+    loss = objective(out, text, model.config.balance)
+    loss.backward()
+    tensors = {"logits": out.logits.detach(), "loss": loss.detach()}
+    for name, p in model.named_parameters():
+        # a parameter without a gradient compares as one full of NaN: it must not pass for equal
+        tensors[f"gradient of {name}"] = torch.full_like(p, torch.nan) if p.grad is None else p.grad
+    model.zero_grad(set_to_none=True)
+    return Results(tensors, tuple(routed.chosen for routed in out.routed))
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
+    """The worst over all tensors; NaN is worse than any number."""
+    worst = Difference("", 0.0, 0.0)
+    for name, reference in expected.items():
+        absolute = (found[name].double() - reference.double()).abs().max().item()
+        scale = reference.double().abs().max().clamp_min(1e-30).item()
+        if not absolute / scale <= worst.relative:
+            worst = Difference(name, absolute / scale, absolute)
+        if worst.relative != worst.relative:
+            break
+    return worst
+
+
+def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of the tensors that differ in any bit."""
+    return tuple(name for name, t in expected.items() if not torch.equal(found[name], t))
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """The same input gives the same bits: attention's fast backward on CUDA does not."""
+    if device.type == "cuda":
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    else:
+        yield
+
+
+def offloaded(model: ByteModel, text: Tensor) -> tuple[Results, int]:
+    """Results with saved tensors moved to host memory, and how many bytes were moved."""
+    scope = offload.to_host(min_bytes=MIN_BYTES, root=model)
+    results = forward_backward(model, text, scope=scope)
+    return results, scope.report().moved_bytes
+
+
+def check(model: ByteModel, text: Tensor) -> Checked:
+    """Run the model fused, unfused and offloaded on the same batch.
+
+    The unfused run takes the routers' decisions from the fused one: a tie that rounding breaks the
+    other way is no difference of the ops.
+    """
+    with repeatable(text.device):
+        fused = forward_backward(model, text)
+        with fusion(False):
+            unfused = forward_backward(model, text, fused.chosen)
+            plain = plans_of(model, text[:, :-1])
+        moved, moved_bytes = offloaded(model, text)
+        found = plans_of(model, text[:, :-1])
+    result = Checked(
+        fused_spans=fused_spans(found),
+        fusion=difference(fused.tensors, unfused.tensors),
+        tolerance=TOLERANCE[text.device.type],
+        offloaded_bytes=moved_bytes,
+        offload_unequal=unequal(moved.tensors, fused.tensors),
+        saved_unfused=saved_bytes(plain),
+        saved_fused=saved_bytes(found),
+        failures=(),
+    )
+    return result._replace(failures=tuple(_failures(result)))
+
+
+def _failures(r: Checked) -> Iterator[str]:
+    if not r.fusion.relative <= r.tolerance:
+        yield (
+            f"fused differs from unfused by {r.fusion.relative:.1e} of the largest value in the "
+            f"{r.fusion.where}; at most {r.tolerance:.1e} is rounding"
+        )
+    if r.offload_unequal:
+        yield f"offloaded differs from resident in {', '.join(r.offload_unequal)}"
+    if not r.fused_spans:
+        yield "no span was fused"
+    if not r.offloaded_bytes:
+        yield "no byte was offloaded"

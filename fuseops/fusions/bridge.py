@@ -1,0 +1,366 @@
+"""The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops import names
+from fuseops.ops.op import Grads, Out
+from fuseops.recipes import gemm
+
+from . import checks, second_order
+from .saving import pack, saved_names, unpack
+from .segment import Segment, Step
+from .traced import TABLE
+
+
+class Live:
+    """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
+
+    __slots__ = ("frame", "path", "scratch", "shapes", "ties")
+
+    def __init__(self, path: str, scratch: dict[str, Any]) -> None:
+        self.path = path
+        self.scratch = scratch
+        self.shapes: checks.Shapes | None = None
+        self.ties: list[Tensor] = []
+        self.frame: names.Frame | None = None
+
+
+# --- forward -------------------------------------------------------------------------------------------------------
+
+
+def run_forward(
+    seg: Segment,
+    x: Any,
+    t: list[Any],
+    scratch: Any,
+    quantize: bool = True,
+    shapes: checks.Shapes | None = None,
+) -> tuple[Any, list[Any], list[torch.dtype | None]]:
+    """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
+    saved: list[Any] = [None] * len(seg.ops)
+    entered: list[torch.dtype | None] = [None] * len(seg.ops)
+    for step in seg.forward:
+        entered[step.members[0]] = x.dtype
+        if shapes is not None:
+            shapes.x[step.members[0]] = x.shape
+        if step.cast is not None:
+            x = x.to(step.cast)
+        if step.form is not None and quantize:
+            x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
+        if step.kind == "op":
+            keywords = {name: t[position] for name, position in step.args[0]}
+            if step.takes_call:
+                keywords["call"] = _live_call(step, 0, scratch) if step.live else step.calls[0]
+            if step.pure:
+                with _autocast_of(step.calls[0], x.device.type):
+                    out = step.target.fwd(x, **keywords)
+            else:
+                out = step.target.fwd(x, **keywords)
+            if type(out) is not Out:
+                if not step.pure and step.target.Saved._fields:
+                    raise checks.bare_tensor(step)
+                out = Out(out)
+            saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
+        else:
+            out = _run_fused(step, x, t, scratch)
+            for i, member in zip(
+                step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
+            ):
+                saved[i] = member
+        x = out.y
+        for name, _ in step.writes:
+            try:
+                t.append(out.side[name])  # type: ignore[index]
+            except (TypeError, KeyError):
+                raise checks.unpublished(step, name, out.side) from None
+    return x, saved, entered
+
+
+def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
+    """A level-1 op runs under the autocast that a plain module would see."""
+    compute = call.precision.compute
+    return nullcontext() if compute is None else torch.autocast(device, compute)
+
+
+def _live_call(step: Step, k: int, scratch: Any) -> Any:
+    return step.calls[k]._replace(scratch=scratch)
+
+
+def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
+    """A level-1 op saves its inputs."""
+    return (x, *(keywords.get(name) for name in step.target.signature.keywords))
+
+
+def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
+    members = tuple({name: t[position] for name, position in args} for args in step.args)
+    calls = (
+        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
+        if step.live
+        else step.calls
+    )
+    if step.kind == "joint":
+        out: Out = step.target.fwd(x, members, calls, step.keep)
+    else:
+        out = step.target.fwd(x, members, calls)
+    return out
+
+
+# --- backward ------------------------------------------------------------------------------------------------------
+
+
+def run_backward(
+    seg: Segment,
+    saved: list[Any],
+    dy: Any,
+    dsides: Sequence[Tensor | None],
+    entered: Sequence[torch.dtype | None],
+    scratch: Any,
+    shapes: checks.Shapes | None = None,
+) -> list[Any]:
+    """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
+
+    Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
+    """
+    grads: list[Any] = [None] * seg.size
+    for position, d in zip(seg.export_positions, dsides, strict=True):
+        grads[position] = d
+    for step in seg.backward:
+        dside = {name: grads[position] for name, position in step.writes} if step.writes else None
+        if dy is None and (dside is None or all(d is None for d in dside.values())):
+            continue
+        if step.form is not None and dy is not None:
+            dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
+        if step.kind == "op":
+            results: Sequence[Grads] = (_op_bwd(step, saved[step.members[0]], dy, dside, scratch),)
+        else:
+            results = _fused_bwd(step, saved, dy, dside or {}, scratch)
+        try:
+            for member, name, position in step.params:
+                grads[position] = results[member].params[name]  # type: ignore[index]
+            for member, name, position in step.sides:
+                grads[position] = _add(grads[position], results[member].side[name])  # type: ignore[index]
+            dy = results[0].x
+        except (TypeError, KeyError, AttributeError, IndexError):
+            raise checks.wrong_grads(step, results) from None
+        if shapes is not None:
+            checks.check_gradients(seg, step, results, shapes)
+        dtype = entered[step.members[0]]
+        if dy is not None and dtype is not None and dy.dtype is not dtype:
+            dy = dy.to(dtype)
+    if shapes is not None:
+        seg.checked = True
+    return [dy, *grads[: seg.inputs]]
+
+
+def _op_bwd(step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, scratch: Any) -> Grads:
+    if step.pure:
+        return bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
+    keywords = step.keywords
+    if step.takes_dside:
+        keywords = {**keywords, "dside": dside or {}}
+    if step.live:
+        keywords = {**keywords, "call": _live_call(step, 0, scratch)}
+    grads: Grads = step.target.bwd(saved or step.empty[0], dy, **keywords)
+    return grads
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _fused_bwd(
+    step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any
+) -> Sequence[Grads]:
+    calls = (
+        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
+        if step.live
+        else step.calls
+    )
+    if step.kind == "joint":
+        mine = saved[step.members[0]]
+    else:
+        mine = tuple(saved[i] or empty for i, empty in zip(step.members, step.empty, strict=True))
+    grads: Sequence[Grads] = step.target.bwd(mine, dy, calls, dside)
+    return grads
+
+
+def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: Any) -> Grads:
+    """Backward of a level-1 op: autograd over its `fwd`."""
+    fields = ("x", *op.signature.keywords)
+    with torch.enable_grad():
+        tensors = {
+            name: value.detach().requires_grad_(name in call.needs)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in zip(fields, saved, strict=True)
+        }
+        keywords = {
+            n: v
+            for n, v in tensors.items()
+            if n != "x" and (v is not None or n not in op.signature.optional)
+        }
+        if op.signature.fwd_call:
+            keywords["call"] = call
+        with _autocast_of(call, tensors["x"].device.type):
+            out = op.fwd(tensors["x"], **keywords)
+        out = out if isinstance(out, Out) else Out(out)
+        pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
+        pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
+        wanted = {n: tensors[n] for n in fields if n in call.needs and tensors[n] is not None}
+        found: Any = [None] * len(wanted)
+        if pairs and wanted:
+            found = torch.autograd.grad(
+                [y for y, _ in pairs],
+                list(wanted.values()),
+                [d for _, d in pairs],
+                allow_unused=True,
+            )
+    by_name = dict(zip(wanted, found, strict=True))
+    return Grads(by_name.get("x"), by_name, by_name)
+
+
+# --- the Function --------------------------------------------------------------------------------------------------
+
+
+class Node(torch.autograd.Function):
+    """One segment in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
+        # traced code passes a constant that stands for the segment
+        seg: Segment = TABLE[which] if isinstance(which, int) else which
+        t = list(inputs)
+        if live is None:
+            y, saved, ctx.entered = run_forward(seg, x, t, None)
+            y = y.view_as(
+                y
+            )  # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+        else:
+            live.shapes = None if seg.checked else checks.Shapes()
+            y, saved, ctx.entered = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
+            if live.shapes is not None:
+                live.shapes.inputs = [None if i is None else i.shape for i in inputs]
+        flat, ctx.rows = pack(seg, saved)
+        ctx.save_for_backward(*flat)
+        ctx.set_materialize_grads(False)
+        ctx.seg, ctx.live = seg, live
+        if live is not None and live.frame is not None:
+            live.frame.fill(
+                saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat
+            )
+        if not seg.exports:
+            return y
+        exported = [t[position] for position in seg.export_positions]
+        integers = [e for e in exported if not (e.is_floating_point() or e.is_complex())]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
+        return (y, *exported)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
+        seg, live = ctx.seg, ctx.live
+        tensors = ctx.saved_tensors
+        saved = unpack(seg, ctx.rows, tensors)
+        if not torch.is_grad_enabled():
+            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
+        with torch.no_grad():
+            grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
+        ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
+        ties += [t for t in tensors if t.requires_grad]
+        return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
+
+
+def _backward_in(
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, entered: Any, live: Live | None
+) -> list[Any]:
+    """`run_backward` with autocast off, and with a note on any error that says where it happened."""
+    if live is None:
+        return run_backward(seg, saved, dy, dsides, entered, None)
+    try:
+        if autocast_dtype(seg.device) is not None:
+            with torch.autocast(seg.device, enabled=False):
+                return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
+        return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
+    except Exception as error:
+        error.add_note(
+            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
+        )
+        raise
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+_apply = torch_private.direct_apply(Node)
+
+
+def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
+    """Apply the Function. Names are published only while somebody observes.
+
+    Raises FuseOpsError inside a `torch.func` transform, which needs plain differentiable torch.
+    """
+    if torch_private.inside_functorch():
+        raise FuseOpsError(
+            f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
+        )
+    live.ties = second_order.ties_of(x, inputs)
+    if not names.thread.observers:
+        return _apply(seg, live, x, *inputs)
+    live.frame = names.Frame()
+    with names.published(live.frame):
+        try:
+            return _apply(seg, live, x, *inputs)
+        finally:
+            live.frame = None
+
+
+def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
+    """`run_node` as dynamo traces it; names, ties and messages are eager."""
+    return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
+
+
+def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
+    seen = [x]
+    for t in inputs:
+        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
+    return seen[1:]
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
+    """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
+    bodies = run_forward.__code__, run_backward.__code__
+    step = None if error is None else checks.failing_step(error, *bodies)
+    members = range(len(seg.ops)) if step is None else step.members
+    names = [seg.names[i] for i in members]
+    inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    classes = dict.fromkeys(type(seg.ops[i]).__name__ for i in members)
+    return f"'{path}{inner}' ({', '.join(classes)})"
+
+
+def describe(t: Any) -> str:
+    """Dtype, shape and device of a tensor."""
+    if isinstance(t, Tensor):
+        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+    return type(t).__name__
+
+
+def _no_second_derivative(seg: Segment, live: Live) -> str:
+    return (
+        f"second derivative through {where(seg, live.path)}: fuseops ops have a first derivative by hand. "
+        "Run the forward under `with fuseops.reference():` to differentiate twice."
+    )

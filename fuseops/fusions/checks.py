@@ -1,0 +1,108 @@
+"""What a wrong op is told: which op, which tensor, what it gave and what was expected."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import Grads
+
+from .segment import Segment, Step
+
+Shape = tuple[int, ...]
+Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
+
+
+class Shapes:
+    """The shapes of one forward, against which the first backward of a plan is checked."""
+
+    def __init__(self) -> None:
+        self.x: dict[int, Shape] = {}  # of the input of the op at that index
+        self.inputs: list[Shape | None] = []  # of the node's side inputs and parameters
+
+
+def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
+    """The step that one of these functions was at when the error passed through it."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in bodies:
+            step: Step | None = trace.tb_frame.f_locals.get("step")
+            return step
+        trace = trace.tb_next
+    return None
+
+
+def bare_tensor(step: Step) -> FuseOpsError:
+    op = type(step.target)
+    return FuseOpsError(
+        f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
+        f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
+    )
+
+
+def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
+    return FuseOpsError(
+        f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "
+        f"return Out(y, saved, side={{{name!r}: ...}})."
+    )
+
+
+def wrong_grads(step: Step, results: Any) -> FuseOpsError:
+    """The error for a backward that is no Grads, or leaves out a gradient that somebody needs."""
+    bwd = f"{type(step.target).__name__}.bwd"
+    if step.kind != "op" and (not isinstance(results, tuple) or len(results) != len(step.members)):
+        return FuseOpsError(
+            f"{bwd} must return a Grads for each of its {len(step.members)} members."
+        )
+    for k, result in enumerate(results):
+        if not isinstance(result, Grads):
+            return FuseOpsError(f"{bwd} must return Grads, got {type(result).__name__}.")
+        where = "" if step.kind == "op" else f" of member {k}"
+        given: list[tuple[str, Mapping[str, Any], Wanted]] = [
+            ("params", result.params or {}, step.params),
+            ("side", result.side or {}, step.sides),
+        ]
+        for field, tensors, wanted in given:
+            for member, name, _ in wanted:
+                if member == k and tensors.get(name) is None:
+                    return FuseOpsError(
+                        f"{bwd} gave no gradient of {name!r}{where}, which is needed "
+                        f"(needs {sorted(step.calls[k].needs)}): put it in Grads({field}={{{name!r}: ...}})."
+                    )
+    return FuseOpsError(
+        f"{bwd} gave no gradient of 'x', which is needed (needs {sorted(step.calls[0].needs)}): "
+        "return Grads(dx, ...)."
+    )
+
+
+def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes) -> None:
+    """Raise FuseOpsError for a gradient that is needed and None, or that has not the shape of its tensor.
+
+    Only a level-1 op may leave one out: torch found that its `fwd` does not use the tensor.
+    """
+    if not step.pure and _incomplete(step, results):
+        raise wrong_grads(step, results)
+    pairs = [("x", results[0].x, shapes.x.get(step.members[0]))]
+    for name, gradient, position in _given(step, results):
+        if position < seg.inputs:
+            pairs.append((name, gradient, shapes.inputs[position]))
+    for name, gradient, expected in pairs:
+        if gradient is not None and expected is not None and gradient.shape != expected:
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.bwd gave a gradient of {name!r} of shape {tuple(gradient.shape)}; "
+                f"{name!r} has shape {tuple(expected)}."
+            )
+
+
+def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
+    if results[0].x is None and "x" in step.calls[0].needs:
+        return True
+    return any(gradient is None for _, gradient, _ in _given(step, results))
+
+
+def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
+    """Name, gradient and position of everything that is needed besides dx."""
+    for member, name, position in step.params:
+        yield name, (results[member].params or {}).get(name), position
+    for member, name, position in step.sides:
+        yield name, (results[member].side or {}).get(name), position

@@ -1,0 +1,174 @@
+"""Which rules fire: the cover of a run of ops, and a reason for every rule that does not fire.  Pure logic."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Settings
+
+from .plan import Miss
+from .rule import Conditions, Match, Rule, match
+
+Reason = str | None
+
+
+class Candidate(NamedTuple):
+    """A place where the pattern of a rule matches."""
+
+    rule: Rule
+    start: int
+    stop: int
+
+
+class Scan(NamedTuple):
+    """What can be said of a run before any shape is known."""
+
+    candidates: tuple[Candidate, ...]  # in the order that the cover tries them
+    near: tuple[Miss, ...]  # rules whose pattern matches nowhere, with their longest prefix
+    opaque: tuple[Reason, ...]
+
+
+class Cover(NamedTuple):
+    """The chosen spans of a run."""
+
+    joint: tuple[Candidate, ...]
+    forward: tuple[Candidate, ...]
+    backward: tuple[Candidate, ...]
+    misses: tuple[Miss, ...]
+
+    @property
+    def chosen(self) -> tuple[Candidate, ...]:
+        return self.joint + self.forward + self.backward
+
+
+def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], opaque: Sequence[Reason], end: str) -> Scan:
+    """Match every rule everywhere."""
+    candidates: list[Candidate] = []
+    near: list[Miss] = []
+    for rule in rules:
+        matches = [match(rule, ops, start, opaque, end) for start in range(len(ops))]
+        found = [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
+        candidates += found
+        if not found:
+            near += _nearest(rule, matches)
+    return Scan(tuple(candidates), tuple(near), tuple(opaque))
+
+
+def _nearest(rule: Rule, matches: Sequence[Match]) -> list[Miss]:
+    """The longest prefix that matched anywhere, and an op that is nearly what the pattern wants (it overrides a method,
+    has hooks, or is of another class of that name): such an op must not be hidden by a longer prefix elsewhere.
+    """
+    nearly = [start for start, m in enumerate(matches) if ": " in m.why or "same name" in m.why]
+    longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
+    starts = [longest] if matches and matches[longest].prefix > 0 else []
+    starts += [start for start in nearly[:1] if start not in starts]
+    spans = ((start, start + max(matches[start].prefix, 1)) for start in starts)
+    return [Miss(rule.name, span, matches[span[0]].why) for span in spans]
+
+
+def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
+    """Leftmost first, all rules tried in order at each position; joint first, then forward and backward in the gaps."""
+    able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
+    joint = _leftmost(able, "joint", size, ())
+    forward = _leftmost(able, "forward", size, joint)
+    backward = _leftmost(able, "backward", size, joint)
+    misses = [
+        Miss(c.rule.name, (c.start, c.stop), reason)
+        for c, reason in zip(scanned.candidates, reasons, strict=True)
+        if reason is not None
+    ]
+    misses += _overlaps(able, joint, forward, backward)
+    return Cover(joint, forward, backward, (*misses, *scanned.near))
+
+
+def _leftmost(
+    able: Sequence[Candidate], kind: str, size: int, taken: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    free_from, chosen = 0, []
+    blocked = {i for c in taken for i in range(c.start, c.stop)}
+    for start in range(size):
+        if start < free_from:
+            continue
+        for c in able:
+            if (
+                c.rule.kind == kind
+                and c.start == start
+                and blocked.isdisjoint(range(c.start, c.stop))
+            ):
+                chosen.append(c)
+                free_from = c.stop
+                break
+    return tuple(chosen)
+
+
+def _overlaps(
+    able: Sequence[Candidate],
+    joint: tuple[Candidate, ...],
+    forward: tuple[Candidate, ...],
+    backward: tuple[Candidate, ...],
+) -> list[Miss]:
+    rivals = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    misses = []
+    for c in able:
+        if c in joint + forward + backward:
+            continue
+        winner = next(r for r in rivals[c.rule.kind] if r.start < c.stop and c.start < r.stop)
+        reason = f"overlaps {winner.start}:{winner.stop} of {winner.rule.name}"
+        misses.append(Miss(c.rule.name, (c.start, c.stop), reason))
+    return misses
+
+
+def reasons_against(
+    scanned: Scan,
+    ops: Sequence[Op[Any]],
+    settings: Settings,
+    conditions: Callable[[int, int], Conditions],
+) -> tuple[Reason, ...]:
+    """Why each candidate may not fire, None where it may."""
+    answers: list[Reason] = []
+    for c in scanned.candidates:
+        if not settings.fusion:
+            answers.append("fusion is off")
+        elif c.rule.name in settings.disable:
+            answers.append("disabled")
+        elif not c.rule.when:
+            answers.append(None)
+        else:
+            answers.append(
+                c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
+            )
+    return tuple(answers)
+
+
+# --- what settings forbid --------------------------------------------------------------------------------------------
+
+
+def check_names(settings: Settings, rules: Iterable[Rule]) -> None:
+    """Raise when `strict` or `disable` names a rule that does not exist."""
+    known = {rule.name for rule in rules}
+    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
+    unknown = (settings.disable | strict) - known
+    if unknown and known:
+        raise FuseOpsError(
+            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
+        )
+
+
+def check_strict(
+    found: Sequence[Miss], scanned: Scan, reasons: Sequence[str | None], settings: Settings
+) -> None:
+    """Raise FusionMissError for a miss that strict mode forbids.
+
+    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
+    """
+    if settings.strict is True:
+        pairs = zip(scanned.candidates, reasons, strict=True)
+        misses = [Miss(c.rule.name, (c.start, c.stop), why) for c, why in pairs if why is not None]
+    else:
+        names = settings.strict or frozenset()
+        misses = [m for m in found if m.rule in names and m not in scanned.near]
+    for miss in misses[:1]:
+        raise FusionMissError(
+            f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
+        )

@@ -1,0 +1,277 @@
+"""Which module runs: follows one real forward through global module hooks and the watchers of
+run.py.
+
+Hooks of torch's own table, not hooks on the ops: an op with a hook of its own would be planned
+differently.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+
+from .build import RunPlan
+from .plan import Edge, FusionPlan, Miss, SavedTensor, Span
+from .run import Run
+from .saved import Where
+from .sequential import Sequential, runner_of
+
+
+class Seen(NamedTuple):
+    """What is remembered of a tensor."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+class Call:
+    """One call of a Sequential."""
+
+    def __init__(self, module: Sequential, path: str, parent: Call | None) -> None:
+        self.module, self.path, self.parent = module, path, parent
+        self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
+        self.wanted = sum(isinstance(piece, Run) for _, piece in self.pieces)
+        self.runs: list[tuple[RunPlan, Seen | None]] = []
+        self.nested: list[Call] = []
+        self.packed = 0
+        self.x: Seen | None = None
+
+    def starts_with(self, op: Any) -> bool:
+        """Is the next run of this call the one that begins with `op`?"""
+        runs = [piece for _, piece in self.pieces if isinstance(piece, Run)]
+        return len(self.runs) < len(runs) and runs[len(self.runs)].ops[0] is op
+
+
+class _Frame(NamedTuple):
+    module: nn.Module
+    path: str
+    call: Call | None
+
+
+class Observer:
+    """The calls of Sequentials during one forward, as a tree."""
+
+    def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
+        self.paths = paths
+        self.calls: list[Call] = []  # those inside no other
+        self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
+        self._frames: list[_Frame] = []
+        self._running: Call | None = None  # whose run of ops began last
+        self._thread = threading.get_ident()
+        self._owners = {
+            id(piece.ops[0]): module
+            for module in root.modules()
+            if isinstance(module, Sequential)
+            for _, piece in runner_of(module).pieces
+            if isinstance(piece, Run)
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what runs in this thread; nothing stays installed."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        scopes.current().watchers.append(self._watch)
+        try:
+            yield
+        finally:
+            scopes.current().watchers.remove(self._watch)
+            for handle in handles:
+                handle.remove()
+
+    def where(self, by_node: bool) -> Where:
+        """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""
+        if not self._frames:
+            return Where(None, "", None)
+        module, path, call = self._frames[-1]
+        if by_node and not isinstance(module, Op):
+            call = self._running
+        if call is not None:
+            call.packed += 1
+        if not isinstance(module, Op):
+            return Where(call, path, None)
+        ((name, _),) = module._planned()
+        return Where(call, path, f"{module.__dict__.get('_prefix', '')}{name}.")
+
+    # --- hooks
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        outer = self._frames[-1] if self._frames else _Frame(module, "", None)
+        path = self.paths.get(id(module), outer.path)
+        call = outer.call
+        if isinstance(module, Sequential):
+            call = self._called(module, path, outer.call)
+            call.x = _seen(args[0]) if args else None
+        self._frames.append(_Frame(module, path, call))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread or all(
+            f.module is not module for f in self._frames
+        ):
+            return
+        while self._frames.pop().module is not module:
+            pass
+        if self._frames and self._frames[-1].module is getattr(
+            self._frames[-1].call, "module", None
+        ):
+            self._frames[-1].call.x = _seen(output)  # type: ignore[union-attr]
+
+    def _called(self, module: Sequential, path: str, parent: Call | None) -> Call:
+        call = Call(module, path, parent)
+        (self.calls if parent is None else parent.nested).append(call)
+        return call
+
+    def _watch(self, plan: RunPlan) -> None:
+        """A run of ops begins."""
+        op = plan.segments[0].ops[0]
+        module, path, call = self._frames[-1] if self._frames else _Frame(op, "", None)
+        if isinstance(module, Op):
+            if call is None:
+                self.alone[path] = module
+            return
+        if call is None or not call.starts_with(op):
+            call = self._unannounced(op, call)
+        self._running = call
+        if call is not None:
+            call.runs.append((plan, call.x))
+
+    def _unannounced(self, op: Any, call: Call | None) -> Call | None:
+        """The call of a Sequential whose `forward` was called as a method, which no hook sees."""
+        siblings = self.calls if call is None else call.nested
+        if siblings and siblings[-1].starts_with(op):
+            return siblings[-1]
+        owner = self._owners.get(id(op))
+        return None if owner is None else self._called(owner, self.paths.get(id(owner), ""), call)
+
+
+def _seen(x: Any) -> Seen | None:
+    x = x[0] if isinstance(x, tuple) and x else x
+    return Seen(tuple(x.shape), x.element_size()) if isinstance(x, Tensor) else None
+
+
+# --- from a call to its plan ----------------------------------------------------------------------
+
+
+def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
+    """The public plan of a call: positions count the children of the whole Sequential."""
+    forward: list[Span] = []
+    backward: list[Span] = []
+    misses: list[Miss] = []
+    edges: list[Edge] = []
+    segments: list[tuple[int, int]] = []
+    notes: list[str] = []
+    mine = [t for owner, t in saved if _within(owner, call)]
+    kept = {t.name for t in mine}
+    offset, temporaries, runs = 0, 0, iter(call.runs)
+    for name, piece in call.pieces:
+        if not isinstance(piece, Run):
+            what = "a Sequential of its own" if isinstance(piece, Sequential) else "plain module"
+            cls = type(piece).__name__
+            span = Span(offset, offset + 1, (name,), cls, None, "module", what, (cls,))
+            forward.append(span)
+            backward.append(span)
+            offset += 1
+            continue
+        plan, x = next(runs, (None, None))
+        if plan is not None:
+            forward += [_placed(s, piece, offset) for s in plan.forward]
+            backward += [_placed(s, piece, offset) for s in plan.backward]
+            misses += [_miss_moved(m, offset) for m in plan.misses]
+            edges += plan.edges
+            segments += [(s.start + offset, s.stop + offset) for s in plan.segments]
+            notes += _notes_of(plan)
+            temporaries = max(temporaries, _largest_output(piece, plan, x, call.path, kept))
+        offset += len(piece.ops)
+    return FusionPlan(
+        path=call.path,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        misses=tuple(misses),
+        saved=tuple(mine),
+        edges=tuple(edges),
+        segments=tuple(segments),
+        notes=(*dict.fromkeys(notes), *_notes_on(call)),
+        temporaries=temporaries,
+        nested=tuple(plan_from(inner, saved) for inner in call.nested),
+    )
+
+
+def _within(owner: Call | None, call: Call) -> bool:
+    while owner is not None and owner is not call:
+        owner = owner.parent
+    return owner is call
+
+
+def _placed(span: Span, run: Run, offset: int) -> Span:
+    types = tuple(type(op).__name__ for op in run.ops[span.start : span.stop])
+    return span._replace(start=span.start + offset, stop=span.stop + offset, types=types)
+
+
+_POSITIONS = re.compile(r"^op \d+(?= is |: )|^overlaps \d+:\d+(?= of )")
+
+
+def _miss_moved(miss: Miss, offset: int) -> Miss:
+    """The planner counts from the start of a run, in the sentences that it writes too."""
+    reason = miss.reason
+    if offset and (found := _POSITIONS.match(reason)):
+        shifted = re.sub(r"\d+", lambda n: str(int(n[0]) + offset), found[0])
+        reason = shifted + reason[found.end() :]
+    start, stop = miss.span
+    return Miss(miss.rule, (start + offset, stop + offset), reason)
+
+
+_RUNS = {"call": "is called through its own __call__", "plain": "runs as plain torch"}
+
+
+def _notes_of(plan: RunPlan) -> Iterator[str]:
+    if plan.forward and all(s.note == "reference" for s in plan.forward):
+        yield "fuseops.reference(): every op runs as plain torch, and no rule is tried"
+        return
+    for span in plan.forward:
+        if span.kind in _RUNS and span.note != "alias":
+            how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
+            yield f"{span.ops[0]} ({span.runs}) {how}"
+
+
+def _notes_on(call: Call) -> Iterator[str]:
+    nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
+    if len(call.runs) < call.wanted:
+        ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
+        yield f"{ran}: forward is overridden, or was left early"
+    if nodes and not any(seg.needs_grad for seg in nodes):
+        yield "no gradient is wanted: nothing is saved"
+    elif not call.packed and any(seg.needs_grad and seg.slots for seg in nodes):
+        yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
+
+
+def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: set[str]) -> int:
+    """Bytes of the largest output of a forward span that the next op does not save as its x."""
+    if x is None:
+        return 0
+    prefix, largest, itemsize = f"{path}." if path else "", 0, x.itemsize
+    casts = [step.cast for seg in plan.segments for step in seg.forward]
+    shape = x.shape
+    for span, cast in zip(plan.forward, casts, strict=False):
+        itemsize = itemsize if cast is None else cast.itemsize
+        for op in run.ops[span.start : span.stop]:
+            shape = op.out_shape(shape)
+        following = run.names[span.stop] if span.stop < len(run.names) else None
+        if f"{prefix}{following}.x" not in kept and not run.ops[span.stop - 1].alias:
+            size = itemsize
+            for n in shape:
+                size *= n
+            largest = max(largest, size)
+    return largest

@@ -1,0 +1,141 @@
+"""What a plan says: the public records, and nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+SCHEMA_VERSION = 1
+
+
+class Span(NamedTuple):
+    """A run of ops that one op, or one fused op, executes."""
+
+    start: int
+    stop: int
+    ops: tuple[str, ...]  # child names
+    runs: str  # class name of what runs
+    rule: str | None = None
+    kind: str = "op"  # "op", "joint", "forward", "backward", "call", "plain", "module"
+    note: str = ""  # why it runs as it does (hooks, DTensor, an overridden forward)
+    types: tuple[str, ...] = ()  # class name of every op
+
+    def __str__(self) -> str:
+        where = f"{self.ops[0]}" if len(self.ops) == 1 else f"{self.ops[0]}..{self.ops[-1]}"
+        by = f" by {self.rule}" if self.rule else ""
+        return f"{self.runs}[{where}]{by}" + (f" ({self.note})" if self.note else "")
+
+
+class Miss(NamedTuple):
+    """A rule that did not fire, where, and why."""
+
+    rule: str
+    span: tuple[int, int]
+    reason: str
+
+
+class SavedTensor(NamedTuple):
+    """One tensor that is kept for the backward."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int  # of its storage; 0 for a parameter, and for one that shares another's storage
+    shared_with: str | None = None
+    is_param: bool = False
+
+
+class Edge(NamedTuple):
+    """A tensor between two ops that has a format of its own."""
+
+    before: str  # the op that reads it (forward) or whose gradient it is (backward)
+    direction: str  # "forward" or "backward"
+    format: str
+    made_by: str  # "quantize step", or the op that emits it
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What one call of a Sequential runs, what did not fuse and why, and what it saves."""
+
+    path: str
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    misses: tuple[Miss, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    segments: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    temporaries: int = 0  # bytes of the largest output of a forward span that is not saved
+    nested: tuple[FusionPlan, ...] = ()  # Sequentials inside; `saved` holds what they save too
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward beyond the parameters, shared storage counted once."""
+        return sum(t.nbytes for t in self.saved)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Saved bytes plus planned temporaries."""
+        return self.saved_bytes + self.temporaries
+
+    @property
+    def fused(self) -> tuple[Span, ...]:
+        """Spans that a rule made, each once (a joint span is one, not two)."""
+        return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
+
+    def walk(self) -> Iterator[FusionPlan]:
+        """This plan and all plans nested in it."""
+        yield self
+        for plan in self.nested:
+            yield from plan.walk()
+
+    def diff(self, other: FusionPlan) -> str:
+        """What is in one plan and not in the other, a line each; empty when they agree."""
+        lines = []
+        for field in ("forward", "backward", "misses", "saved", "edges", "segments"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            lines += [f"- {field}: {item}" for item in mine if item not in theirs]
+            lines += [f"+ {field}: {item}" for item in theirs if item not in mine]
+        mine, theirs = {p.path: p for p in self.nested}, {p.path: p for p in other.nested}
+        lines += [f"- nested: {path}" for path in mine if path not in theirs]
+        lines += [f"+ nested: {path}" for path in theirs if path not in mine]
+        for path in (p for p in mine if p in theirs):
+            lines += [f"{path}: {line}" for line in mine[path].diff(theirs[path]).splitlines()]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with a schema_version."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "path": self.path,
+            "forward": [span._asdict() for span in self.forward],
+            "backward": [span._asdict() for span in self.backward],
+            "misses": [miss._asdict() for miss in self.misses],
+            "saved": [{**t._asdict(), "dtype": str(t.dtype)} for t in self.saved],
+            "edges": [edge._asdict() for edge in self.edges],
+            "segments": [list(segment) for segment in self.segments],
+            "notes": list(self.notes),
+            "saved_bytes": self.saved_bytes,
+            "peak_bytes": self.peak_bytes,
+            "nested": [plan.to_json() for plan in self.nested],
+        }
+
+    def to_html(self) -> str:
+        """A self-contained page with a drawing; no network, no script."""
+        from .explain_html import page
+
+        return page([self])
+
+    def _repr_html_(self) -> str:
+        from .explain_html import fragment
+
+        return fragment(self)
+
+    def __str__(self) -> str:
+        from .explain_text import text
+
+        return text(self)

@@ -1,0 +1,176 @@
+"""A fusion is one line of data: pattern, fused op, conditions. A condition answers None or a reason."""
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import FusedOp, Op
+
+KINDS = ("joint", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """An optional element of a pattern."""
+
+    wanted: Any
+
+
+def maybe(wanted: Any) -> Maybe:
+    """Optional: `(Linear, maybe(Bias), SiLU | GELU)` matches with and without the Bias."""
+    return Maybe(wanted)
+
+
+def require(holds: bool, reason: str) -> str | None:
+    """For conditions: None when it holds, else the reason."""
+    return None if holds else reason
+
+
+class Conditions(NamedTuple):
+    """What a condition sees besides the ops. It never sees tensor values."""
+
+    shape: tuple[int, ...]  # of the span's input
+    k: int  # last axis of the span's input
+    n: int  # last axis of the span's output
+    rows: int  # product of the leading axes of the span's input
+    dtype: torch.dtype  # compute dtype: autocast's, else the input's
+    device: torch.device
+    capability: tuple[int, int] | None  # of the CUDA device, None elsewhere
+    recipe: Any
+    needs: tuple[frozenset[str], ...]  # one entry a member
+    training: bool
+
+
+Condition = Callable[[tuple[Op[Any], ...], Conditions], str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Replaces a run of ops by one fused op.
+
+    kind     "joint" (forward and backward together), "forward" or "backward"; all patterns are in sequence order
+    pattern  op types, unions of them (`SiLU | GELU`), and `maybe(...)` of either
+    build    build(*ops) -> FusedOp, called with the matched ops
+    when     conditions cond(ops, c: Conditions) -> None or the reason why it may not fire
+    """
+
+    name: str
+    pattern: tuple[Any, ...]
+    build: Callable[..., FusedOp]
+    kind: str = "forward"
+    when: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise FuseOpsError(
+                f"Rule {self.name!r}: kind must be one of {KINDS}, got {self.kind!r}."
+            )
+        if callable(self.when):
+            object.__setattr__(self, "when", (self.when,))
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        if not any(not isinstance(element, Maybe) for element in self.pattern):
+            raise FuseOpsError(
+                f"Rule {self.name!r}: the pattern needs at least one op that is not optional."
+            )
+        for element in self.pattern:
+            for t in types_of(element):
+                if not (isinstance(t, type) and issubclass(t, Op)):
+                    raise FuseOpsError(
+                        f"Rule {self.name!r}: {t!r} in its pattern is not a subclass of fuseops.Op."
+                    )
+
+    def reason_against(self, ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
+        """The first condition's reason, or None when all hold.  Raises TypeError for an answer of another kind."""
+        for condition in self.when:
+            answer = condition(ops, c)
+            if answer is not None:
+                if not isinstance(answer, str):
+                    raise TypeError(
+                        f"rule {self.name!r}: condition {getattr(condition, '__name__', condition)} answered "
+                        f"{answer!r}; a condition answers None (it holds) or the reason as a string: "
+                        "use fo.require(holds, reason)."
+                    )
+                return answer
+        return None
+
+
+def types_of(element: Any) -> tuple[type, ...]:
+    """The op types that an element of a pattern accepts."""
+    wanted = element.wanted if isinstance(element, Maybe) else element
+    return get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+
+
+_DEFINING = ("fwd", "bwd", "forward", "Saved")
+
+
+def _overridden(cls: type, wanted: type) -> str | None:
+    changed = (
+        n for n in _DEFINING if hasattr(wanted, n) and getattr(cls, n) is not getattr(wanted, n)
+    )
+    return next(changed, None)
+
+
+def obstacle(op: Any, element: Any) -> str | None:
+    """None if `op` is what `element` of a pattern wants, else what stands in the way."""
+    closest = None
+    wanted = types_of(element)
+    for t in wanted:
+        if isinstance(op, t):
+            changed = _overridden(type(op), t)
+            if changed is None:
+                return None
+            closest = f"{type(op).__name__} overrides {changed}"
+        elif type(op).__name__ == t.__name__:
+            closest = f"is {t.__name__}: same name, other class object"
+    names = " | ".join(t.__name__ for t in wanted)
+    return closest or f"is {type(op).__name__}, wanted {names}"
+
+
+class Match(NamedTuple):
+    """Where a pattern got to, from one start."""
+
+    length: int  # ops matched in all, 0 if the pattern does not match here
+    prefix: int  # ops matched before the obstacle
+    why: str  # the obstacle
+
+
+def match(
+    rule: Rule, ops: Sequence[Any], start: int, opaque: Sequence[str | None], end: str
+) -> Match:
+    """Match the rule at `start`. `opaque[i]` says why op i is matched by no rule; `end` names what follows the run."""
+    best = Match(0, -1, "")
+
+    def walk(element: int, position: int) -> int | None:
+        nonlocal best
+        if element == len(rule.pattern):
+            return position - start
+        wanted = rule.pattern[element]
+        why = _why_not(ops, position, wanted, opaque, end)
+        if why is None and (length := walk(element + 1, position + 1)) is not None:
+            return length
+        if isinstance(wanted, Maybe):
+            return walk(element + 1, position)
+        if why is not None and position - start > best.prefix:
+            best = Match(0, position - start, why)
+        return None
+
+    length = walk(0, start)
+    return best if length is None else Match(length, length, "")
+
+
+def _why_not(
+    ops: Sequence[Any], position: int, wanted: Any, opaque: Sequence[str | None], end: str
+) -> str | None:
+    if position >= len(ops):
+        names = " | ".join(t.__name__ for t in types_of(wanted))
+        return f"{end}, wanted {names}"
+    why = obstacle(ops[position], wanted)
+    if why is None and opaque[position] is not None:
+        why = f"{type(ops[position]).__name__} {opaque[position]}"
+    if why is None:
+        return None
+    return f"op {position} {why}" if why.startswith("is ") else f"op {position}: {why}"

@@ -1,0 +1,361 @@
+"""A run of adjacent ops: finds the plan of a call, and executes it.
+
+The plan is cached by answers, never by the size of dim 0: classes, needs, training flags, dtypes, device, autocast,
+settings, side inputs, what is returned, and the outcome of every condition.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from fuseops import kernels
+from fuseops.errors import FuseOpsError, SideInputError
+from fuseops.ops import scopes
+from fuseops.ops.op import Op, Shape
+from fuseops.ops.scopes import Settings
+
+from . import bridge, traced
+from .bridge import Live, describe
+from .build import Facts, RunPlan, build, needs_of
+from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
+from .rule import Conditions
+from .segment import Segment
+from .tables import TABLES
+from .traced import TABLE
+
+log = logging.getLogger("fuseops.fusion")
+
+Tokens = tuple[int, int, int]  # process, model, scopes
+RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
+
+
+class Key(NamedTuple):
+    """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
+
+    ops: tuple[Any, ...]  # op_facts of every op
+    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
+    tokens: Tokens
+    live: tuple[str, ...]  # side names read after the run, or returned
+    dtype: torch.dtype
+    device: torch.device
+    x_needs: bool
+    x_class: type
+    autocast: torch.dtype | None
+    compiling: bool
+
+
+class Entry(NamedTuple):
+    """All plans of one key; they differ in the outcome of conditions only."""
+
+    scan: Scan
+    facts: Facts
+    plans: dict[tuple[bool, ...], RunPlan]
+
+
+def opaque_reason(op: Op[Any]) -> str | None:
+    """Why an op is called through its own `__call__` and matched by no rule, or None."""
+    own = op.__dict__
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        return "has hooks"
+    for method in ("forward", "fwd", "bwd"):
+        if method in own:
+            return f"has a {method} of its own (replaced on the instance)"
+    if op.__class__.forward is not Op.forward:
+        return "overrides forward"
+    return None
+
+
+def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
+    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
+    own = op.__dict__
+    registered = own["_parameters"]
+    facts = [op.__class__, own["training"], op.alias]
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        facts.append("hooks")
+    if "forward" in own or "fwd" in own or "bwd" in own:
+        facts.append("a method of its own")
+    for name in parameters:
+        p = registered[name] if name in registered else getattr(op, name)
+        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
+    return tuple(facts)
+
+
+def _is_dtensor(cls: type) -> bool:
+    return cls.__name__ == "DTensor"
+
+
+class Run:
+    """The ops of one Sequential between two plain modules (or one op that is called alone)."""
+
+    def __init__(
+        self, ops: Sequence[Op[Any]], names: Sequence[str], end: str, alone: bool = False
+    ) -> None:
+        self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
+        self.entries: dict[Key, Entry] = {}
+        self.numbers: list[int] = []  # of this run's objects in TABLE
+        weakref.finalize(self, TABLE.drop, self.numbers)
+        self.parameter_names = tuple(op.parameter_names() for op in self.ops)
+        written: set[str] = set()
+        reads: dict[str, None] = {}
+        for name, op in zip(self.names, self.ops, strict=True):
+            for reserved in RESERVED.intersection((*op.side_names(), *op.writes)):
+                raise SideInputError(
+                    f"op {name!r} ({type(op).__name__}) reads or writes {reserved!r}, a reserved name: "
+                    f"choose one that is not in {sorted(RESERVED)}."
+                )
+            reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
+            for w in op.writes:
+                if w in written:
+                    raise SideInputError(f"side tensor {w!r} is written twice, again at {name!r}.")
+                if w in reads:
+                    raise SideInputError(
+                        f"op {name!r} writes {w!r}, which is read before it is written."
+                    )
+                written.add(w)
+        self.reads, self.writes = tuple(reads), frozenset(written)
+
+    # --- finding the plan
+
+    def key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Key:
+        """The key of this call."""
+        grad = torch.is_grad_enabled()
+        kind = x.device.type
+        return Key(
+            tuple(
+                [
+                    op_facts(op, wanted, grad)
+                    for op, wanted in zip(self.ops, self.parameter_names, strict=True)
+                ]
+            ),
+            tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in self.reads]),
+            tokens,
+            live,
+            x.dtype,
+            x.device,
+            grad and x.requires_grad,
+            x.__class__,
+            bridge.autocast_dtype(kind),
+            torch.compiler.is_compiling(),
+        )
+
+    def plan(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> RunPlan:
+        """The plan of this call, from the cache or new."""
+        key = self.key(x, side, tokens, live)
+        entry = self.entries.get(key) or self.entry(key)
+        reasons = self.reasons(entry, x) if entry.scan.candidates else ()
+        plan = entry.plans.get(tuple([reason is None for reason in reasons]))
+        if plan is None:
+            self._through(0, len(self.ops), tuple(x.shape), x)
+            plan = self.plan_of(entry, reasons)
+        return plan
+
+    def numbered(self, item: Any) -> int:
+        """Put an object of this run into the table that traced code reads."""
+        self.numbers.append(TABLE.add(item))
+        return self.numbers[-1]
+
+    def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
+        return reasons_against(
+            entry.scan,
+            self.ops,
+            entry.facts.settings,
+            lambda start, stop: self._conditions(entry.facts, x, start, stop),
+        )
+
+    def _conditions(self, facts: Facts, x: Tensor, start: int, stop: int) -> Conditions:
+        shape = self._through(0, start, tuple(x.shape), x)
+        out = self._through(start, stop, shape, x)
+        rows = 1
+        for size in shape[:-1]:
+            rows = rows * size
+        return Conditions(
+            shape=shape,
+            k=shape[-1] if shape else 1,
+            n=out[-1] if out else 1,
+            rows=rows,
+            dtype=facts.compute or x.dtype,
+            device=x.device,
+            capability=torch.cuda.get_device_capability(x.device) if x.is_cuda else None,
+            recipe=facts.settings.recipe,
+            needs=needs_of(self.ops, facts)[start:stop],
+            training=self.ops[start].training,
+        )
+
+    def entry(self, key: tuple[Any, ...]) -> Entry:
+        """The entry of a key, from the cache or new."""
+        key = Key(*key)
+        if key in self.entries:
+            return self.entries[key]
+        settings = scopes.resolve(*key.tokens)
+        modes = [self._mode(op, key, settings) for op in self.ops]
+        facts = Facts(
+            settings=settings,
+            x_needs=key.x_needs,
+            grads=frozenset(self._wanted(key)),
+            side_grads=frozenset(name for name, _, wanted in key.sides if wanted),
+            modes=tuple(mode for mode, _ in modes),
+            notes=tuple(note for _, note in modes),
+            compute=key.autocast,
+            device=key.device,
+            live=frozenset(key.live),
+        )
+        rules = () if settings.reference else (*settings.rules, *TABLES)
+        check_names(settings, rules)
+        opaque = [note if mode and note != "alias" else None for mode, note in modes]
+        entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
+        return entry
+
+    def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
+        """(op, parameter) pairs that want a gradient."""
+        for i, (facts, wanted) in enumerate(zip(key.ops, self.parameter_names, strict=True)):
+            for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
+                if parameter is not None and parameter[0]:
+                    yield i, name
+
+    def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
+        """How an op runs when no span covers it, and why."""
+        why = None if self.alone else opaque_reason(op)
+        if why is not None:
+            return "call", why
+        if _is_dtensor(key.x_class) or any(_is_dtensor(type(p)) for p in op._parameters.values()):
+            return "plain", "works on DTensors"
+        if settings.reference:
+            return "plain", "reference"
+        if op.pure and key.compiling:
+            return "plain", "level-1 op under torch.compile"
+        return ("plain", "alias") if op.alias else ("", "")
+
+    def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+        """The plan of an entry, given the outcome of its conditions, from the cache or new."""
+        answers = tuple(reason is None for reason in reasons)
+        if answers in entry.plans:
+            return entry.plans[answers]
+        plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
+        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
+        entry.plans[answers] = plan
+        log.info("new plan: %s", "; ".join(map(str, plan.forward)))
+        return plan
+
+    def _through(self, start: int, stop: int, shape: Shape, x: Tensor) -> Shape:
+        """The shape after ops start..stop; an error says at which op it came up."""
+        for i in range(start, stop):
+            try:
+                shape = self.ops[i].out_shape(shape)
+            except FuseOpsError as error:
+                at = f"at op {self.names[i]!r} of a fuseops.Sequential"
+                error.add_note(f"{at}; the input of the sequence is {describe(x)}")
+                raise
+        return shape
+
+    # --- running
+
+    def __call__(
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
+    ) -> Any:
+        """Run the ops on x; side tensors are read from, and published to, `env`."""
+        if torch.compiler.is_compiling():
+            return self._traced(x, env, tokens, live)
+        for op in self.ops:
+            if op.__dict__["_modules"]:  # parametrizations: computed once a forward
+                with parametrize.cached():
+                    return self._eager(x, env, tokens, live, path, scratch)
+        return self._eager(x, env, tokens, live, path, scratch)
+
+    def _eager(
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
+    ) -> Any:
+        plan = self.plan(x, env, tokens, live)
+        for watcher in scopes.current().watchers:
+            watcher(plan)
+        for seg in plan.segments:
+            x = run_segment(seg, x, env, Live(path, scratch))
+        return x
+
+    def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
+        """`_eager` as dynamo traces it."""
+        key = tuple(self.key(x, env, tokens, live))
+        plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
+        for seg in plan.segments:
+            x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
+        return x
+
+
+def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
+    """Run one segment with autocast off where the plan reads it, and say where an error happened."""
+    try:
+        if seg.kind == "call":
+            return _call(seg, x, env)
+        if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+            with torch.autocast(seg.device, enabled=False):
+                return _run(seg, x, env, live)
+        return _run(seg, x, env, live)
+    except Exception as error:
+        error.add_note(
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}"
+        )
+        raise
+
+
+def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+    """An op through its own `__call__`, which returns what it publishes after y."""
+    (op,) = seg.ops
+    y = op(x, **{name: env[name] for name in seg.reads})
+    if op.writes:
+        y, *published = y
+        env.update(zip(op.writes, published, strict=True))
+    return y
+
+
+def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
+    inputs = [env[name] for name in seg.reads]
+    for i, name in seg.params:
+        op = seg.ops[i]
+        registered = op.__dict__["_parameters"]
+        inputs.append(registered[name] if name in registered else getattr(op, name))
+    if seg.kind == "node" and seg.needs_grad:
+        if live is None:
+            y = bridge.run_traced_node(seg.number, x, inputs)
+        else:
+            y = bridge.run_node(seg, live, x, inputs)
+        if seg.exports:
+            y, *exported = y
+            env.update(zip(seg.exports, exported, strict=True))
+        return y
+    scratch = None if live is None else live.scratch
+    if seg.kind == "node":
+        y, _, _ = bridge.run_forward(seg, x, inputs, scratch)
+    else:
+        with kernels.reference_only():
+            y, _, _ = bridge.run_forward(seg, x, inputs, scratch, quantize=False)
+    for name, place in zip(seg.exports, seg.export_positions, strict=True):
+        env[name] = inputs[place]
+    return y

@@ -1,0 +1,52 @@
+"""Second derivatives are refused loudly: the gradients of a node pass through a guard that raises when differentiated.
+
+The guard is tied to every input of its node. `once_differentiable` does not do it: with a residual path beside the node
+it gives a wrong second derivative without an error.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.errors import DoubleBackwardError
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise DoubleBackwardError(ctx.message)
+
+
+def guard(
+    grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str
+) -> list[Tensor | None]:
+    """The same gradients, which raise DoubleBackwardError(message) when someone differentiates them."""
+    present = [g for g in grads if g is not None]
+    guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))  # type: ignore[no-untyped-call]
+    return [None if g is None else next(guarded) for g in grads]
+
+
+def tie(t: Tensor) -> Tensor:
+    """A handle on t's place in the graph that holds none of its memory."""
+    return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
+
+
+def ties_of(x: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """A tie for every input that is in a graph; leaves are reached through their AccumulateGrad instead."""
+    ties = [] if x.grad_fn is None else [tie(x)]
+    for t in inputs:
+        if t.__class__ is not nn.Parameter and t is not None and t.grad_fn is not None:
+            ties.append(tie(t))
+    return ties
+
+
+def leaves(node: Any) -> list[Tensor]:
+    """The leaf tensors among a backward node's inputs."""
+    return [edge.variable for edge, _ in node.next_functions if hasattr(edge, "variable")]

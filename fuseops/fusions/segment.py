@@ -1,0 +1,82 @@
+"""The executable form of a plan: flat steps over positions, fixed before a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fuseops.ops.op import Call, Op
+from fuseops.recipes import Format
+
+Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
+
+
+class Slot(NamedTuple):
+    """What one op or joint span saves."""
+
+    owner: int  # index of the (first) op in the segment
+    cls: type[Any]  # the Saved class
+    kept: tuple[int, ...]  # fields that some needed gradient reads
+    names: tuple[str, ...]  # published name of every field
+    op: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One op or fused op, forward or backward."""
+
+    members: tuple[int, ...]  # indices in the segment
+    target: Any  # Op or FusedOp
+    kind: str  # "op", "forward", "backward", "joint"
+    args: tuple[Args, ...]  # forward: keyword tensors of every member
+    calls: tuple[Call, ...]
+    keep: frozenset[str] = frozenset()  # joint: fields to save
+    cast: Any = None  # forward: autocast dtype of the input, or None
+    pure: bool = False  # a level-1 op
+    empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
+    form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
+    offs: int | None = None  # position of `offs` for a per-group format
+    takes_call: bool = False
+    takes_dside: bool = False
+    # backward: what a single op's bwd takes by keyword
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    live: bool = False  # wants call.out and call.scratch
+    writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
+    # backward: what is needed of every member's parameters and side inputs, and its position
+    params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
+    sides: tuple[tuple[int, str, int], ...] = ()
+
+
+@dataclass(eq=False)
+class Segment:
+    """A run of ops that is one autograd node ("node"), or runs outside of it ("plain", "call").
+
+    plain  differentiable torch: alias ops, ops over DTensors, level-1 ops under torch.compile, everything under
+           `fo.reference()`
+    call   through the op's own `__call__`: it has hooks or an overridden forward
+    """
+
+    kind: str
+    start: int
+    stop: int
+    ops: tuple[Op[Any], ...]
+    names: tuple[str, ...]
+    reads: tuple[str, ...] = ()  # side inputs, the first tensors of the node after x
+    params: tuple[tuple[int, str], ...] = ()  # (op, parameter) of the tensors after those
+    exports: tuple[str, ...] = ()  # published side tensors that leave the segment
+    export_positions: tuple[int, ...] = ()
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    size: int = 0  # tensors in the node, inputs and published ones
+    needs_grad: bool = False
+    device: str = "cpu"  # device type
+    autocast: bool = False  # autocast is on around it, and must be off inside
+    note: str = ""
+    checked: bool = False  # a backward gave every gradient, of the right shape
+    number: int = 0  # in the table that traced code reads
+
+    @property
+    def inputs(self) -> int:
+        return len(self.reads) + len(self.params)

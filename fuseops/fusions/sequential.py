@@ -1,0 +1,341 @@
+"""Sequential: ops and plain modules in a row, run by plans.  Residual: one with a Tap before and an Add after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, RecomputationError, SideInputError
+from fuseops.ops import names as naming
+from fuseops.ops import op as op_module
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.structure import Add, Tap
+
+from . import traced
+from .run import Run, Tokens
+from .sides import check_input, check_returns, described, side_inputs
+
+RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
+
+
+class Runner:
+    """The pieces of one Sequential (or one op that is called alone), rebuilt when the children change."""
+
+    def __init__(self, children: list[tuple[str, nn.Module]], alone: bool = False) -> None:
+        self.alone = alone
+        self.children = tuple(module for _, module in children)
+        self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
+        self.reads, self.writes = _side_names(self.pieces)
+        self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
+        self.sides = [(op, op.reads, op.writes) for op in self.children if isinstance(op, Op)]
+        self.last: Tokens | None = None
+        self.names: list[str] = []  # of the registered children
+        self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
+
+    def fits(self, children: tuple[nn.Module, ...]) -> bool:
+        """Are these still the children, and do they still read and write the same names?"""
+        if self.children != children:
+            return False
+        for op, reads, writes in self.sides:
+            if op.reads is not reads or op.writes is not writes:
+                return False
+        return all(nested.reads == known for nested, known in self.nested)
+
+    def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """For every piece, the side names that are read after it, or returned.
+
+        Raises SideInputError when a Tap is read by nobody.
+        """
+        if returns not in self._live:
+            self._check_published(returns)
+            reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
+            later = [
+                tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))
+            ]
+            self._live[returns] = tuple(later)
+        return self._live[returns]
+
+    def _check_published(self, returns: tuple[str, ...]) -> None:
+        read = {name for _, piece in self.pieces for name in getattr(piece, "reads", ())} | set(
+            returns
+        )
+        inner = {
+            n
+            for _, piece in self.pieces
+            if isinstance(piece, Run)
+            for op in piece.ops
+            for n in op.side_names()
+        }
+        taps = {name for m in self.children if isinstance(m, Tap) for name in m.writes}
+        unread = sorted(taps - read - inner)
+        if unread and not self.alone:
+            raise SideInputError(
+                f"nobody reads the Tap of {unread}: add an op that reads it, or ask for it "
+                f"with returns={tuple(unread)}."
+            )
+
+
+def _pieces(
+    children: list[tuple[str, nn.Module]], alone: bool
+) -> list[tuple[str, Run | nn.Module]]:
+    pieces: list[tuple[str, Run | nn.Module]] = []
+    pending: list[tuple[str, Op[Any]]] = []
+
+    def flush(end: str) -> None:
+        if pending:
+            pieces.append(
+                (
+                    pending[0][0],
+                    Run([op for _, op in pending], [name for name, _ in pending], end, alone),
+                )
+            )
+            pending.clear()
+
+    for name, module in children:
+        if isinstance(module, Op):
+            pending.append((name, module))
+        else:
+            kind = "a nested Sequential" if isinstance(module, Sequential) else "a plain module"
+            flush(f"{name!r} is {type(module).__name__}, {kind}")
+            pieces.append((name, module))
+    flush("the sequence ends")
+    return pieces
+
+
+def _side_names(
+    pieces: list[tuple[str, Run | nn.Module]],
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What the whole sequence reads from its caller, and what it writes.  Raises SideInputError on a clash."""
+    reads: dict[str, None] = {}
+    written: dict[str, str] = {}
+    for at, piece in pieces:
+        reads |= dict.fromkeys(name for name in getattr(piece, "reads", ()) if name not in written)
+        for name in getattr(piece, "writes", ()) if isinstance(piece, Run) else ():
+            if name in written:
+                raise SideInputError(
+                    f"side tensor {name!r} is written twice, at {written[name]!r} and at {at!r}."
+                )
+            if name in reads:
+                raise SideInputError(
+                    f"side tensor {name!r} is written at {at!r}, after it was read."
+                )
+            written[name] = at
+    return tuple(reads), frozenset(written)
+
+
+def runner_of(module: Any) -> Runner:
+    """The runner of a Sequential, rebuilt when a child was replaced."""
+    if torch.compiler.is_compiling():
+        traced.prepare(id(module), tuple([id(child) for child in module._planned_modules()]))
+    else:
+        module._prepare(module._planned_modules())
+    runner: Runner = module._runner
+    return runner
+
+
+def prepare(module: Any, children: tuple[nn.Module, ...]) -> None:
+    """Build the runner of a module, unless the one that it has still fits."""
+    runner: Runner | None = module._runner
+    if runner is None or not runner.fits(children) or runner.names != [*module._modules]:
+        runner = module.__dict__["_runner"] = Runner(module._planned(), isinstance(module, Op))
+        runner.names = [*module._modules]
+
+
+op_module.prepare = prepare  # type: ignore[assignment]
+
+
+def tokens_of(module: Any, runner: Runner) -> Tokens:
+    """The settings of this call. A recomputation must find those of its forward."""
+    tokens = (scopes.process.token, module._settings, scopes.current().token)
+    if torch.compiler.is_compiling():
+        return tokens
+    if runner.last is not None and runner.last != tokens and torch_private.in_backward():
+        scoped = tokens[2] if scopes.current().reentered else runner.last[2]
+        before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
+        changed = before.difference(now)
+        if changed:
+            raise RecomputationError(
+                f"{described(module)} is recomputed under other settings than its forward ran under: "
+                f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
+                "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
+            )
+    runner.last = tokens
+    return tokens
+
+
+class Sequential(nn.Sequential):
+    """A `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
+
+    Children by position, or by name: `Sequential({"fc1": ..., "act": ..., "fc2": ...})`. State_dict keys, indexing,
+    slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration comes along.
+
+    forward(x, routing=None, *, returns=(), **side): side inputs by name, or one `Routing` that holds several. Returns
+    y, or (y, *side tensors) when `returns` names some.
+    Raises SideInputError for a missing, unknown or non-tensor side input.
+    """
+
+    _prepare = prepare
+    _runner: Runner | None = None
+    _settings: int = 0  # token of what fuseops.configure said of this model
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], Mapping) and not named:
+            super().__init__()
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            super().__init__(*args)
+        for name, module in named.items():
+            self.add_module(name, module)
+
+    # --- structure
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of everything that runs, in order."""
+        return list(self._modules.items())
+
+    def _planned_modules(self) -> tuple[Any, ...]:
+        return tuple(self._modules.values())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Side inputs that the caller must pass."""
+        return runner_of(self).reads
+
+    def _like(self, children: Iterable[tuple[str, nn.Module]]) -> Sequential:
+        """A Sequential of this class over other children, with this one's configuration."""
+        new = type(self).__new__(type(self))
+        nn.Module.__init__(new)
+        for name, module in children:
+            new.add_module(name, module)
+        for key, value in self.__dict__.items():
+            if key in ("_settings", "training") or isinstance(value, (Tap, Add)):
+                new.__dict__[key] = value
+        return new
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return self._like(list(self._modules.items())[idx])
+        if isinstance(idx, str):
+            return self._modules[idx]
+        return super().__getitem__(idx)
+
+    def __add__(self, other: Any) -> Sequential:
+        if not isinstance(other, nn.Sequential):
+            raise TypeError(
+                f"can only add a Sequential to a Sequential, got {type(other).__name__}"
+            )
+        return self._like((str(i), m) for i, m in enumerate([*self, *other]))
+
+    def __mul__(self, other: int) -> Sequential:
+        if not isinstance(other, int) or other <= 0:
+            wrong = ValueError if isinstance(other, int) else TypeError
+            raise wrong(f"a Sequential is repeated a positive number of times, got {other!r}")
+        return self._like((str(i), m) for i, m in enumerate(list(self) * other))
+
+    def __rmul__(self, other: int) -> Sequential:
+        return self * other
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return scopes.portable(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
+
+    # --- running
+
+    def forward(  # type: ignore[override]
+        self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+    ) -> Any:
+        runner = runner_of(self)
+        returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        env = side_inputs(self, runner, args, side)
+        if returns:
+            check_returns(self, runner, returns)
+        check_input(self, x)
+        tokens = tokens_of(self, runner)
+        path, entered = _enter(self)
+        scratch: dict[str, Any] = {}
+        at = 0
+        try:
+            for at, live in enumerate(runner.live_after(returns)):  # the except reads it
+                piece = runner.pieces[at][1]
+                if isinstance(piece, Run):
+                    x = piece(x, env, tokens, live, path, scratch)
+                elif isinstance(piece, Sequential):
+                    x = piece(x, **{n: env[n] for n in piece.reads})
+                else:
+                    x = piece(x)
+        except Exception as error:
+            if runner.pieces and not isinstance(runner.pieces[at][1], Run):
+                error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
+            raise
+        finally:
+            if entered:
+                naming.thread.outermost = None
+        return (x, *(env[name] for name in returns)) if returns else x
+
+    def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Any:
+        """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""
+        from .explain import plan_of
+
+        return plan_of(self, x, *args, returns=returns, **side)
+
+    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> str:
+        """`plan` as text."""
+        return str(self.plan(x, *args, returns=returns, **side))
+
+
+def _enter(module: Sequential) -> tuple[str, bool]:
+    """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
+    if not naming.thread.observers:
+        return module.__dict__.get("_prefix", ""), False
+    if "_prefix" in module.__dict__:
+        return module.__dict__["_prefix"], False
+    outermost = naming.thread.outermost
+    if outermost is None:
+        naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
+        return "", True
+    return outermost.get(id(module), ""), False
+
+
+class Residual(Sequential):
+    """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
+
+    _tap: Tap
+    _add: Add
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # not registered: the keys and positions of the children stay as they are
+        self.__dict__["_tap"], self.__dict__["_add"] = Tap(RESIDUAL), Add(RESIDUAL)
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        return [("tap", self._tap), *super()._planned(), ("add", self._add)]
+
+    def _planned_modules(self) -> tuple[Any, ...]:
+        return (self._tap, *super()._planned_modules(), self._add)
+
+
+def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
+    """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
+    check_input(op, x)
+    runner = runner_of(op)
+    env = side_inputs(op, runner, args, side)
+    tokens = tokens_of(op, runner)
+    run = runner.pieces[0][1]
+    if not isinstance(run, Run):
+        raise FuseOpsError(f"{type(op).__name__} is not an op")
+    y = run(x, env, tokens, tuple(op.writes), op.__dict__.get("_prefix", ""), {})
+    return (y, *(env[name] for name in op.writes)) if op.writes else y
+
+
+op_module.run_alone = _run_alone

@@ -1,0 +1,80 @@
+"""What a caller passes: x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from fuseops.errors import SideInputError
+from fuseops.ops.routing import Routing
+
+
+class Sides(Protocol):
+    """What a sequence reads from its caller, and what it writes."""
+
+    reads: tuple[str, ...]
+    writes: frozenset[str]
+
+
+def described(module: Any) -> str:
+    path = module.__dict__.get("_path")
+    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+
+def check_input(module: nn.Module, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{described(module)} expects a tensor as its first argument, got {type(x).__name__}."
+        )
+
+
+def check_returns(module: nn.Module, runner: Sides, returns: tuple[str, ...]) -> None:
+    unknown = [name for name in returns if name not in runner.writes]
+    if unknown:
+        raise SideInputError(
+            f"{described(module)} writes {sorted(runner.writes)}; `returns` asks for {unknown}."
+        )
+
+
+def side_inputs(
+    module: nn.Module, runner: Sides, args: tuple[Any, ...], side: dict[str, Any]
+) -> dict[str, Any]:
+    """Side inputs by name, from keywords and at most one Routing.  Raises SideInputError."""
+    env = dict(side)
+    if args:
+        if len(args) > 1 or not isinstance(args[0], Routing):
+            raise SideInputError(
+                f"{described(module)} takes x and at most one Routing by position, got "
+                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: it reads {list(runner.reads)}."
+            )
+        for name, value in args[0]._asdict().items():
+            if value is not None and name in runner.reads:
+                if name in side:
+                    raise SideInputError(
+                        f"{described(module)}: {name!r} is in the Routing and passed by name."
+                    )
+                env[name] = value
+    if len(env) != len(runner.reads) or not all(
+        isinstance(env.get(name), Tensor) for name in runner.reads
+    ):
+        _refuse_sides(module, runner, env)
+    return env
+
+
+def _refuse_sides(module: nn.Module, runner: Sides, env: Mapping[str, Any]) -> None:
+    where, reads = described(module), list(runner.reads)
+    for name, value in env.items():
+        if name in runner.writes:
+            raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
+        if name not in reads:
+            raise SideInputError(f"{where} does not read {name!r}; it reads {reads}.")
+        if not isinstance(value, Tensor):
+            raise SideInputError(
+                f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
+                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`. "
+                f"It reads {reads}."
+            )
+    missing = [name for name in reads if name not in env]
+    raise SideInputError(
+        f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing."
+    )

@@ -1,0 +1,46 @@
+"""The reference backend: every kernel as plain differentiable torch, one file a noun.
+
+It is the readable specification, the backend of tensors that no kernel takes (CPU, float64, subclasses), what
+`fo.reference()` differentiates, the oracle of fake shapes and the oracle of the tests. Same names and arguments as the
+launchers. Sums are kept in float32 (float64 for float64 inputs) with one rounding at the store.
+Shapes: R rows, N columns, F gated features, E groups, K the inner size of a GEMM.
+"""
+
+from .activation import GATES as GATES
+from .activation import KINDS as KINDS
+from .activation import act_bwd as act_bwd
+from .activation import act_bwd_bias as act_bwd_bias
+from .activation import act_dprobs as act_dprobs
+from .activation import act_fwd as act_fwd
+from .activation import scaled_act_bwd as scaled_act_bwd
+from .activation import scaled_act_fwd as scaled_act_fwd
+from .bias import bias_bwd as bias_bwd
+from .bias import bias_fwd as bias_fwd
+from .bias import grouped_bias_bwd as grouped_bias_bwd
+from .bias import grouped_bias_fwd as grouped_bias_fwd
+from .casts import cast as cast
+from .casts import cast_transpose as cast_transpose
+from .dropout import dropout_mask as dropout_mask
+from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_wgrad as grouped_wgrad
+from .grouped import scaled_mm as scaled_mm
+from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
+from .norm import rmsnorm_bwd as rmsnorm_bwd
+from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .permute import combine_bwd as combine_bwd
+from .permute import combine_fwd as combine_fwd
+from .permute import gather_rows as gather_rows
+from .permute import scatter_rows as scatter_rows
+from .precision import accumulator as accumulator
+from .quantize import expert_quantize as expert_quantize
+from .quantize import grouped_quantize as grouped_quantize
+from .quantize import quantize_blocks as quantize_blocks
+from .quantize import quantize_columns as quantize_columns
+from .quantize import quantize_group_blocks as quantize_group_blocks
+from .quantize import quantize_rows as quantize_rows
+from .quantize import quantize_tensor as quantize_tensor
+from .quantize import saturate as saturate
+from .router import router_bwd as router_bwd
+from .router import router_fwd as router_fwd
+from .routing import counts_to_offs as counts_to_offs
+from .routing import route as route

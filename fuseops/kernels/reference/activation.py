@@ -1,0 +1,190 @@
+"""Reference of `fuseops.kernels.activation`.
+
+An activation is a line in VALUES and one in SLOPES. `clamped_silu` is the gate of `clamped_swiglu` alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .precision import wide
+
+SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
+
+GATES = {
+    "glu": "sigmoid",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "clamped_swiglu": "clamped_silu",
+}
+"""Gated kinds and the activation of their gate."""
+
+
+def _gelu_cdf(x: Tensor) -> Tensor:
+    return 0.5 + 0.5 * torch.erf(x * SQRT_HALF)
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))  # 0.5 (1 + tanh(z / 2))
+    return s + x * s * (1 - s) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + F.silu(x) * (1 - s)
+
+
+VALUES = {
+    "gelu": lambda x: x * _gelu_cdf(x),  # F.gelu of float32 gives NaN at infinity on the CPU
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+SLOPES = {
+    "gelu": lambda x: _gelu_cdf(x) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi),
+    "gelu_tanh": _gelu_tanh_slope,
+    "relu": lambda x: torch.where(x <= 0, 0.0, torch.ones_like(x)),
+    "srelu": lambda x: 2 * F.relu(x),
+    "silu": _silu_slope,
+    "sigmoid": lambda x: torch.sigmoid(x) * (1 - torch.sigmoid(x)),
+}
+KINDS = (*VALUES, *GATES)
+
+
+def split_gate(x: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
+    """(gate, linear) halves of the last axis, or of its alternating blocks of `interleave` columns."""
+    if not interleave:
+        gate, linear = x.chunk(2, dim=-1)
+        return gate, linear
+    gate, linear = x.unflatten(-1, (-1, 2, interleave)).unbind(-2)
+    return gate.flatten(-2), linear.flatten(-2)
+
+
+def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
+    """Inverse of `split_gate`."""
+    if not interleave:
+        return torch.cat([gate, linear], dim=-1)
+    halves = [h.unflatten(-1, (-1, interleave)) for h in (gate, linear)]
+    return torch.stack(halves, dim=-2).flatten(-3)
+
+
+def _value(
+    x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
+) -> Tensor:
+    """f(x), or f(gate) * linear, of a wide x."""
+    if kind not in GATES:
+        return VALUES[kind](x)
+    gate, linear = split_gate(x, interleave)
+    if kind == "clamped_swiglu":
+        h = gate.clamp(max=limit)
+        return h * torch.sigmoid(alpha * h) * (linear.clamp(-limit, limit) + offset)
+    return VALUES[GATES[kind]](gate) * linear
+
+
+def _gradient(
+    dy: Tensor, x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
+) -> Tensor:
+    """dx of `_value`."""
+    if kind not in GATES:
+        return dy * SLOPES[kind](x)
+    gate, linear = split_gate(x, interleave)
+    if kind == "clamped_swiglu":
+        h = gate.clamp(max=limit)
+        s = torch.sigmoid(alpha * h)
+        dgate = (s + alpha * h * s * (1 - s)).masked_fill(gate > limit, 0.0)
+        dgate = dy * dgate * (linear.clamp(-limit, limit) + offset)
+        inside = torch.where((linear > limit) | (linear < -limit), 0.0, torch.ones_like(linear))
+        return join_gate(dgate, dy * (h * s) * inside, interleave)
+    f, df = VALUES[GATES[kind]](gate), SLOPES[GATES[kind]](gate)
+    return join_gate(dy * df * linear, dy * f, interleave)
+
+
+def act_fwd(
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """f(x), or f(gate) * linear; the gate is the first half of the last axis.   `kind` is one of KINDS"""
+    return _value(wide(x), kind, interleave, alpha, limit, offset).to(x.dtype)
+
+
+def scaled_act_fwd(
+    x: Tensor,
+    probs: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """act_fwd(x) * probs[..., None] with one rounding."""
+    y = _value(wide(x), kind, interleave, alpha, limit, offset)
+    return (y * probs.to(y.dtype).unsqueeze(-1)).to(x.dtype)
+
+
+def act_bwd(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """dx of act_fwd."""
+    return _gradient(wide(dy), wide(x), kind, interleave, alpha, limit, offset).to(x.dtype)
+
+
+def act_bwd_bias(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dbias) where x had a bias added: dbias is dx summed over rows before rounding."""
+    dx = _gradient(wide(dy), wide(x), kind, interleave, alpha, limit, offset)
+    return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)
+
+
+def scaled_act_bwd(
+    dy: Tensor,
+    x: Tensor,
+    probs: Tensor,
+    kind: str,
+    need_dprobs: bool = True,
+    need_y: bool = False,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dprobs, y) of scaled_act_fwd; what is not needed is empty."""
+    full, grad = wide(x), wide(dy)
+    scale = probs.to(full.dtype).unsqueeze(-1)
+    dx = _gradient(grad * scale, full, kind, interleave, alpha, limit, offset).to(x.dtype)
+    dprobs, y = full.new_empty(0), x.new_empty(0)
+    if need_dprobs or need_y:
+        value = _value(full, kind, interleave, alpha, limit, offset)
+        dprobs = (grad * value).sum(-1) if need_dprobs else dprobs
+        y = (value * scale).to(x.dtype) if need_y else y
+    return dx, dprobs, y
+
+
+def act_dprobs(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    """dprobs of scaled_act_fwd alone, without reading probs: the row sum of dy * act_fwd(x)."""
+    return (wide(dy) * _value(wide(x), kind, 0, 1.702, 7.0, 1.0)).sum(-1)

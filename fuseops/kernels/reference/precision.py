@@ -1,0 +1,14 @@
+"""The dtype in which the reference computes."""
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: float32, or wider if the input is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(t: Tensor) -> Tensor:
+    """t in its accumulator's dtype."""
+    return t.to(accumulator(t.dtype))

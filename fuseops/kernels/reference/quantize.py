@@ -1,0 +1,143 @@
+"""Reference of `fuseops.kernels.quantize`: saturation is explicit, never left to a cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .grouped import group_of_row, padding_mask
+
+BLOCK = 128
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """|x| for an amax: NaN does not count, infinity counts as the largest finite value."""
+    return x.float().abs().nan_to_num(0.0, FLT_MAX)
+
+
+def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
+    """limit / amax, at most FLT_MAX; rounded down to a power of two if wanted; 1 for amax 0."""
+    limit = torch.full_like(amax, torch.finfo(dtype).max)
+    inv = (limit / torch.where(amax == 0, limit, amax)).clamp(max=FLT_MAX)
+    return (inv.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else inv
+
+
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays NaN."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def quantize_tensor(
+    x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()); a layout not wanted is empty."""
+    size = magnitude(x)
+    amax = size.amax() if x.numel() else size.new_zeros(())
+    inv = inverse_scale(amax, dtype, pow2)
+    q = saturate(x.float() * inv, dtype)
+    row, col = pick_layout(q, q, layout)
+    return row, col, 1 / inv, amax
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q (R, N), scale (R,))."""
+    amax = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(x.shape[0], dtype=torch.float32)
+    inv = inverse_scale(amax, dtype, pow2)
+    return saturate(x.float() * inv[:, None], dtype), 1 / inv
+
+
+def grouped_quantize(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One scale a group of rows; padding rows become zero.   (R, K), (E,) -> data (R, K), scale (E,)"""
+    rows, groups = x.shape[0], offs.shape[0]
+    group = group_of_row(offs, rows)
+    by_row = magnitude(x).amax(1) if x.shape[1] else x.new_zeros(rows, dtype=torch.float32)
+    amax = by_row.new_zeros(groups + 1).scatter_reduce(0, group, by_row, "amax")
+    inv = inverse_scale(amax, dtype, False)
+    scaled = (x.float() * inv[group].unsqueeze(-1)).masked_fill(padding_mask(offs, rows), 0.0)
+    return saturate(scaled, dtype), 1 / inv[:groups]
+
+
+def expert_quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One scale an expert.   (E, N, K) -> data (E, N, K), scale (E,)"""
+    inv = inverse_scale(magnitude(weight).amax((1, 2)), dtype, False)
+    return saturate(weight.float() * inv[:, None, None], dtype), 1 / inv
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, block_rows: int, layout: str = "row", pow2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rowwise (R, N), columnwise (N, R), their scales); block_rows is 1 (vectors of 128) or 128 (squares)."""
+    rows, n = x.shape
+    if not x.numel():
+        return _nothing(x, dtype, block_rows, layout)
+    blocks_r, blocks_n = -(-rows // BLOCK), -(-n // BLOCK)
+    padded = torch.nn.functional.pad(
+        x.float(), (0, blocks_n * BLOCK - n, 0, blocks_r * BLOCK - rows)
+    )
+    tiles = padded.view(blocks_r, BLOCK, blocks_n, BLOCK)
+    size = magnitude(tiles)
+    if block_rows == BLOCK:
+        inv_row = inv_col = inverse_scale(size.amax((1, 3), keepdim=True), dtype, pow2)
+        row_scale = 1 / inv_row[:, 0, :, 0]
+        col_scale = row_scale.t().contiguous()
+    else:
+        inv_row = inverse_scale(size.amax(3, keepdim=True), dtype, pow2)
+        inv_col = inverse_scale(size.amax(1, keepdim=True), dtype, pow2)
+        row_scale = (1 / inv_row).reshape(-1, blocks_n)[:rows].t().contiguous()
+        col_scale = (1 / inv_col).reshape(blocks_r, -1)[:, :n].contiguous()
+    row_q, col_q = ((tiles * inv).view_as(padded)[:rows, :n] for inv in (inv_row, inv_col))
+    row, col = pick_layout(saturate(row_q, dtype), saturate(col_q, dtype), layout)
+    none = x.new_empty(0, dtype=torch.float32)
+    return row, col, row_scale if layout != "col" else none, col_scale if layout != "row" else none
+
+
+def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,))."""
+    amax = magnitude(x).amax(0) if x.shape[0] else x.new_zeros(x.shape[1], dtype=torch.float32)
+    inv = inverse_scale(amax, dtype, pow2)
+    return saturate(x.float() * inv, dtype).t().contiguous(), 1 / inv
+
+
+def quantize_group_blocks(
+    x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(q (N, R), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each group; zeros in q for
+    padding rows, 1 for scales that nothing uses.
+    """
+    (rows, n), groups = x.shape, offs.shape[0]
+    padding = padding_mask(offs, rows)
+    group = group_of_row(offs, rows).clamp(max=groups - 1)
+    begin = torch.cat([offs.new_zeros(1), offs[:-1]])[group].long()
+    row = torch.arange(rows, device=x.device)
+    block = (begin // BLOCK + group + (row - begin) // BLOCK).masked_fill(padding[:, 0], 0)
+    full = x.float().masked_fill(padding, 0.0)
+    amax = full.new_zeros(rows // BLOCK + groups, n)
+    amax = amax.scatter_reduce(0, block[:, None].expand(-1, n), magnitude(full), "amax")
+    inv = inverse_scale(amax, dtype, pow2)
+    return saturate(full * inv[block], dtype).t().contiguous(), 1 / inv
+
+
+def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> Any:
+    rows, n = x.shape
+    blocks_r, blocks_n = -(-rows // BLOCK), -(-n // BLOCK)
+    shapes = [(rows, n), (n, rows), (blocks_n, rows), (blocks_r, n)]
+    if block_rows == BLOCK:
+        shapes[2:] = [(blocks_r, blocks_n), (blocks_n, blocks_r)]
+    wanted = (layout != "col", layout != "row") * 2
+    dtypes = (dtype, dtype, torch.float32, torch.float32)
+    return tuple(
+        x.new_empty(s if w else 0, dtype=d) for s, w, d in zip(shapes, wanted, dtypes, strict=True)
+    )
+
+
+def pick_layout(row: Tensor, col: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(row, transposed col), empty where the layout is not wanted."""
+    none = row.new_empty(0)
+    return (
+        row.contiguous() if layout != "col" else none,
+        col.t().contiguous() if layout != "row" else none,
+    )

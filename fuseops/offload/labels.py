@@ -1,0 +1,93 @@
+"""What a saved tensor is called, and which ops save it.
+
+Ops of fuseops: the bridge promises the name before it saves. Everything else is torch's: a pack
+hook is told neither the module nor the op that saves, so the name is made of what can be known: the
+path of the running module, where a root is known, and the grad_fn of the tensor, that is of the op
+that made it ("leaf" without one), numbered in save order.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fuseops.fusions.config import WRAPPERS
+from fuseops.fusions.sequential import Sequential
+from fuseops.ops import names
+from fuseops.ops.op import Op
+
+from . import modules
+
+
+class Named(NamedTuple):
+    """What is known of one saved tensor."""
+
+    name: str
+    also: tuple[str, ...]  # its other names
+    op: str
+    is_param: bool
+    owners: tuple[nn.Module, ...]  # the modules that save it, as far as they are known
+
+
+def paths_under(root: nn.Module) -> dict[int, str]:
+    """The path of every module by id, without the prefixes of wrappers."""
+    paths = {}
+    for path, module in root.named_modules():
+        paths[id(module)] = ".".join(part for part in path.split(".") if part not in WRAPPERS)
+    return paths
+
+
+class Labels:
+    """Names for one scope. Numbers start again after a backward, so that every step has the same
+    names.
+    """
+
+    def __init__(self, paths: dict[int, str] | None) -> None:
+        self.paths = paths
+        self._numbers: Counter[str] = Counter()
+
+    def start_again(self) -> None:
+        self._numbers.clear()
+
+    def name(self, t: Tensor) -> Named:
+        """Names the tensor that is being packed. To be called once for each, in order."""
+        frame = names.thread.frame
+        if (
+            frame is not None and frame.tensors
+        ):  # a frame without tensors: an op differentiates inside its own fwd
+            saved = frame.take(t)
+            return Named(
+                saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names)
+            )
+        running = modules.thread.running
+        made_by = "leaf" if t.grad_fn is None else t.grad_fn.name()
+        stem = f"{self._path(running)}{made_by}"
+        number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
+        op = type(running[-1]).__name__ if running else made_by
+        return Named(f"{stem}.{number}", (), op, False, tuple(running[-1:]))
+
+    def _path(self, running: list[nn.Module]) -> str:
+        paths = self.paths or {}
+        path = next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
+        return f"{path}." if path else ""
+
+
+def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    """The ops behind names that the bridge published: children of the Sequential that runs, or an
+    op called alone.
+    """
+    running = modules.thread.running
+    if not running:
+        return ()
+    module = running[-1]
+    if isinstance(module, Op):
+        return (module,)
+    if not isinstance(module, Sequential):
+        return ()
+    prefix = module.__dict__.get("_prefix")
+    if prefix is None:
+        prefix = (names.thread.outermost or {}).get(id(module), "")
+    children = (
+        module._modules.get(name.removeprefix(prefix).split(".")[0]) for name in saved_names
+    )
+    return tuple(child for child in children if child is not None)

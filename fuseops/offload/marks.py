@@ -1,0 +1,95 @@
+"""Marks on tensors and modules, which go before what a scope would decide by itself.
+
+A mark on a tensor belongs to its storage, so it reaches every view; of two marks the later one
+wins. It has to be made before the tensor is saved, that is before the op that reads it runs. A mark
+on a module is an entry of its `__dict__`, so copies and pickles carry it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuseops.errors import FuseOpsError
+
+from .storages import StorageMap
+
+OFFLOAD, KEEP = "offload", "keep"
+_ATTRIBUTE = "_offload_mark"
+_marks: StorageMap[str] = StorageMap()
+
+
+def mark_offload(*tensors: Any) -> None:
+    """Move these tensors (or all in these containers) to the host, however small. Parameters stay
+    all the same.
+    """
+    _mark(tensors, OFFLOAD)
+
+
+def mark_not_offload(*tensors: Any) -> None:
+    """Leave these tensors (or all in these containers) where they are."""
+    _mark(tensors, KEEP)
+
+
+def _mark(values: tuple[Any, ...], mark: str) -> None:
+    found = [t for value in values for t in _tensors_in(value)]
+    for t in found:
+        _marks.set(t.untyped_storage(), mark)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The plain tensors of a tensor (subclasses are taken apart), a tuple, a list, a mapping or a
+    dataclass.
+    """
+    if isinstance(value, Tensor):
+        parts = getattr(value, "__tensor_flatten__", None)
+        if parts is None:
+            yield value
+        else:
+            for name in parts()[0]:
+                yield from _tensors_in(getattr(value, name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            part = getattr(value, field.name)
+            if isinstance(part, (Tensor, Mapping, tuple, list)):
+                yield from _tensors_in(part)
+    elif value is not None:
+        raise FuseOpsError(
+            "a mark needs tensors, or tuples, lists, mappings or dataclasses of them; got "
+            f"{type(value).__name__}. A module is marked by mark_module."
+        )
+
+
+def mark_module(module: nn.Module, mark: str | None) -> None:
+    """Decide for all that `module` and the modules in it save: "keep", "offload", or None to take a
+    mark back.
+    """
+    if not isinstance(module, nn.Module):
+        raise FuseOpsError(
+            f"mark_module expects a module, got {type(module).__name__}. Tensors have mark_offload."
+        )
+    if mark not in (KEEP, OFFLOAD, None):
+        raise FuseOpsError(f"mark_module expects 'keep', 'offload' or None, got {mark!r}.")
+    for child in module.modules():
+        if mark is None:
+            child.__dict__.pop(_ATTRIBUTE, None)
+        else:
+            child.__dict__[_ATTRIBUTE] = mark
+
+
+def mark_of(t: Tensor) -> str | None:
+    """The mark on the storage of t."""
+    return _marks.get(t.untyped_storage()) if len(_marks) else None
+
+
+def mark_of_module(module: nn.Module) -> str | None:
+    """The mark on a module."""
+    mark: str | None = module.__dict__.get(_ATTRIBUTE)
+    return mark

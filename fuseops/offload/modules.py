@@ -1,0 +1,76 @@
+"""Which module runs: for the names of what plain modules save, for marks on modules, and to see
+hooks of others.
+
+torch tells a pack hook neither the module nor the op that saves. While a scope is open, two
+process-wide module hooks keep a stack of the modules whose forward runs, in threads that are inside
+a scope. Hooks on single modules would do less, and would keep the ops that have them from being
+fused.
+"""
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
+
+
+class Watcher(Protocol):
+    """Is told when a module's forward begins."""
+
+    def module_entered(self, module: nn.Module) -> None: ...
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.watchers: list[Watcher] = []  # open scopes, innermost last
+        self.running: list[nn.Module] = []  # outermost first
+
+
+thread = _Thread()
+
+
+def _entered(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or not thread.watchers:
+        return
+    thread.running.append(module)
+    thread.watchers[-1].module_entered(module)
+
+
+def _left(module: nn.Module, args: Any, result: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    running = thread.running
+    if running and running[-1] is module:  # not if it was entered before the scope was
+        running.pop()
+
+
+_lock = threading.Lock()
+_installed: list[RemovableHandle] = []
+_open = 0
+
+
+def watch(watcher: Watcher) -> None:
+    """Open a scope in this thread."""
+    global _open
+    thread.watchers.append(watcher)
+    with _lock:
+        _open += 1
+        if _open == 1:
+            _installed.append(nn_module.register_module_forward_pre_hook(_entered))
+            _installed.append(nn_module.register_module_forward_hook(_left, always_call=True))
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Close it again."""
+    global _open
+    if watcher in thread.watchers:
+        thread.watchers.remove(watcher)
+    if not thread.watchers:
+        thread.running.clear()
+    with _lock:
+        _open -= 1
+        if _open == 0:
+            while _installed:
+                _installed.pop().remove()

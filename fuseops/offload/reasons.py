@@ -1,0 +1,120 @@
+"""Why a saved tensor stays on its device. Each reason is a sentence of the report; none of them
+reads a tensor.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.torch_private import base_of, is_functorch_wrapped
+
+from . import marks
+from .copies import KINDS
+from .labels import Named
+from .storages import StorageMap
+
+PARAMETER, BUFFER = "parameter", "buffer of the model"
+CAST = "cast copy of a parameter"
+HELD_ANYWAY = frozenset({PARAMETER, BUFFER, CAST})  # so its bytes are no cost of saving it
+
+
+def why_not_plain(t: Tensor) -> str | None:
+    """Why t has no storage that could be copied and rebuilt, or None."""
+    if type(t) not in (Tensor, nn.Parameter):
+        return f"{type(t).__name__} is not a plain tensor"
+    if is_functorch_wrapped(t):
+        return "inside a torch.func transform"
+    if t.layout is not torch.strided:
+        return f"layout {str(t.layout).removeprefix('torch.')}"
+    if t.is_quantized:
+        return "a torch quantized tensor"
+    if t.device.type not in KINDS:
+        return f"no copies for device {t.device.type}"
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "CUDA graph capture"
+    return None
+
+
+class Owned:
+    """Storages that a model holds anyway, so that moving a copy would free nothing. Seen again at
+    every call.
+    """
+
+    def __init__(self) -> None:
+        self._storages: StorageMap[str] = StorageMap()
+
+    def note(self, tensors: Iterable[Tensor | None], what: str) -> None:
+        for t in tensors:
+            if t is not None and why_not_plain(t) is None:
+                storage = t.untyped_storage()
+                if self._storages.get(storage) != what:
+                    self._storages.set(storage, what)
+
+    def note_model(self, root: nn.Module) -> None:
+        self.note(root.buffers(), BUFFER)
+        self.note(root.parameters(), PARAMETER)
+
+    def why(self, t: Tensor, is_param: bool) -> str | None:
+        """Whether t is a parameter or a buffer, or a view or alias of one."""
+        if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):
+            self.note((t,), PARAMETER)  # so that aliases without a base are known too
+            return PARAMETER
+        return self._storages.get(t.untyped_storage())
+
+
+def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
+    """Whether t is autocast's copy of a weight (or a view of it): autocast keeps those itself.
+
+    Its history is short: at most four nodes with one input lead to the AccumulateGrad of a
+    parameter of another dtype.
+    """
+    node = t.grad_fn
+    for _ in range(5):
+        if node is None:
+            return False
+        variable: Tensor | None = getattr(node, "variable", None)
+        if variable is not None:
+            return variable.dtype != t.dtype and owned.why(variable, is_param=False) == PARAMETER
+        if len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+class Facts(NamedTuple):
+    """What a scope knows when it decides."""
+
+    owned: Owned
+    mark: str | None
+    min_bytes: int
+    on_gpu: bool  # the scope has seen CUDA tensors
+
+
+def why_keep(t: Tensor, named: Named, facts: Facts) -> str | None:
+    """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons."""
+    owned, nbytes = facts.owned.why(t, named.is_param), t.untyped_storage().nbytes()
+    if owned == PARAMETER:
+        return owned
+    if facts.mark == marks.KEEP:
+        return "marked keep"
+    if nbytes == 0:
+        return "empty"
+    if facts.on_gpu and not t.is_cuda:
+        return "on the CPU, in a scope that moves from CUDA"
+    if facts.mark == marks.OFFLOAD:
+        return None
+    if owned is not None:
+        return owned
+    if is_cast_of_parameter(t, facts.owned):
+        return CAST
+    return f"smaller than min_bytes={facts.min_bytes}" if nbytes < facts.min_bytes else None
+
+
+def mark_on(t: Tensor, named: Named) -> str | None:
+    """The mark that decides: the tensor's own, else of the modules that save it (keep first)."""
+    own = marks.mark_of(t)
+    if own is not None:
+        return own
+    return min((m for m in map(marks.mark_of_module, named.owners) if m), default=None)

@@ -1,0 +1,172 @@
+"""What a scope saw and did: a line a saved tensor with decision and reason, and totals in bytes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .records import Record
+
+SCHEMA_VERSION = 1
+MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
+
+
+class Entry(NamedTuple):
+    """One saved tensor, or all that are alike in everything below.
+
+    nbytes    of its storage; 0 where another entry counts them, where a model holds them anyway,
+              and where they are not known (missed)
+    decision  "moved" to the host; "shared", lies in a storage that was moved already; "kept" on the
+              device; "missed", other hooks inside the scope took what this module saved
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    nbytes: int
+    decision: str
+    reason: str
+    also: tuple[str, ...] = ()  # other names under which the same tensor is saved
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a scope saw up to now."""
+
+    scope: str
+    entries: tuple[Entry, ...]
+    moved_bytes: int  # copied to the host
+    moved_count: int
+    back_bytes: int  # copied to the device again
+    back_count: int
+    host_bytes: int  # in host buffers now
+    held: tuple[tuple[str, int], ...]  # name, bytes: moved, but something else holds the original
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the tensors that stayed, each storage once, without parameters and buffers."""
+        return sum(e.nbytes * e.times for e in self.entries if e.decision == KEPT)
+
+    def named(self, name: str) -> tuple[Entry, ...]:
+        """Entries of the tensor of that name."""
+        return tuple(e for e in self.entries if e.name == name or name in e.also)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with a schema_version."""
+        data: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "scope": self.scope}
+        for total in ("moved_bytes", "moved_count", "back_bytes", "back_count", "host_bytes"):
+            data[total] = getattr(self, total)
+        data["kept_bytes"] = self.kept_bytes
+        data["held"] = [{"name": name, "nbytes": nbytes} for name, nbytes in self.held]
+        data["entries"] = [{**e._asdict(), "dtype": dtype_name(e.dtype)} for e in self.entries]
+        return data
+
+    def summary(self) -> str:
+        """The totals in one line."""
+        return (
+            f"{self.scope}: moved {size(self.moved_bytes)} in {self.moved_count} copies, brought "
+            f"back {size(self.back_bytes)} in {self.back_count}; kept {size(self.kept_bytes)}; "
+            f"{size(self.host_bytes)} on the host now"
+        )
+
+    def __str__(self) -> str:
+        rows = [_HEAD, *map(_row, self.entries)]
+        held = [f"{name}: {size(n)} moved, but held by another reference" for name, n in self.held]
+        return "\n".join([*_table(rows), self.summary(), *held])
+
+
+_HEAD = ("name", "op", "shape", "dtype", "bytes", "decision", "reason", "times")
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    name = entry.name + (f" (+{len(entry.also)})" if entry.also else "")
+    shape = "x".join(map(str, entry.shape)) if entry.dtype is not None else ""
+    return (
+        *(name, entry.op, shape or "-", dtype_name(entry.dtype) or "-", size(entry.nbytes)),
+        *(entry.decision, entry.reason, str(entry.times)),
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 1536 -> 1.5 KiB."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+class Ledger:
+    """Counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
+    own threads.
+    """
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.parent: Ledger | None = None
+        self.entries: dict[Entry, int] = {}
+        self.out = self.back = (0, 0)
+        self.records: weakref.WeakSet[Record] = weakref.WeakSet()
+        self._backward_seen = False
+        self._lock = threading.Lock()
+
+    def _chain(self) -> Iterator[Ledger]:
+        ledger: Ledger | None = self
+        while ledger is not None:
+            yield ledger
+            ledger = ledger.parent
+
+    def saw(self, entry: Entry) -> None:
+        for ledger in self._chain():
+            with ledger._lock:
+                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
+
+    def moved(self, record: Record) -> None:
+        for ledger in self._chain():
+            with ledger._lock:
+                ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
+                ledger.records.add(record)
+
+    def came_back(self, nbytes: int) -> None:
+        for ledger in self._chain():
+            with ledger._lock:
+                ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
+
+    def backward_began(self) -> None:
+        """Saved tensors are read: what is saved next belongs to another step."""
+        for ledger in self._chain():
+            ledger._backward_seen = True
+
+    def take_backward_seen(self) -> bool:
+        """Whether a backward began since this was asked last."""
+        seen, self._backward_seen = self._backward_seen, False
+        return seen
+
+    def report(self) -> Report:
+        with self._lock:
+            records = list(self.records)
+            entries = tuple(e._replace(times=n) for e, n in self.entries.items())
+        held = tuple((r.name, r.nbytes) for r in records if not r.origin.expired())
+        host = sum(r.nbytes for r in records)
+        return Report(self.scope, entries, *self.out, *self.back, host, held)

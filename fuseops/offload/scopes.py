@@ -1,0 +1,246 @@
+"""The scopes. Each is a pair of saved-tensor hooks, and the innermost one decides.
+
+Other hooks inside a scope win, for what they enclose; the report names the modules that this
+happened to. Inside a checkpoint (use_reentrant=False) a scope takes its tensors before the
+checkpoint sees them: they are moved or kept instead of recomputed, and the report says so. While
+autograd runs a backward, scopes stand aside: what a recomputation saves is used at once.
+`torch.compile`d regions save what the partitioner chose, under names of torch's. `torch.func`
+refuses to run under saved-tensor hooks; under `disabled()` it runs.
+"""
+
+import logging
+from collections import deque
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.fusions.config import set_root
+from fuseops.ops import names
+from fuseops.ops import scopes as settings
+
+from . import marks, modules, records
+from .copies import Pending, copies_of
+from .labels import Labels, Named, paths_under
+from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
+from .reasons import HELD_ANYWAY, PARAMETER, Facts, Owned, mark_on, why_keep, why_not_plain
+from .records import Handle, Kept, Label, Moved
+from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report, size
+from .storages import StorageMap
+
+log = logging.getLogger("fuseops.offload")
+
+DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
+IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory
+
+
+class _Scope(Guarded):
+    """What to_host() and keep() share: hooks, names, the report, and when they stand aside."""
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        super().__init__()
+        self.in_checkpoint = False
+        self._root = root
+        self._hook = PackHook(self)
+        self._ledger = Ledger(str(self))
+        self._owned, self._labels = Owned(), Labels(None)
+        self._counted: StorageMap[bool] = StorageMap()  # kept storages, each counted once
+        self._observed: AbstractContextManager[None] = names.observe()
+
+    def report(self) -> Report:
+        """What this scope, and those inside it, saw and did up to now."""
+        return self._ledger.report()
+
+    # --- entering and leaving
+
+    def _open(self) -> None:
+        self.in_checkpoint = belongs_to_checkpoint(torch_private.top_saved_tensor_hooks())
+        self._inherit(next((s for s in enclosing() if isinstance(s, _Scope)), None))
+        if self._root is not None:
+            set_root(self._root)
+            self._labels = Labels(paths_under(self._root))
+            self._owned.note_model(self._root)
+        torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
+        self._observed = names.observe()
+        self._observed.__enter__()
+        modules.watch(self)
+
+    def _inherit(self, outer: "_Scope | None") -> None:
+        self._ledger.parent = None if outer is None else outer._ledger
+        if outer is not None:
+            self._owned, self._labels = outer._owned, outer._labels
+
+    def _close(self) -> None:
+        take_out(self._hook)
+        modules.unwatch(self)
+        self._observed.__exit__(None, None, None)
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", self.report().summary())
+
+    def module_entered(self, module: nn.Module) -> None:
+        """Sees every module that runs in this scope, before its forward."""
+        self._owned.note(module._parameters.values(), PARAMETER)
+        top = torch_private.top_saved_tensor_hooks()
+        if top is None or top[0] is self._hook:
+            return
+        if torch_private.is_checkpoint_hook(top[0]):
+            why = "recomputed by checkpoint"
+        else:
+            why = f"other saved-tensor hooks inside the scope: {_described(top[0])}"
+        path = (self._labels.paths or {}).get(id(module)) or type(module).__name__
+        self._ledger.saw(Entry(path, type(module).__name__, (), None, 0, MISSED, why))
+
+    # --- saving
+
+    def pack(self, t: Tensor) -> Handle:
+        """The pack hook: name the tensor, decide, do it, report it."""
+        if self._ledger.take_backward_seen():
+            self._labels.start_again()
+        named = self._labels.name(t)
+        odd = why_not_plain(t)
+        if odd is not None:
+            return self._keep(t, named, odd, 0)
+        aside = self._why_aside()
+        if aside is not None:
+            return self._keep(t, named, aside, t.untyped_storage().nbytes())
+        return self._decide(t, named)
+
+    def _why_aside(self) -> str | None:
+        if not torch_private.in_backward():
+            return None
+        return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
+
+    def _decide(self, t: Tensor, named: Named) -> Handle:
+        raise NotImplementedError
+
+    def _keep_counted(self, t: Tensor, named: Named, reason: str) -> Handle:
+        """Keep a tensor; its storage counts once, and not when a model holds it anyway."""
+        storage = t.untyped_storage()
+        counts = reason not in HELD_ANYWAY and self._counted.get(storage) is None
+        if counts:
+            self._counted.set(storage, True)
+        return self._keep(t, named, reason, storage.nbytes() if counts else 0)
+
+    def _keep(self, t: Tensor, named: Named, reason: str, nbytes: int) -> Handle:
+        self._report(t, named, KEPT, reason, nbytes)
+        return Kept(t, Label(named.name, named.op), self._ledger)
+
+    def _report(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> None:
+        if self.in_checkpoint and decision == MOVED:
+            reason += "; instead of recompute by checkpoint"
+        shape = tuple(t.shape)
+        self._ledger.saw(
+            Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
+        )
+
+
+class _ToHost(_Scope):
+    def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
+        self._min_bytes = min_bytes
+        self._on_gpu = root is not None and any(p.is_cuda for p in root.parameters())
+        self._pending: deque[Pending] = deque()
+        super().__init__(root)
+
+    def __str__(self) -> str:
+        return f"to_host(min_bytes={self._min_bytes})"
+
+    def _close(self) -> None:
+        while self._pending:
+            self._pending.popleft().settle()
+        super()._close()
+
+    def _decide(self, t: Tensor, named: Named) -> Handle:
+        self._on_gpu = self._on_gpu or t.is_cuda
+        mark = mark_on(t, named)
+        facts = Facts(self._owned, mark, self._min_bytes, self._on_gpu)
+        reason = why_keep(t, named, facts)
+        if reason is not None:
+            return self._keep_counted(t, named, reason)
+        why = "marked offload" if mark == marks.OFFLOAD else f"min_bytes={self._min_bytes} reached"
+        return self._move(t, named, why)
+
+    def _move(self, t: Tensor, named: Named, why: str) -> Handle:
+        label = Label(named.name, named.op)
+        record = records.find(t)
+        if record is not None:
+            self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
+            return Moved(t, label, record, self._ledger)
+        copies, nbytes = copies_of(t.device), t.untyped_storage().nbytes()
+        try:
+            buffer = copies.buffer(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            log.warning("%s stays: no %s of host memory (%s)", named.name, size(nbytes), error)
+            return self._keep_counted(t, named, "no host memory")
+        record, pending = records.copy_out(t, named.name, copies, buffer)
+        if pending is not None:
+            self._hold(pending)
+        self._ledger.moved(record)
+        self._report(t, named, MOVED, why, nbytes)
+        return Moved(t, label, record, self._ledger)
+
+    def _hold(self, pending: Pending) -> None:
+        """Hold the source of a copy for a fixed number of copies: no clock, no question asked."""
+        self._pending.append(pending)
+        if len(self._pending) > IN_FLIGHT:
+            self._pending.popleft().settle()
+
+
+class _Keep(_Scope):
+    def __str__(self) -> str:
+        return "keep()"
+
+    def _decide(self, t: Tensor, named: Named) -> Handle:
+        instead = "; instead of recompute by checkpoint" if self.in_checkpoint else ""
+        reason = self._owned.why(t, named.is_param) or f"{self}{instead}"
+        return self._keep_counted(t, named, reason)
+
+
+def _described(hook: object) -> str:
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return f"{getattr(hook, '__module__', '?')}.{name}"
+
+
+# --- the public scopes
+
+
+def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None) -> _ToHost:
+    """Move what autograd saves in this scope to host memory; bring it back when backward reads it.
+
+    Pinned memory on CUDA, other host buffers on CPU. What comes back is equal bit for bit, in the
+    same layout; writing a saved tensor in place raises InPlaceError when its backward runs.
+    Parameters and the like stay: `report()` of the scope lists every tensor with its reason.
+    min_bytes: tensors in smaller storages stay, unless marked.
+    root: the model; names of saved tensors are paths in it, and its buffers are known.
+    Raises FuseOpsError for a value of the wrong kind.
+    """
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise FuseOpsError(
+            f"to_host(min_bytes=...) expects a number of bytes, 0 or more, got {min_bytes!r}."
+        )
+    if root is not None and not isinstance(root, nn.Module):
+        raise FuseOpsError(
+            f"to_host(root=...) expects the model, an nn.Module, got {type(root).__name__}."
+        )
+    return _ToHost(min_bytes, root)
+
+
+def keep() -> _Keep:
+    """Leave what autograd saves in this scope on its device: guarded against writes in place, and
+    reported.
+    """
+    return _Keep()
+
+
+def disabled() -> Disabled:
+    """As if no offload scope were open: torch saves as always, with its own in-place check, and
+    nothing is reported.
+    """
+    return Disabled()
+
+
+def recompute() -> AbstractContextManager[None]:
+    """Ops that declare which saved fields they can do without drop them, and compute them again in
+    the backward. Other modules are recomputed as a whole, by `torch.utils.checkpoint`.
+    """
+    return settings.scope((("recompute", True),))

@@ -1,0 +1,75 @@
+"""Identity and layout: which storage a tensor lives in, and how to rebuild the tensor over a copy
+of that storage.
+
+A storage is never told by its address: memory is reused, and a copy would then answer for another
+tensor.
+"""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fuseops.torch_private import WeakStorage, negated_view, storage_key
+
+V = TypeVar("V")
+
+
+class StorageMap(Generic[V]):
+    """Values by storage. It keeps no storage alive, and an entry is never found for another storage
+    than its own.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[WeakStorage, V]] = {}
+        self._limit = 64
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, storage: torch.UntypedStorage) -> V | None:
+        # The weak reference in the entry keeps the key from being given to a new storage.
+        entry = self._entries.get(storage_key(storage))
+        return None if entry is None else entry[1]
+
+    def set(self, storage: torch.UntypedStorage, value: V) -> None:
+        if len(self._entries) >= self._limit:
+            self._forget_the_dead()
+        self._entries[storage_key(storage)] = (WeakStorage(storage), value)
+
+    def _forget_the_dead(self) -> None:
+        self._entries = {k: e for k, e in list(self._entries.items()) if not e[0].expired()}
+        self._limit = 2 * len(self._entries) + 64
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+
+
+def layout_of(t: Tensor) -> Layout:
+    return Layout(
+        tuple(t.size()), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg()
+    )
+
+
+def tensor_in(storage: torch.UntypedStorage, layout: Layout) -> Tensor:
+    """The tensor of that layout over `storage`."""
+    t = torch.empty(0, dtype=layout.dtype, device=storage.device)
+    t.set_(storage, layout.offset, layout.size, layout.stride)
+    t = t.conj() if layout.conj else t
+    return negated_view(t) if layout.neg else t
+
+
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The whole storage as a flat tensor of bytes: copying those is exact for every dtype and every
+    NaN.
+    """
+    t = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return t.set_(storage, 0, (storage.nbytes(),), (1,))

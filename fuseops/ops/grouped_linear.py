@@ -1,0 +1,135 @@
+"""GroupedLinear: one weight a group of rows.   y[rows of e] = x[rows of e] W[e]^T + b[e].
+
+Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device -> (R, out).
+Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient takes anything from there.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.recipes import Quantized, gemm
+
+from .linear import check_width, gemm_layouts, saved_operand
+from .op import Call, Grads, Op, Out, Shape
+
+
+class GroupedLinearSaved(NamedTuple):
+    x: Tensor | Quantized | None  # (R, in)
+    weight: Tensor | None  # the parameter itself
+    offs: Tensor | None  # (E,) int32
+
+
+def check_offs(offs: Tensor, groups: int) -> None:
+    """Raise unless `offs` is what can be checked without a host synchronisation."""
+    if offs.shape != (groups,) or offs.dtype is not torch.int32:
+        raise ShapeError(
+            f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
+            f"got {offs.dtype} of shape {tuple(offs.shape)}. Routing.from_counts(tokens_per_expert) builds it."
+        )
+
+
+def grouped_linear(x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call) -> Tensor:
+    """The grouped product in the precision of the call."""
+    if isinstance(x, Quantized):
+        y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+    else:
+        y = K.grouped_mm(x, call.precision.cast(weight), offs)  # type: ignore[arg-type]
+    return y if bias is None else K.grouped_bias_fwd(y, bias, offs)
+
+
+def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
+    """The gradients of `grouped_linear` that `call.needs` names."""
+    x, weight, offs = saved
+    needs, params = call.needs, {}
+    dx: Tensor | None = None
+    quantized = isinstance(dy, Quantized)
+    if "bias" in needs:
+        params["bias"] = K.grouped_bias_bwd(dy.high if quantized else dy, offs)[0]  # type: ignore[arg-type]
+    if "x" in needs:
+        if quantized:
+            dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+        else:
+            dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
+    if "weight" in needs:
+        params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs)  # type: ignore[arg-type]
+    return Grads(dx, params)
+
+
+class GroupedLinear(Op[GroupedLinearSaved]):
+    """One linear map a group, over rows sorted by group.  weight (num_groups, out_features, in_features).
+
+    Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`.
+    """
+
+    reads = ("offs",)
+    saves_for = {"x": ("weight", "offs"), "weight": ("x", "offs"), "bias": ("offs",)}
+    autocast = True
+    granularity = "group"
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, size in (
+            ("num_groups", num_groups),
+            ("in_features", in_features),
+            ("out_features", out_features),
+        ):
+            if size <= 0:
+                raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.weight = nn.Parameter(
+            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = nn.Parameter(
+                torch.empty(num_groups, out_features, device=device, dtype=dtype)
+            )
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+    def out_shape(self, shape: Shape) -> Shape:
+        check_width(self, shape, self.in_features)
+        if len(shape) != 2:
+            raise ShapeError(
+                f"GroupedLinear expects x of shape (rows, {self.in_features}), got {tuple(shape)}."
+            )
+        return (*shape[:-1], self.out_features)
+
+    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
+        return gemm_layouts(role, needs)
+
+    def fwd(self, x: Any, *, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call) -> Out:
+        check_offs(offs, self.num_groups)
+        return Out(
+            grouped_linear(x, weight, bias, offs, call),
+            GroupedLinearSaved(saved_operand(x), weight, offs),
+        )
+
+    def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
+        return grouped_linear_bwd(saved, dy, call)

@@ -1,0 +1,84 @@
+"""Which saved tensor is which: name frames from the autograd bridge to whoever packs saved tensors.
+
+Pack hooks run after `Function.forward` has returned and while `apply` still runs, in save order. The bridge publishes
+the ordered names of a node's saved tensors before `apply` and clears them after; a pack hook takes the next name and
+checks that it was promised for this very tensor. Nothing is published while nobody observes.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+
+
+class SavedName(NamedTuple):
+    """What the bridge knows of one saved tensor."""
+
+    names: tuple[
+        str, ...
+    ]  # every `<path>.<field>` under which this tensor is saved; the first is its own
+    is_param: bool
+    op: str  # class name of the op that saves it
+
+
+class Frame:
+    """The promised names of one node, in save order."""
+
+    __slots__ = ("_next", "names", "tensors")
+
+    def __init__(self) -> None:
+        self.names: Sequence[SavedName] = ()
+        self.tensors: Sequence[Tensor] = ()
+        self._next = 0
+
+    def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
+        self.names, self.tensors = names, tensors
+
+    def take(self, tensor: Tensor) -> SavedName:
+        """The name of the tensor that is being packed.  Raises FuseOpsError when it is not the promised one."""
+        position, self._next = self._next, self._next + 1
+        if position >= len(self.tensors) or self.tensors[position] is not tensor:
+            promised = self.names[position].names[0] if position < len(self.names) else "nothing"
+            raise FuseOpsError(
+                f"saved tensor {position} of a fuseops node is not the one that was promised ({promised}): "
+                "another saved-tensors hook changed the order. Please report this with the model."
+            )
+        return self.names[position]
+
+
+class _Thread(threading.local):
+    observers: int = 0
+    frame: Frame | None = None
+    outermost: Any = None  # the Sequential whose forward runs, for names relative to it
+
+
+thread = _Thread()
+
+
+@contextmanager
+def observe() -> Iterator[None]:
+    """Ask the bridge to publish names in this thread (offload scopes and `explain` do)."""
+    thread.observers += 1
+    try:
+        yield
+    finally:
+        thread.observers -= 1
+
+
+@contextmanager
+def published(frame: Frame) -> Iterator[None]:
+    """Make `frame` the current one while a node's `apply` runs; it is cleared whatever happens."""
+    before, thread.frame = thread.frame, frame
+    try:
+        yield
+    finally:
+        thread.frame = before
+
+
+def take(tensor: Tensor) -> SavedName | None:
+    """For pack hooks: the name of `tensor`, or None when no fuseops node is saving (a plain module is)."""
+    return None if thread.frame is None else thread.frame.take(tensor)

@@ -1,0 +1,280 @@
+"""The contract: an op is two pure methods and a named tuple of what it saves.
+
+Level 1: only `fwd`; its backward is autograd over `fwd`, its saved tensors are its inputs.
+Level 2: `Saved`, `saves_for` and `bwd` by hand.
+Level 3: a method that names a `call` parameter gets the frozen record of the plan.
+
+Everything else (autograd, fusion, offload, compile, explain) is written once, in `fuseops.fusions`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops import scopes
+from fuseops.recipes import Quantized, Roles
+
+if TYPE_CHECKING:
+    # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    S = TypeVarWithDefault("S", bound=tuple[Any, ...], default=tuple[Any, ...])
+else:
+    S = TypeVar("S", bound=tuple[Any, ...])
+Shape = tuple[int, ...]
+
+
+class Out(NamedTuple):
+    """What `fwd` returns: y, the Saved tuple, and published side tensors by name. A bare tensor is `Out(y)`."""
+
+    y: Any
+    saved: Any = None
+    side: Mapping[str, Tensor] | None = None
+
+
+class Grads(NamedTuple):
+    """What `bwd` returns: the gradient of x, of parameters by name, of side inputs by name."""
+
+    x: Tensor | None = None
+    params: Mapping[str, Tensor | None] | None = None
+    side: Mapping[str, Tensor | None] | None = None
+
+
+class Precision(NamedTuple):
+    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe."""
+
+    compute: torch.dtype | None = None
+    roles: Roles = Roles()
+
+    def cast(self, t: Tensor | None) -> Tensor | None:
+        """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
+        return t if t is None or self.compute is None else t.to(self.compute)
+
+
+class Call(NamedTuple):
+    """The plan's frozen record of one op in one call (level 3), and two fields that live for one call only."""
+
+    needs: frozenset[str] = (
+        frozenset()
+    )  # which gradients anyone wants: "x", parameter names, side names
+    keep: frozenset[str] = frozenset()  # the Saved fields that some needed gradient reads
+    emit: frozenset[Any] = frozenset()  # formats wanted for y
+    emit_dx: frozenset[Any] = frozenset()  # formats wanted for dx
+    precision: Precision = Precision()
+    training: bool = True
+    out: Mapping[str, Tensor] | None = None  # destination buffers by name, for ops with `live_call`
+    scratch: dict[str, Any] | None = None  # shared by all ops of one call, for ops with `live_call`
+
+
+class Signature(NamedTuple):
+    """What an op class takes by keyword, read once from its `fwd` and `bwd`."""
+
+    keywords: tuple[str, ...]  # parameters and side inputs that fwd names, without `call`
+    optional: frozenset[str]  # those with a default
+    any_side: (
+        bool  # fwd takes **side: every name in the instance's `reads` that it does not name itself
+    )
+    fwd_call: bool
+    bwd_call: bool
+    bwd_dside: bool
+
+
+def _keywords(
+    fn: Callable[..., Any], kind: Any = inspect.Parameter.KEYWORD_ONLY
+) -> dict[str, inspect.Parameter]:
+    return {p.name: p for p in inspect.signature(fn).parameters.values() if p.kind is kind}
+
+
+def _signature(cls: type["Op[Any]"]) -> Signature:
+    fwd, bwd = _keywords(cls.fwd), _keywords(cls.bwd)
+    named = {name: p for name, p in fwd.items() if name != "call"}
+    return Signature(
+        keywords=tuple(named),
+        optional=frozenset(name for name, p in named.items() if p.default is not p.empty),
+        any_side=bool(_keywords(cls.fwd, inspect.Parameter.VAR_KEYWORD)),
+        fwd_call="call" in fwd,
+        bwd_call="call" in bwd,
+        bwd_dside="dside" in bwd,
+    )
+
+
+class Op(nn.Module, Generic[S]):
+    """Base of every op.  Subclass as `class MyOp(Op[MyOpSaved])`, or `Op` alone for a level-1 op."""
+
+    reads: tuple[str, ...] = ()  # side inputs, by name; gradients flow back to them by name
+    writes: tuple[str, ...] = ()  # side tensors it publishes
+    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
+        None  # need -> Saved fields its gradient reads
+    )
+    recomputes: ClassVar[tuple[str, ...]] = ()  # Saved fields that bwd can do without
+    cut_before: ClassVar[bool] = False  # a segment may end before it (norms, Tap)
+    autocast: ClassVar[bool] = (
+        False  # casts its input to the autocast dtype, as torch does for GEMMs
+    )
+    granularity: ClassVar[str | None] = (
+        None  # of its operands under a recipe; None: no recipe applies
+    )
+    live_call: ClassVar[bool] = False  # wants call.out and call.scratch
+
+    _runner: Any = None  # of an op that is called alone
+    _settings: int = 0  # token of what fuseops.configure said of this op
+
+    Saved: ClassVar[type[Any]]
+    signature: ClassVar[Signature]
+    pure: ClassVar[bool]  # level 1: a `fwd` and no `bwd`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "fwd" not in cls.__dict__ and "bwd" not in cls.__dict__ and hasattr(cls, "signature"):
+            return
+        if cls.fwd is Op.fwd:
+            return  # an abstract family; its members bring fwd
+        cls.pure = cls.bwd is Op.bwd
+        cls.signature = _signature(cls)
+        if cls.pure:
+            fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
+            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
+            cls.saves_for = None
+        else:
+            cls.Saved = _saved_class(cls)
+            _check_saves_for(cls)
+
+    def fwd(self, *args: Any, **keywords: Any) -> Any:
+        """x and, by keyword, own parameters and side inputs -> Out (or a bare tensor)."""
+        raise NotImplementedError(f"{type(self).__name__} defines no fwd")
+
+    def bwd(self, *args: Any, **keywords: Any) -> Grads:
+        """Saved and the gradient of y -> Grads."""
+        raise NotImplementedError(f"{type(self).__name__} defines no bwd")
+
+    def out_shape(self, shape: Shape) -> Shape:
+        """Shape of y from the shape of x. Override it when they differ, and to refuse a wrong width by ShapeError."""
+        return shape
+
+    @property
+    def alias(self) -> bool:
+        """True when y is (a view of) x, so that the op runs outside the autograd node."""
+        return False
+
+    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
+        """Which layouts of an operand the GEMMs of this op read, given the needs."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has a granularity and must define layouts()"
+        )
+
+    def forward(self, *args: Any, **side: Any) -> Any:
+        """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing."""
+        return run_alone(self, *args, **side)
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
+        names = []
+        for name in self.signature.keywords:
+            if name in self.reads:
+                continue
+            if name in self._parameters or name in self._buffers or hasattr(self, name):
+                value = self.__dict__.get(name, getattr(type(self), name, None))
+                if not isinstance(value, Tensor | property | None):
+                    raise FuseOpsError(
+                        f"{type(self).__name__}.fwd takes {name!r} by keyword, which is a {type(value).__name__}: "
+                        f"only parameters, buffers and side inputs come by keyword, read self.{name} for the rest."
+                    )
+                names.append(name)
+            elif name not in self.signature.optional:
+                raise FuseOpsError(
+                    f"{type(self).__name__}.fwd takes {name!r} by keyword, which is neither a parameter or buffer "
+                    f"of the op nor in its reads {self.reads}: register it, or add it to `reads`."
+                )
+        return tuple(names)
+
+    def side_names(self) -> tuple[str, ...]:
+        """Side inputs that `fwd` of this instance takes."""
+        unread = [name for name in self.reads if name not in self.signature.keywords]
+        if unread and not self.signature.any_side:
+            raise FuseOpsError(
+                f"{type(self).__name__} reads {unread}, but its fwd takes no such keyword: "
+                f"add it to fwd(self, x, *, ...), or take **side."
+            )
+        return self.reads
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        """An op called alone is a sequence of one."""
+        return [(self.__dict__.get("_path", "").rpartition(".")[2] or "0", self)]
+
+    def _planned_modules(self) -> tuple[nn.Module, ...]:
+        return (self,)
+
+    def _prepare(self, children: tuple[nn.Module, ...]) -> None:
+        prepare(self, children)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return scopes.portable(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
+
+
+def _saved_class(cls: type[Op[Any]]) -> type[Any]:
+    for klass in cls.__mro__:
+        for base in getattr(klass, "__orig_bases__", ()):
+            args = get_args(base)
+            if args and isinstance(args[0], type) and hasattr(args[0], "_fields"):
+                saved: type[Any] = args[0]
+                return saved
+    raise FuseOpsError(
+        f"{cls.__name__} defines bwd but not what it saves: subclass Op[{cls.__name__}Saved] with a NamedTuple."
+    )
+
+
+def _check_saves_for(cls: type[Op[Any]]) -> None:
+    fields = set(cls.Saved._fields)
+    for need, saved in (cls.saves_for or {}).items():
+        unknown = set(saved) - fields
+        if unknown:
+            raise FuseOpsError(
+                f"{cls.__name__}.saves_for[{need!r}] names {sorted(unknown)}, but {cls.Saved.__name__} has "
+                f"{sorted(fields)}."
+            )
+
+
+class FusedOp:
+    """Stands for a run of ops.  `t`, `calls` and, for forward and backward rules, `saved` have one entry a member.
+
+    forward rule   fwd(x, t, calls) -> Out(y, saved=tuple of the members' Saved, side)
+    backward rule  bwd(saved, dy, calls, dside) -> tuple of Grads, dx in the first
+    joint rule     fwd(x, t, calls, keep) and bwd(saved, dy, calls, dside), with its own `Saved`, `saves_for` over
+                   "x", "0.weight", "1.probs", and `names` = {field: "0.x"}, under which its tensors are published
+    """
+
+    Saved: ClassVar[type[Any]]
+    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+    names: ClassVar[Mapping[str, str]] = {}
+    recomputes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *members: Op[Any]) -> None:
+        self.members = members
+
+    def fwd(self, *args: Any) -> Out:
+        raise NotImplementedError(f"{type(self).__name__} defines no fwd")
+
+    def bwd(self, *args: Any) -> tuple[Grads, ...]:
+        raise NotImplementedError(f"{type(self).__name__} defines no bwd")
+
+
+def is_tensor(value: Any) -> bool:
+    """A tensor or a quantized tensor."""
+    return isinstance(value, (Tensor, Quantized))
+
+
+def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
+    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    raise NotImplementedError("import fuseops before calling an op")
+
+
+def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
+    """Bound by `fuseops.fusions` (imports point down only, and the planner lives above)."""
+    raise NotImplementedError("import fuseops before calling an op")

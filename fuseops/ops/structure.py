@@ -1,0 +1,124 @@
+"""Ops that only route tensors: Tap, Add, Identity, Reshape."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.errors import ShapeError
+
+from .elementwise import NothingSaved
+from .op import Call, Grads, Op, Out, Shape
+
+
+class Alias(Op[NothingSaved]):
+    """y is (a view of) x: runs outside the autograd node, so that in-place ops on the result stay legal."""
+
+    saves_for = {"x": ()}
+
+    @property
+    def alias(self) -> bool:
+        return True
+
+
+class Identity(Alias, nn.Identity):
+    """y = x."""
+
+    def fwd(self, x: Tensor) -> Out:
+        return Out(x, NothingSaved())
+
+    def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
+        return Grads(dy)
+
+
+class Tap(Alias):
+    """y = x, and x is published as a side tensor under `name`, for an `Add` (or any reader) further down."""
+
+    cut_before = True
+
+    def __init__(self, name: str = "residual") -> None:
+        super().__init__()
+        self.writes = (name,)
+
+    def extra_repr(self) -> str:
+        return repr(self.writes[0])
+
+    def fwd(self, x: Tensor) -> Out:
+        return Out(x, NothingSaved(), {self.writes[0]: x})
+
+    def bwd(
+        self, saved: NothingSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None]
+    ) -> Grads:
+        published = dside.get(self.writes[0])
+        return Grads(published if dy is None else dy if published is None else dy + published)
+
+
+class AddSaved(NamedTuple):
+    # of x and of the side tensor; they cost no memory
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+
+
+class Add(Op[AddSaved]):
+    """y = x + the side tensor `name`; under mixed dtypes torch's promotion decides, as for `x + other`."""
+
+    saves_for = {"x": ("dtypes",)}
+
+    def __init__(self, name: str = "residual") -> None:
+        super().__init__()
+        self.reads = (name,)
+
+    def extra_repr(self) -> str:
+        return repr(self.reads[0])
+
+    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+        other = side[self.reads[0]]
+        if other.shape != x.shape:
+            raise ShapeError(
+                f"Add({self.reads[0]!r}) expects a side tensor of shape {tuple(x.shape)}, got {tuple(other.shape)}."
+            )
+        return Out(x + other, AddSaved((x.dtype, other.dtype)))
+
+    def bwd(self, saved: AddSaved, dy: Tensor) -> Grads:
+        own, others = saved.dtypes  # type: ignore[misc]
+        return Grads(dy.to(own), side={self.reads[0]: dy.to(others)})
+
+
+class ReshapeSaved(NamedTuple):
+    shape: torch.Size | None  # of x; not a tensor, so it costs no memory
+
+
+class Reshape(Op[ReshapeSaved]):
+    """y = x.reshape(shape), with at most one -1."""
+
+    saves_for = {"x": ("shape",)}
+
+    def __init__(self, *shape: int | tuple[int, ...]) -> None:
+        super().__init__()
+        sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        self.shape = tuple(int(size) for size in sizes)
+        if self.shape.count(-1) > 1:
+            raise ShapeError(f"Reshape{self.shape}: at most one size may be -1.")
+
+    @property
+    def alias(self) -> bool:
+        return True
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape))
+
+    def out_shape(self, shape: Shape) -> Shape:
+        sizes, total = list(self.shape), 1
+        for size in shape:
+            total = total * size
+        if -1 in sizes:
+            known = 1
+            for size in sizes:
+                known = known * (1 if size == -1 else size)
+            sizes[sizes.index(-1)] = total // known if known else 0
+        return tuple(sizes)
+
+    def fwd(self, x: Tensor) -> Out:
+        return Out(x.reshape(self.shape), ReshapeSaved(x.shape))
+
+    def bwd(self, saved: ReshapeSaved, dy: Tensor, *, call: Call) -> Grads:
+        return Grads(dy.reshape(saved.shape))  # type: ignore[arg-type]

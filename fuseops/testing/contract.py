@@ -1,0 +1,360 @@
+"""An op keeps its contract: `bwd` is the vjp of `fwd`, and `saves_for` names exactly what `bwd` reads."""
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.fusions.build import kept_fields
+from fuseops.ops.op import Call, Grads, Op, Out
+from fuseops.ops.routing import Routing
+
+from .compare import Difference, difference
+from .trees import mapped, tensors
+
+TOLERANCE = 1e-9  # of float64 sums over the few hundred terms of a test
+WORDS = ("bwd", "autograd over fwd")
+SEED = 0  # set before every fwd: an op that draws random numbers draws the same ones again
+
+Tensors = dict[str, Tensor | None]
+Named = Mapping[str, Tensor | None]
+
+
+class Case(NamedTuple):
+    """An op and its inputs in float64, apart from each other: parameters come by keyword only."""
+
+    op: Op[Any]  # as given
+    hollow: Op[Any]  # its parameters hold NaN, so that reading one from `self` shows
+    x: Any
+    keywords: Tensors  # parameters and side inputs
+    sides: tuple[str, ...]  # which of them are side inputs
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Everything that a gradient can be asked of."""
+        floating = [n for n, t in self.keywords.items() if t is not None and t.is_floating_point()]
+        return ("x", *floating) if self.x.is_floating_point() else tuple(floating)
+
+
+class Vjp(NamedTuple):
+    """fwd and autograd over it, for one choice of which results have a gradient."""
+
+    dy: Tensor | None
+    dside: Named
+    grads: Tensors
+
+
+def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
+    """Check the hand-written backward of `op` against autograd over its `fwd`, in float64.
+
+    For every subset of needs `bwd` gets what `saves_for` keeps for it, and must give the right
+    gradients. For every single need each kept field must matter. Neither method may read a parameter
+    from `self`, or write to a tensor that it was given. Then the op runs as a module, so that a
+    level-1 op (which has no `bwd` of its own) is checked too.
+    inputs: x and, as in a call, at most one Routing. They are copied to float64.
+    Raises AssertionError that names the need, and the field of Saved that is missing or too many.
+    """
+    case = _case(op, inputs, side)
+    with torch.random.fork_rng(devices=()):
+        out = _fwd(case.op, case, frozenset(case.needs), case.keywords)
+        _check_fwd(case, out)
+        references = [_reference(case, pattern) for pattern in _patterns(out)]
+        for needs in _subsets(case.needs):
+            for vjp in references:
+                if not op.pure:
+                    _check_subset(case, needs, vjp)
+            _check_module(case, needs, references[0])
+        if not op.pure and op.saves_for is not None:
+            for need in case.needs:
+                _check_every_field_matters(case, need, references[0])
+
+
+# --- the case
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.detach().to(torch.float64) if t.is_floating_point() else t.detach()
+
+
+def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> Case:
+    x, *rest = mapped(inputs, _double)
+    given = dict(mapped(side, _double))
+    for routing in rest:
+        if isinstance(routing, Routing):
+            given |= {n: t for n, t in routing._asdict().items() if t is not None}
+    wide = copy.deepcopy(op).to(torch.float64)
+    generator = torch.Generator().manual_seed(SEED)
+    for p in wide.parameters():  # ones and zeros, as many start out, hide what is left out
+        p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+    hollow = copy.deepcopy(wide)
+    for p in hollow.parameters():
+        p.data.fill_(float("nan"))
+    sides = wide.side_names()
+    keywords: Tensors = {}
+    for name in wide.parameter_names():
+        value = getattr(wide, name)
+        keywords[name] = value.detach().clone() if isinstance(value, Tensor) else value
+    missing = [name for name in sides if name not in given]
+    if missing:
+        raise TypeError(f"{type(op).__name__} reads {list(sides)}: pass {missing} by name.")
+    return Case(wide, hollow, x, keywords | {name: given[name] for name in sides}, sides)
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
+    for size in range(1, len(names) + 1):
+        yield from map(frozenset, itertools.combinations(names, size))
+
+
+def _call(op: Op[Any], needs: frozenset[str], keep: frozenset[str]) -> Call:
+    return Call(needs=needs, keep=keep, training=op.training, scratch={})
+
+
+def _keep(op: Op[Any], needs: frozenset[str]) -> frozenset[str]:
+    return kept_fields(op.saves_for, op.Saved._fields, needs)
+
+
+# --- running the two methods
+
+
+def _fwd(op: Op[Any], case: Case, needs: frozenset[str], keywords: Tensors, x: Any = None) -> Out:
+    extra: dict[str, Any] = {}
+    if op.signature.fwd_call:
+        extra["call"] = _call(op, needs, _keep(op, needs))
+    torch.manual_seed(SEED)
+    out = op.fwd(case.x if x is None else x, **keywords, **extra)
+    return out if isinstance(out, Out) else Out(out)
+
+
+def _bwd(op: Op[Any], saved: Any, dy: Tensor | None, dside: Named, needs: frozenset[str]) -> Grads:
+    extra: dict[str, Any] = {}
+    if op.signature.bwd_call:
+        extra["call"] = _call(op, needs, _keep(op, needs))
+    if op.signature.bwd_dside:
+        extra["dside"] = dict(dside)
+    grads: Grads = op.bwd(saved, dy, **extra)
+    return grads
+
+
+def _published(out: Out) -> Tensors:
+    return {n: t for n, t in (out.side or {}).items() if t.is_floating_point()}
+
+
+def _patterns(out: Out) -> list[frozenset[str]]:
+    """Which results have a gradient: y alone for most ops, any of them where an op publishes."""
+    return list(_subsets(("y", *_published(out))))[::-1]
+
+
+def _reference(case: Case, pattern: frozenset[str]) -> Vjp:
+    leaves: Tensors = {"x": case.x, **case.keywords}
+    leaves = {
+        name: t if t is None else t.clone().requires_grad_(name in case.needs)
+        for name, t in leaves.items()
+    }
+    keywords = {name: t for name, t in leaves.items() if name != "x"}
+    with torch.enable_grad():
+        out = _fwd(case.op, case, frozenset(case.needs), keywords, leaves["x"])
+    results = {name: t for name, t in {"y": out.y, **_published(out)}.items() if name in pattern}
+    generator = torch.Generator().manual_seed(SEED)
+    d = {
+        name: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        for name, t in results.items()
+    }
+    wanted = [leaves[name] for name in case.needs]
+    reached = [name for name, t in results.items() if t.requires_grad]
+    if not reached:
+        raise AssertionError(
+            f"{type(case.op).__name__}.fwd gives nothing that autograd can differentiate."
+        )
+    found = torch.autograd.grad(
+        [results[n] for n in reached],
+        wanted,  # type: ignore[arg-type]
+        [d[n] for n in reached],
+        materialize_grads=True,
+    )
+    dside = {name: d.get(name) for name in case.op.writes}
+    return Vjp(d.get("y"), dside, dict(zip(case.needs, found, strict=True)))
+
+
+# --- what is checked
+
+
+def _check_fwd(case: Case, out: Out) -> None:
+    """fwd is pure: it reads no parameter from self, writes to no input, and a level-1 one draws no numbers."""
+    op, name = case.op, type(case.op).__name__
+    before = _versions((case.x, case.keywords))
+    again = _fwd(case.hollow, case, frozenset(case.needs), case.keywords)
+    _check_unwritten(f"{name}.fwd", (case.x, case.keywords), before)
+    mine = {"y": out.y, **_published(out)}
+    theirs = {"y": again.y, **_published(again)}
+    for key, t in mine.items():
+        if difference(key, theirs[key], t, TOLERANCE):
+            raise AssertionError(
+                f"{name}.fwd reads a parameter from self: {key} changed with it. Parameters arrive by "
+                f"keyword; add it to fwd(self, x, *, ...). A swapped weight would be missed."
+            )
+    if op.pure:
+        extra = (
+            {"call": _call(op, frozenset(case.needs), frozenset())} if op.signature.fwd_call else {}
+        )
+        more = op.fwd(case.x, **case.keywords, **extra)
+        y = more.y if isinstance(more, Out) else more
+        if difference("y", y, out.y, 0.0):
+            raise AssertionError(
+                f"{name}.fwd is random, and has no bwd: the backward runs fwd again and would draw "
+                "other numbers. Save a seed, and write bwd by hand."
+            )
+
+
+def _versions(tree: Any) -> list[int]:
+    return [t._version for _, t in tensors(tree, "")]
+
+
+def _check_unwritten(who: str, tree: Any, before: list[int]) -> None:
+    for (name, t), version in zip(tensors(tree, ""), before, strict=True):
+        if t._version != version:
+            raise AssertionError(
+                f"{who} writes in place to {name or 'a tensor'} that it was given, "
+                "which others may read or save."
+            )
+
+
+def _saved(op: Op[Any], case: Case, needs: frozenset[str]) -> Any:
+    """All that fwd saves under these needs; None for every field where it saves nothing."""
+    saved = _fwd(op, case, needs, case.keywords).saved
+    if saved is None:
+        return op.Saved._make([None] * len(op.Saved._fields))
+    if type(saved) is not op.Saved:
+        raise AssertionError(
+            f"{type(op).__name__}.fwd saves {type(saved).__name__}, its class says {op.Saved.__name__}."
+        )
+    return saved
+
+
+def _only(saved: Any, fields: Iterable[str]) -> Any:
+    return saved._replace(**{name: None for name in saved._fields if name not in fields})
+
+
+def _wrong(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> Difference | None:
+    """The first gradient that is not autograd's.  An exception of `bwd` passes through."""
+    grads = _bwd(op, saved, vjp.dy, vjp.dside, needs)
+    sides = op.side_names()
+    for need in sorted(needs):
+        if need == "x":
+            got = grads.x
+        else:
+            got = ((grads.side if need in sides else grads.params) or {}).get(need)
+        expected = vjp.grads[need]
+        if found := difference(f"gradient of {need}", got, expected, TOLERANCE, WORDS):
+            return found
+    return None
+
+
+def _fails(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> str | None:
+    """How `bwd` fails with this Saved, in words, or None."""
+    try:
+        found = _wrong(op, saved, vjp, needs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if found is None else str(found)
+
+
+def _check_subset(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
+    op, hollow = case.op, case.hollow
+    name, asked = type(op).__name__, ", ".join(sorted(needs))
+    everything = _saved(hollow, case, needs)
+    keep = _keep(op, needs)
+    saved = _only(everything, keep)
+    before = _versions((saved, vjp.dy, vjp.dside))
+    failure = _fails(hollow, saved, vjp, needs)
+    _check_unwritten(f"{name}.bwd", (saved, vjp.dy, vjp.dside), before)
+    if failure is None:
+        return
+    if _fails(op, saved, vjp, needs) is None:
+        raise AssertionError(
+            f"{name}.bwd reads a parameter from self, for the gradient of {asked}. Make it a field of "
+            f"{op.Saved.__name__}: a parameter there costs no memory, and a swapped one is not missed."
+        )
+    if _fails(hollow, everything, vjp, needs) is not None:
+        raise AssertionError(f"{name}.bwd is wrong for needs {{{asked}}}: {failure}")
+    missing = _missing(hollow, everything, keep, vjp, needs)
+    guilty = [
+        n
+        for n in sorted(needs)
+        if _fails(hollow, _only(everything, _keep(op, frozenset({n}))), vjp, frozenset({n}))
+    ]
+    raise AssertionError(
+        f"{name}.saves_for keeps too little: for the gradient of {', '.join(guilty) or asked} bwd also "
+        f"reads {', '.join(map(repr, missing))}. Without it: {failure}"
+    )
+
+
+def _missing(
+    op: Op[Any], everything: Any, keep: frozenset[str], vjp: Vjp, needs: frozenset[str]
+) -> list[str]:
+    """The unlisted fields that `bwd` cannot do without."""
+    unlisted = [f for f in everything._fields if f not in keep]
+    return [
+        f
+        for f in unlisted
+        if _fails(op, _only(everything, set(everything._fields) - {f}), vjp, needs)
+    ]
+
+
+def _check_every_field_matters(case: Case, need: str, vjp: Vjp) -> None:
+    op, needs = case.hollow, frozenset({need})
+    listed = (op.saves_for or {}).get(need)
+    if listed is None or not case.x.numel():
+        return
+    saved = _only(_saved(op, case, needs), listed)
+    for field in listed:
+        if getattr(saved, field) is None or field in op.recomputes:
+            continue
+        if _fails(op, saved._replace(**{field: None}), vjp, needs) is None:
+            raise AssertionError(
+                f"{type(op).__name__}.saves_for[{need!r}] keeps too much: bwd does without {field!r}, "
+                "which would stay in memory for nothing."
+            )
+
+
+def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
+    """The op, called as a module with just these gradients wanted."""
+    op = copy.deepcopy(case.op)
+    x = case.x.clone().requires_grad_("x" in needs)
+    side = {
+        n: t.clone().requires_grad_(n in needs) if (t := case.keywords[n]) is not None else t
+        for n in case.sides
+    }
+    for name, p in op.named_parameters():
+        p.requires_grad_(name in needs)
+    torch.manual_seed(SEED)
+    with torch.enable_grad():
+        out = op(x, **side)
+    results = (
+        {"y": out} if isinstance(out, Tensor) else dict(zip(("y", *op.writes), out, strict=True))
+    )
+    pairs = [
+        (t, d)
+        for name, t in results.items()
+        if (d := {"y": vjp.dy, **vjp.dside}.get(name)) is not None and t.requires_grad
+    ]
+    names = sorted(needs - _buffers(op))
+    leaves = [x if n == "x" else side[n] if n in side else op.get_parameter(n) for n in names]
+    if not leaves:
+        return
+    found = torch.autograd.grad(
+        [t for t, _ in pairs],
+        leaves,  # type: ignore[arg-type]
+        [d for _, d in pairs],
+        materialize_grads=True,
+    )
+    words = ("the op as a module", "autograd over fwd")
+    for name, grad in zip(names, found, strict=True):
+        if wrong := difference(f"gradient of {name}", grad, vjp.grads[name], TOLERANCE, words):
+            raise AssertionError(f"{type(op).__name__} with needs {sorted(needs)}: {wrong}")
+
+
+def _buffers(op: nn.Module) -> set[str]:
+    return {name for name, _ in op.named_buffers()}

@@ -1,0 +1,169 @@
+"""Fused equals unfused, for any module; and if it does not, which rule is to blame."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuseops.fusions.sequential import Sequential
+from fuseops.fusions.tables import TABLES
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+
+from .compare import Difference, difference, last_place, tolerance
+from .step import Fired, Step, training_step
+from .trees import tensors
+
+UNFUSED = (("fusion", False), ("strict", False))
+FUSED = (("fusion", True),)
+
+
+def assert_fused_matches_unfused(
+    model: nn.Module, *inputs: Any, tolerance: float | None = None, **side: Any
+) -> tuple[str, ...]:
+    """Run a training step of `model` with and without fusion and compare all that comes out of it.
+
+    Outputs, the gradients of all parameters, inputs and side inputs, and the state dict: once with
+    the inputs that ask for a gradient, once with all floating ones asking. Any module that holds
+    Sequentials will do. Gradients, buffers and random states are afterwards as they were.
+
+    tolerance: relative, taken from the coarsest dtype involved unless given. A difference that
+    rounding the inputs otherwise would cause as well is none.
+    Returns the names of the rules that fired.  Raises AssertionError with the tensor, its worst
+    element and the rules that fired.
+    """
+    found, fired = _differences(model, inputs, side, tolerance)
+    if found:
+        raise AssertionError(_message(model, found, fired))
+    return tuple(dict.fromkeys(f.rule for f in fired))
+
+
+def bisect(
+    model: nn.Module, *inputs: Any, tolerance: float | None = None, **side: Any
+) -> str | None:
+    """The name of the rule that makes fused differ from unfused, or None where they agree.
+
+    Every rule that fired is tried with all others disabled. Where no rule differs alone, the one
+    whose absence cures the difference is named. With several culprits it is the first of them.
+    """
+    found, fired = _differences(model, inputs, side, tolerance)
+    if not found:
+        return None
+    names = list(dict.fromkeys(f.rule for f in fired))
+    for name in names:
+        with _disabled(model, lambda rule, name=name: rule != name):
+            if _differences(model, inputs, side, tolerance)[0]:
+                return name
+    for name in names:
+        with _disabled(model, lambda rule, name=name: rule == name):
+            if not _differences(model, inputs, side, tolerance)[0]:
+                return name
+    raise AssertionError(
+        f"{_message(model, found, fired)}\n  no single rule explains it: every one of {names} agrees "
+        "alone, and none cures the difference by its absence."
+    )
+
+
+@contextmanager
+def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
+    """Disable the rules that `which` picks, module by module: a rule may belong to one of them."""
+    before = {}
+    for module in model.modules():
+        if isinstance(module, Sequential | Op):
+            token = module.__dict__.get("_settings", 0)
+            known = scopes.resolve(scopes.process.token, token, scopes.current().token).rules
+            names = frozenset(rule.name for rule in (*known, *TABLES) if which(rule.name))
+            before[module] = token
+            module.__dict__["_settings"] = scopes.intern(token, (("disable", names),))
+    try:
+        yield
+    finally:
+        for module, token in before.items():
+            module.__dict__["_settings"] = token
+
+
+Found = list[Difference]
+
+
+def _differences(
+    model: nn.Module, inputs: tuple[Any, ...], side: dict[str, Any], tol: float | None
+) -> tuple[Found, tuple[Fired, ...]]:
+    given = [t for _, t in tensors((inputs, side), "")]
+    if tol is None:
+        tol = tolerance([*given, *model.parameters()])
+    asking = [t.requires_grad for t in given if t.is_floating_point()]
+    fired: tuple[Fired, ...] = ()
+    for all_inputs in (False, True) if torch.is_grad_enabled() and not all(asking) else (False,):
+        found, more = compared(model, inputs, side, all_inputs, tol)
+        fired = tuple(dict.fromkeys((*fired, *more)))
+        if found:
+            return found, fired
+    return [], fired
+
+
+def compared(
+    model: nn.Module, inputs: tuple[Any, ...], side: dict[str, Any], all_inputs: bool, tol: float
+) -> tuple[Found, tuple[Fired, ...]]:
+    """One pass of `assert_fused_matches_unfused`: what differs, and the rules that fired."""
+
+    def unfused(shake: int = 0) -> Step:
+        with scopes.scope(UNFUSED):
+            unit = last_place([*model.parameters(), *(t for _, t in tensors((inputs, side), ""))])
+            return training_step(model, inputs, side, all_inputs=all_inputs, shake=shake, unit=unit)
+
+    keys = list(model.state_dict())
+    parameters = {f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()}
+    expected = unfused()
+    with scopes.scope(FUSED):
+        try:
+            got = training_step(model, inputs, side, all_inputs=all_inputs)
+        except Exception as error:
+            raise AssertionError(
+                f"fused raises {type(error).__name__}, unfused does not: {error}"
+            ) from error
+    found = [*_state(model, keys, parameters), *_between(got, expected, tol)]
+    if found and all(d.worst < float("inf") for d in found):
+        found = _beyond_noise(found, expected, (unfused(seed) for seed in (1, 2, 3)))
+    return found, got.fired
+
+
+def _state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Found:
+    """A run changes no parameter, and no key of the state dict."""
+    after = {f"parameter {n}": p.detach() for n, p in model.named_parameters()}
+    found = [
+        difference(n, after.get(n), t, 0.0, ("after", "before")) for n, t in parameters.items()
+    ]
+    if list(model.state_dict()) != keys:
+        text = f"keys are {list(model.state_dict())} after, {keys} before"
+        found.append(Difference("state_dict", text, float("inf")))
+    return [d for d in found if d is not None]
+
+
+def _between(got: Step, expected: Step, tol: float) -> Found:
+    mine = {**got.outputs, **got.grads, **got.buffers}
+    theirs = {**expected.outputs, **expected.grads, **expected.buffers}
+    names = dict.fromkeys((*theirs, *mine))
+    found = (difference(name, mine.get(name), theirs.get(name), tol) for name in names)
+    return [d for d in found if d is not None]
+
+
+def _beyond_noise(found: Found, expected: Step, shaken: Iterable[Step]) -> Found:
+    """Those that rounding does not explain: compared to what a last place of the inputs changes."""
+    noise = dict.fromkeys((d.name for d in found), 0.0)
+    for step in shaken:
+        for d in _between(step, expected, 0.0):
+            if d.name in noise:
+                noise[d.name] = max(noise[d.name], d.worst)
+    return [d for d in found if not d.worst <= 8 * noise[d.name]]
+
+
+def _message(model: nn.Module, found: Found, fired: tuple[Fired, ...]) -> str:
+    first, *others = found
+    lines = [f"fused differs from unfused in {type(model).__name__}: {first}"]
+    if others:
+        lines.append(f"also in {', '.join(d.name for d in others)}")
+    lines.append(f"rules that fired: {', '.join(map(str, fired)) or 'none'}")
+    lines.append("fuseops.testing.bisect(model, ...) names the rule that makes the difference")
+    return "\n  ".join(lines)

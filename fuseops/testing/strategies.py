@@ -1,0 +1,282 @@
+"""Hypothesis strategies: shapes, splits, values and layouts that break kernels; ops, rules and chains of them."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fuseops.fusions.rule import Rule
+from fuseops.fusions.sequential import Residual, Sequential
+from fuseops.ops.op import Op
+
+from .catalogue import Wanted, catalogue, entry
+from .tables import expansions
+
+GROUPS = 4
+KINDS = ("normal", "normal", "large", "denormal", "constant", "zeros")  # finite values
+NONFINITE = ("nan", "inf")
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+class Case(NamedTuple):
+    """Something to call, and what to call it with."""
+
+    model: Any  # an op, or a Sequential
+    x: Tensor
+    side: dict[str, Tensor]
+
+    def __repr__(self) -> str:  # for Hypothesis, which shows the failing case
+        side = {name: f"{t.dtype}{list(t.shape)}" for name, t in self.side.items()}
+        offs = self.side["offs"].tolist() if "offs" in self.side else None
+        return f"Case({self.model}, x {self.x.dtype}{list(self.x.shape)} {self.x.stride()}, {side}, offs={offs})"
+
+
+class Split(NamedTuple):
+    """Rows sorted into groups: how many in each, and how many of padding behind the last."""
+
+    counts: tuple[int, ...]
+    padding: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts) + self.padding
+
+    @property
+    def offs(self) -> Tensor:
+        return torch.tensor(self.counts).cumsum(0).to(torch.int32)
+
+
+# --- the numbers
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    return st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+def row_counts() -> st.SearchStrategy[int]:
+    """None, one, and those beside the powers of two that tiles have."""
+    return st.sampled_from([5, 0, 1, 2, 63, 65, 127])
+
+
+def widths() -> st.SearchStrategy[int]:
+    """Numbers of features, most of which no tile divides."""
+    return st.sampled_from([6, 2, 3, 8, 16, 17, 33])
+
+
+@st.composite
+def group_splits(draw: Draw, groups: int = GROUPS) -> Split:
+    """Uneven groups, empty ones, one that holds every row, none that holds any; with and without padding."""
+    kind = draw(st.sampled_from(["uneven", "one", "empty"]))
+    padding = draw(st.sampled_from([0, 0, 1, 7]))
+    if kind == "empty":
+        return Split((0,) * groups, padding)
+    if kind == "one":
+        at, rows = draw(st.integers(0, groups - 1)), draw(row_counts())
+        return Split(tuple(rows if e == at else 0 for e in range(groups)), padding)
+    counts = draw(st.lists(st.sampled_from([0, 1, 2, 5, 17]), min_size=groups, max_size=groups))
+    return Split(tuple(counts), padding)
+
+
+# --- the values
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, kind: str, seed: int) -> Tensor:
+    """A tensor of one kind of value, by a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    some = torch.rand(x.shape, generator=generator) < 0.1
+    if kind == "large":
+        x = torch.where(some, x * 1e3, x)
+    elif kind == "denormal":
+        x = torch.where(some, x * float(torch.finfo(dtype).tiny) / 8, x)
+    elif kind == "constant" and x.dim() > 1 and x.numel():
+        x = x[..., :1].expand(x.shape)
+    elif kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "nan":
+        x = x.masked_fill(some, float("nan"))
+    elif kind == "inf":
+        x = torch.where(some, x.sign() * float("inf"), x)
+    return x.contiguous().to(dtype)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values over other strides ("expanded" repeats the first row, over a stride of 0)."""
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "sliced" and x.dim():
+        wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    if layout == "expanded" and x.dim() > 1 and x.shape[0]:
+        return x[:1].expand(x.shape)
+    return x
+
+
+@st.composite
+def tensors(
+    draw: Draw,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    kinds: Sequence[str] = KINDS,
+    layouts: Sequence[str] = LAYOUTS,
+) -> Tensor:
+    """A tensor of hard values, and of a layout that no kernel may take for contiguous."""
+    kind, layout = draw(st.sampled_from(kinds)), draw(st.sampled_from(layouts))
+    return laid_out(filled(shape, dtype, kind, draw(st.integers(0, 999))), layout)
+
+
+# --- ops
+
+
+def _chooser(draw: Draw) -> Callable[..., Any]:
+    return lambda *options: draw(st.sampled_from(options))
+
+
+def _instance(draw: Draw, op: type, width: int, after: int, groups: int) -> Op[Any]:
+    """An instance of `op` for this width, whose output width is a multiple of `after`."""
+    wanted = Wanted(_chooser(draw), width, draw(widths()) * after, groups)
+    made = entry(op).make(wanted)
+    with torch.no_grad():
+        for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
+            p.add_(filled(p.shape, p.dtype, "normal", draw(st.integers(0, 99))), alpha=0.1)
+    return made
+
+
+def side_tensors(
+    names: Sequence[str], x: Tensor, offs: Tensor, seed: int, probs: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Side inputs by their usual names; any other name gets a tensor like x."""
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.rand(x.shape[:-1], generator=generator, dtype=torch.float64).to(probs or x.dtype)
+    known = {"offs": offs, "probs": row}
+    return {n: known[n] if n in known else filled(x.shape, x.dtype, "normal", seed) for n in names}
+
+
+@st.composite
+def op_cases(
+    draw: Draw,
+    op: type[Op[Any]],
+    dtype: torch.dtype = torch.float64,
+    kinds: Sequence[str] = KINDS,
+    layouts: Sequence[str] = LAYOUTS,
+) -> Case:
+    """An instance of a catalogued op with inputs that fit it."""
+    found, split = entry(op), draw(group_splits())
+    width = draw(widths()) * found.before(1)
+    made = _instance(draw, op, width, 1, GROUPS).to(dtype)
+    shapes: list[tuple[int, ...]] = [(split.rows, width)]
+    if not found.flat:
+        shapes += [(2, split.rows, width), (draw(row_counts()), width)]
+        shapes += [] if "probs" in made.reads else [(width,)]
+    x = draw(tensors(draw(st.sampled_from(shapes)), dtype, kinds, layouts))
+    return Case(made, x, side_tensors(made.reads, x, split.offs, draw(st.integers(0, 99))))
+
+
+# --- chains
+
+
+def _before(types: Sequence[type]) -> list[int]:
+    """For every op, what the width before it must be a multiple of."""
+    needs = [1]
+    for t in reversed(types):
+        needs.append(entry(t).before(needs[-1]))
+    return needs[::-1]
+
+
+def _fitted(draw: Draw, types: Sequence[type], width: int) -> list[Op[Any]]:
+    """Ops of these types, each fitting the one before it."""
+    needs, made = _before(types), []
+    for k, t in enumerate(types):
+        op = _instance(draw, t, width, needs[k + 1], GROUPS)
+        width = op.out_shape((1, width))[-1]
+        made.append(op)
+    return made
+
+
+@st.composite
+def rule_cases(
+    draw: Draw,
+    rule: Rule,
+    dtype: torch.dtype = torch.float64,
+    kinds: Sequence[str] = KINDS,
+    spelling: Sequence[type] | None = None,
+) -> Case:
+    """A Sequential of just what the pattern of a rule spells out, with every choice that it leaves.
+
+    spelling: one of `tables.expansions(rule)`, where the choice of types is made.
+    """
+    types = spelling or draw(st.sampled_from(list(expansions(rule))))
+    split = draw(group_splits())
+    width = draw(widths()) * _before(types)[0]
+    model = Sequential(*_fitted(draw, types, width)).to(dtype)
+    x = draw(tensors((split.rows, width), dtype, kinds))
+    probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
+    side = side_tensors(model.reads, x, split.offs, draw(st.integers(0, 99)), probs)
+    return Case(model, x, side)
+
+
+PLAIN: tuple[Callable[[int], nn.Module], ...] = (
+    lambda width: nn.Linear(width, width),
+    lambda width: nn.Tanh(),
+    lambda width: nn.Dropout(0.3),
+)
+# Only a Residual places these in a chain: a Tap that nobody reads is an error.
+PLACED = ("Tap", "Add", "Reshape")
+
+
+def _next(draw: Draw, rules: Sequence[Rule], width: int, depth: int) -> list[nn.Module]:
+    """A few modules more: an op, the pattern of a rule, a plain module, or a Sequential inside."""
+    kind = draw(st.sampled_from(["op", "rule", "op", "rule", "plain", "inside"]))
+    if kind == "plain":
+        return [draw(st.sampled_from(PLAIN))(width)]
+    if kind == "inside" and depth:
+        inner = list(_chain(draw, rules, width, depth - 1, 2))
+        after = _width(inner, width)
+        return [Residual(*inner) if after == width else Sequential(*inner)]
+    if kind == "rule" and rules:
+        types = draw(st.sampled_from(list(expansions(draw(st.sampled_from(rules))))))
+    else:
+        ops = [t for t in catalogue() if t.__name__ not in PLACED]
+        types = (draw(st.sampled_from(ops)),)
+    return list(_fitted(draw, types, width)) if width % _before(types)[0] == 0 else []
+
+
+def _width(modules: Sequence[nn.Module], width: int) -> int:
+    for module in modules:
+        if isinstance(module, Op):
+            width = module.out_shape((1, width))[-1]
+        elif isinstance(module, Sequential) and not isinstance(module, Residual):
+            width = _width(list(module), width)
+    return width
+
+
+def _chain(
+    draw: Draw, rules: Sequence[Rule], width: int, depth: int, size: int
+) -> Iterator[nn.Module]:
+    for _ in range(draw(st.integers(1, size))):
+        found = _next(draw, rules, width, depth)
+        width = _width(found, width)
+        yield from found
+
+
+@st.composite
+def chains(
+    draw: Draw,
+    rules: Sequence[Rule],
+    dtype: torch.dtype = torch.float64,
+    kinds: Sequence[str] = KINDS,
+) -> Case:
+    """A random chain that the rules match in part: ops, patterns, plain modules, Residuals, Sequentials inside."""
+    split, width = draw(group_splits()), math.lcm(2, draw(widths()))
+    model = Sequential(*_chain(draw, rules, width, 1, 5)).to(dtype)
+    x = draw(tensors((split.rows, width), dtype, kinds))
+    frozen = draw(st.sets(st.sampled_from(range(8)), max_size=4))
+    for k, p in enumerate(model.parameters()):
+        p.requires_grad_(k % 8 not in frozen)
+    side = side_tensors(model.reads, x, split.offs, draw(st.integers(0, 99)))
+    return Case(model, x, side)

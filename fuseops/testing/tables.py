@@ -1,0 +1,62 @@
+"""A rule that an earlier one always beats to it is dead: nothing says so when a model runs."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fuseops.fusions.rule import Maybe, Rule, types_of
+
+Types = tuple[type, ...]
+
+
+def expansions(rule: Rule) -> Iterator[Types]:
+    """Every sequence of op types that the pattern of a rule spells out, the longest ones first."""
+    choices: list[list[tuple[Any, ...]]] = []
+    for element in rule.pattern:
+        spelled = [(t,) for t in types_of(element)]
+        choices.append([*spelled, ()] if isinstance(element, Maybe) else spelled)
+    found = {sum(parts, ()): None for parts in itertools.product(*choices)}
+    return iter(sorted(found, key=len, reverse=True))
+
+
+def shadow(rules: Sequence[Rule], rule: Rule, types: Types) -> Rule | None:
+    """The rule that always takes ops of these types from `rule`, or None.
+
+    An earlier rule of the same kind does where it matches from the same op, a joint rule wherever it
+    matches in them: if it has no condition, or covers just the same ops under conditions that `rule`
+    demands as well.
+    """
+    for other in rules:
+        if other is rule:
+            continue
+        earlier = other.kind == rule.kind and _before(rules, other, rule)
+        joint = other.kind == "joint" and rule.kind != "joint"
+        starts = (0,) if earlier else range(len(types)) if joint else ()
+        for start, theirs in itertools.product(starts, expansions(other)):
+            part = types[start : start + len(theirs)]
+            fits = len(part) == len(theirs) and all(map(issubclass, part, theirs))
+            demanded = part == types and set(other.when) <= set(rule.when)
+            if fits and (not other.when or demanded):
+                return other
+    return None
+
+
+def _before(rules: Sequence[Rule], a: Rule, b: Rule) -> bool:
+    return next(r for r in rules if r is a or r is b) is a
+
+
+def assert_no_rule_is_shadowed(rules: Sequence[Rule]) -> None:
+    """Check a table, first rule first: every rule must have ops that no other rule always takes from it.
+
+    Raises AssertionError that names the dead rules and those that shadow them.
+    """
+    dead = []
+    for rule in rules:
+        shadows = [shadow(rules, rule, types) for types in expansions(rule)]
+        if all(s is not None for s in shadows):
+            by = ", ".join(dict.fromkeys(repr(s.name) for s in shadows if s is not None))
+            dead.append(f"rule {rule.name!r} can never fire: {by} takes all that it matches")
+    names = [rule.name for rule in rules]
+    dead += [f"two rules are called {n!r}" for n in dict.fromkeys(names) if names.count(n) > 1]
+    if dead:
+        raise AssertionError("\n".join(dead))

@@ -1,0 +1,46 @@
+"""Tensors inside nested tuples, lists, dicts and dataclasses, each under a name that a message can show."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if hasattr(tree, "_fields"):
+        return [(f".{key}", getattr(tree, key)) for key in tree._fields]
+    if isinstance(tree, tuple | list):
+        return [(f"[{k}]", value) for k, value in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return []
+
+
+def tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in `tree`, with the name that an expression would have: `output[0].logits`."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    for suffix, child in _children(tree):
+        yield from tensors(child, name + suffix)
+
+
+def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with `change` applied to every tensor; everything else is passed on as it is."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    if hasattr(tree, "_fields"):
+        return type(tree)._make(mapped(value, change) for value in tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(mapped(value, change) for value in tree)
+    return tree
+
+
+def copied(t: Tensor) -> Tensor:
+    """A leaf with the same values, strides and storage offset over memory of its own."""
+    return copy.deepcopy(t.detach())

@@ -1,0 +1,125 @@
+"""Every private torch name that fuseops uses, in one place, so that a torch release can be checked at a glance.
+
+`tests/test_torch_private.py` fails when one of them is gone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def in_backward() -> bool:
+    """True while autograd executes a backward in this thread (a recomputation, for a forward that asks)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def top_saved_tensor_hooks() -> tuple[object, object] | None:
+    """The innermost (pack, unpack) pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
+    pair: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost pair off this thread's stack."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    """Put a pair back on this thread's stack."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def inside_functorch() -> bool:
+    """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the pass over all arguments that only `torch.func` transforms need."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """A fake tensor: shapes without data."""
+    return isinstance(t, torch._subclasses.FakeTensor)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the storage of a tensor while it lives; `data_ptr` does not (0 on meta)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_checkpoint_hook(pack: object) -> bool:
+    """Whether a pack hook is `torch.utils.checkpoint`'s: of its forward or its recomputation."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Which storage this is; unique for as long as it, or a WeakStorage of it, lives."""
+    return int(storage._cdata)
+
+
+class WeakStorage:
+    """A weak reference to a storage: its memory may go, its key is not given to another."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def expired(self) -> bool:
+        return bool(self._ref.expired())
+
+    def storage(self) -> torch.UntypedStorage | None:
+        factory: Any = torch.UntypedStorage
+        found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._ref.cdata)
+        return found
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Have torch.compile run `function`, and all that it calls, as it is.
+
+    `torch.compiler.disable` would do, but it imports dynamo.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def is_functorch_wrapped(t: torch.Tensor) -> bool:
+    """Whether t is a level of `torch.func`, without a storage of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+
+
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that t is a view of, or t itself. Views of one base share its version counter."""
+    base: torch.Tensor | None = t._base
+    return t if base is None else base
+
+
+def share_version_counter(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write to one is seen as one to the other (not so for aliases by `.data`, `set_`)."""
+    before = b._version
+    with _unsafe_preserve_version_counter(a):
+        torch.autograd.graph.increment_version(a)
+        return b._version != before
+
+
+def negated_view(t: torch.Tensor) -> torch.Tensor:
+    """t with its lazy negation bit flipped; the bytes stay."""
+    view: torch.Tensor = torch._neg_view(t)
+    return view

@@ -1,0 +1,169 @@
+"""What every test stands on: Hypothesis profiles, seeds, poisoned memory, skips."""
+
+import os
+import random
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+# Imported for their caches: dynamo and the device context collect torch's functions by identity,
+# once a process. Collected while a test has torch.empty replaced, they would miss the real one.
+import torch._dynamo.trace_rules
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+torch._dynamo.trace_rules.get_torch_obj_rule_map()
+_device_constructors()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers already fill the cores; torch's own threads would only get in each other's way.
+    torch.set_num_threads(1)
+
+
+class TorchRandom:
+    """Lets Hypothesis seed torch before each example, so that a failing one can be replayed."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+torch_random = TorchRandom()  # Hypothesis holds only a weak reference
+hypothesis.register_random(torch_random)
+
+# No deadline: the first example of a test pays for compilation and caches.
+hypothesis.settings.register_profile("dev", max_examples=20, deadline=None)
+hypothesis.settings.register_profile(
+    "ci", max_examples=100, deadline=None, derandomize=True, print_blob=True
+)
+hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
+in_ci = os.environ.get("CI", "").lower() == "true"
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if in_ci else "dev"))
+
+
+def missing_for(mark: str) -> str | None:
+    """Why tests with this mark cannot run here, or None."""
+    if mark == "gpu" and not torch.cuda.is_available():
+        return "needs a CUDA device, and torch sees none"
+    if mark == "cxx":
+        if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++"])):
+            return "needs a C++ compiler, and there is none on PATH"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return "needs Python.h, and this Python came without it (python3-dev)"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for mark in ("gpu", "cxx"):
+        if reason := missing_for(mark):
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state, alone or in a full run."""
+    value = 0
+    random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+def poison(t: torch.Tensor) -> None:
+    """Fills `t` with what no test survives: NaN, or the largest integer as an index or offset."""
+    with torch.no_grad():
+        if t.dtype is torch.float4_e2m1fn_x2:
+            pass  # has no NaN, and torch cannot fill it
+        elif t.dtype.is_floating_point or t.dtype.is_complex:
+            t.fill_(float("nan"))
+        elif t.dtype is torch.bool:
+            t.fill_(True)
+        else:
+            t.fill_(torch.iinfo(t.dtype).max)
+
+
+def poisoning(
+    original: Callable[..., Any], traced: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`original`, with its result poisoned when code of the package called it.
+
+    Real memory only: under a dispatch mode (fake tensors, counters of ops) and for tensors without
+    plain storage (meta, subclasses) the result stays as it is, and dynamo traces `traced`.
+    """
+    traced = traced or original
+
+    def allocate(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        t = original(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        by_package = caller.partition(".")[0] == "fuseops"
+        plain = type(t) is torch.Tensor and t.device.type != "meta"
+        if by_package and plain and _len_torch_dispatch_stack() == 0:
+            poison(t)
+        return t
+
+    return allocate
+
+
+def traced_new_empty(t: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+    # Dynamo knows `new_empty` as a method by name, not as the function that was behind it.
+    if size and not isinstance(size[0], tuple | list):
+        size = (size,)
+    return torch.ops.aten.new_empty(t, *size, **options)
+
+
+# Made once: dynamo guards on the identity of a function that it traced.
+POISONED = [
+    (torch, "empty", poisoning(torch.empty)),
+    (torch, "empty_like", poisoning(torch.empty_like)),
+    (torch, "empty_strided", poisoning(torch.empty_strided)),
+    (torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty, traced_new_empty)),
+    (
+        torch.Tensor,
+        "new_empty_strided",
+        poisoning(torch.Tensor.new_empty_strided, torch.ops.aten.new_empty_strided),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Uninitialised memory that package code allocates reads as NaN, not as lucky zeros.
+
+    `@pytest.mark.uninitialized` leaves torch alone, for a test that measures or inspects it.
+    """
+    if request.node.get_closest_marker("uninitialized"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, replacement in POISONED:
+            patch.setattr(owner, name, replacement)
+        yield
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_synchronisation():` raises at any host synchronisation with the CUDA device inside."""
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return scope

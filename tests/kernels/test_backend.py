@@ -1,0 +1,138 @@
+"""Ops over the kernels: models give what the reference gives, and `fo.reference()` keeps every kernel out."""
+
+import pytest
+import torch
+
+import fuseops as fo
+from fuseops.kernels.registry import watching
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+ops = fo.ops
+
+
+def dense(dtype):
+    return fo.Sequential(
+        ops.RMSNorm(16, dtype=dtype),
+        ops.Linear(16, 24, dtype=dtype),
+        ops.SwiGLU(),
+        ops.Bias(12, dtype=dtype),
+        ops.GELU(),
+        ops.Linear(12, 12, dtype=dtype),
+    )
+
+
+def experts(dtype):
+    return fo.Sequential(
+        ops.GroupedLinear(3, 16, 24, dtype=dtype),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 12, 16, dtype=dtype),
+    )
+
+
+def joint(dtype):
+    return fo.Sequential(
+        ops.GroupedLinear(3, 16, 24, bias=False, dtype=dtype),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 12, 16, bias=False, dtype=dtype),
+    )
+
+
+DENSE = {"rmsnorm_fwd", "rmsnorm_bwd", "act_fwd", "act_bwd", "bias_fwd", "bias_bwd", "act_bwd_bias"}
+EXPERTS = {"scaled_act_fwd", "scaled_act_bwd", "grouped_bias_fwd", "grouped_bias_bwd"}
+MODELS = [
+    (dense, DENSE),
+    (experts, EXPERTS),
+    (joint, {"scaled_act_fwd", "scaled_act_bwd"}),
+]
+
+
+def inputs(make, dtype):
+    x = torch.randn(7, 16, dtype=dtype, requires_grad=True)
+    if make is dense:
+        return x, ()
+    probs = torch.rand(7, requires_grad=True)
+    return x, (fo.Routing.from_counts(torch.tensor([2, 0, 4]), probs),)
+
+
+def gradients(model, x, side, owner=None):
+    leaves = [x, *(t for t in (side[0] if side else ()) if t is not None and t.requires_grad)]
+    leaves += (owner or model).parameters()
+    y = model(x, *side)
+    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y) / 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "kernels"), MODELS)
+def test_a_model_launches_its_kernels_and_equals_the_reference(make, kernels, dtype):
+    model, (x, side) = make(dtype), inputs(make, dtype)
+    with watching() as launched:
+        ours = gradients(model, x, side)
+    assert {op.name for op, *_ in launched} == kernels
+    with fo.reference(), watching() as launched:
+        theirs = gradients(model, x, side)
+    assert not launched
+    tol = 1e-5 if dtype is torch.float32 else 3e-2
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        assert (a - b).float().norm() <= tol * b.float().norm().clamp_min(1e-3)
+
+
+def test_fp8_launches_the_quantize_kernel():
+    model, x = fo.Sequential(ops.Linear(16, 16)), torch.randn(5, 16, requires_grad=True)
+    with fo.recipe(fo.recipes.Float8CurrentScaling()), watching() as launched:
+        y = model(x)
+        y.backward(torch.ones_like(y))
+    assert "quantize_tensor" in {op.name for op, *_ in launched}
+    assert {args[2] for op, args, _ in launched if op.name == "quantize_tensor" and args[2:]} == {
+        "both"
+    }
+    with torch.no_grad():
+        high = model(x)
+    assert (y - high).norm() < 0.1 * high.norm()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_reference_is_plain_torch_without_gradients_too(grad):
+    model, x = dense(torch.float32), torch.randn(4, 16)
+    with fo.reference(), watching() as launched, torch.set_grad_enabled(grad):
+        model(x)
+    assert not launched
+    with watching() as launched, torch.set_grad_enabled(grad):
+        model(x)
+    assert launched
+
+
+def test_the_reference_differentiates_twice_and_under_torch_func():
+    model, x = dense(torch.float32), torch.randn(4, 16, requires_grad=True)
+    with fo.reference():
+        (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(dx.sum(), x)
+        jac = torch.func.grad(lambda x: model(x).square().sum())(x.detach())
+    assert torch.allclose(jac, dx, rtol=1e-4, atol=1e-6) and second.abs().sum() > 0
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("make", [dense, experts, joint])
+def test_compiled_equals_eager(make, reference):
+    if reference and make is not dense:
+        pytest.skip("the grouped reference reads offs, so a compiled graph cannot differentiate it")
+    torch.compiler.reset()
+    model, (x, side) = make(torch.float32), inputs(make, torch.float32)
+    eager = gradients(model, x, side)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with watching() as launched:
+        if reference:
+            with fo.reference():
+                got = gradients(compiled, x, side, model)
+        else:
+            got = gradients(compiled, x, side, model)
+    assert not launched
+    for a, b in zip(got, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_is_the_references():
+    model, x = dense(torch.float64), torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    with watching() as launched:
+        assert torch.autograd.gradcheck(model, (x,))
+    assert not launched

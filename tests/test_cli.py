@@ -1,0 +1,281 @@
+"""The command line: exit codes, JSON with a schema_version, and errors that say what was expected."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fuseops as fo
+import fuseops.demo
+from fuseops import kernels
+from fuseops.cli import main, show
+from fuseops.cli.tune import distinct
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "examples" / "quickstart.py")
+
+MODEL = """
+import torch
+import fuseops as fo
+
+def build():
+    return fo.Sequential(fo.ops.Linear(4, 4), fo.ops.GELU()), (torch.randn(3, 4),), {}
+"""
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(output(capsys, *argv, "--json"))
+    assert data["schema_version"] == 1 and data["command"] == argv[0]
+    return data
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    file = tmp_path / "a_model.py"
+    file.write_text(MODEL)
+    return str(file)
+
+
+def test_explain_prints_the_plan_and_the_misses_of_the_quickstart() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "fuseops", "explain", QUICKSTART],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "GroupedMLP  rule grouped_mlp (joint)" in run.stdout
+    assert "overlaps 1:3 of norm_linear" in run.stdout
+    assert "experts.fc1.x" in run.stdout
+
+
+def test_the_quickstart_trains() -> None:
+    run = subprocess.run(
+        [sys.executable, QUICKSTART],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert len(Path(QUICKSTART).read_text().splitlines()) <= 40
+
+
+def test_a_reader_that_closes_early_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "fuseops", "env"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 0
+
+
+def test_explain_as_json(capsys: pytest.CaptureFixture[str], model_file: str) -> None:
+    data = as_json(capsys, "explain", model_file)
+    (plan,) = data["plans"]
+    assert [span["rule"] for span in plan["forward"]] == ["linear_act"]
+    assert data["saved_bytes"] == plan["saved_bytes"] == 2 * 3 * 4 * 4
+
+
+def test_explain_writes_html(
+    capsys: pytest.CaptureFixture[str], model_file: str, tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    assert str(page) in output(capsys, "explain", model_file, "--html", str(page))
+    assert "<svg" in page.read_text() and "linear_act" in page.read_text()
+    error = output(
+        capsys, "explain", model_file, "--html", str(tmp_path / "no" / "dir.html"), code=2
+    )
+    assert "cannot write" in error
+
+
+def test_explain_takes_a_module(
+    capsys: pytest.CaptureFixture[str], model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model_file).parent)
+    assert "linear_act" in output(capsys, "explain", "a_model")
+    sys.modules.pop("a_model")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1", "defines no build()"),
+        ("def build():\n    return 3", "returned int"),
+        ("def build():\n    return 1, 2, 3", "returned (int, int, int)"),
+        ("import torch\ndef build():\n    return torch.nn.Tanh(), (), 3", "int as side"),
+    ],
+)
+def test_a_target_without_a_usable_build_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, source: str, words: str
+) -> None:
+    file = tmp_path / "bad_model.py"
+    file.write_text(source)
+    error = output(capsys, "explain", str(file), code=2)
+    assert words in error and "Expected build() -> (model, args, side)" in error
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("no/such/file.py", "no file no/such/file.py"), ("no_such_module", "no module")],
+)
+def test_a_target_that_is_not_there_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], target: str, words: str
+) -> None:
+    assert words in output(capsys, "explain", target, code=2)
+
+
+def test_a_module_that_fails_to_import_another_shows_where(model_file: str) -> None:
+    Path(model_file).write_text("import no_such_dependency")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        main(["explain", model_file])
+
+
+def test_an_error_of_the_model_is_a_failure(
+    capsys: pytest.CaptureFixture[str], model_file: str
+) -> None:
+    Path(model_file).write_text(MODEL.replace("randn(3, 4)", "randn(3, 5)"))
+    error = output(capsys, "explain", model_file, code=1)
+    assert "ShapeError: Linear expects x with 4 features" in error
+
+
+@pytest.mark.parametrize("argv", [[], ["explain"], ["nonsense"], ["env", "--nonsense"]])
+def test_wrong_calls_exit_with_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert main(argv) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fo.__version__ in output(capsys, "--version")
+    help_text = output(capsys, "--help")
+    assert all(command in help_text for command in ("explain", "bench", "env", "demo"))
+
+
+def test_env_says_what_is_in_force(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEOPS_DISABLE", "linear_act")
+    data = as_json(capsys, "env")
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["versions"]["fuseops"] == fo.__version__
+    assert data["environment"]["FUSEOPS_DISABLE"] == "linear_act"
+    assert data["environment"]["FUSEOPS_LOG"] == "not set"
+    assert data["backends"]["reference"].startswith("yes")
+    assert data["backends"]["triton on CUDA"].startswith("yes") == torch.cuda.is_available()
+    assert data["settings"]["fusion"] is True
+    assert torch.__version__ in output(capsys, "env")
+
+
+def test_env_measures_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = as_json(capsys, "env", "--measure")["measured"]
+    if torch.cuda.is_available():
+        assert all(rate > 0 for rate in measured.values()) and len(measured) == 3
+    else:
+        assert measured == {"copy": "not measured: torch sees no CUDA device"}
+
+
+def test_bench_times_every_way(capsys: pytest.CaptureFixture[str], model_file: str) -> None:
+    few = ("--rounds", "3", "--calls", "2")
+    data = as_json(capsys, "bench", model_file, *few)
+    assert set(data["microseconds"]) == {"fused", "unfused", "reference"}
+    for times in data["microseconds"].values():
+        assert 0 < times["low"] <= times["median"] <= times["high"]
+    threads = torch.get_num_threads()
+    text = output(capsys, "bench", *few)
+    assert "nn.Sequential" in text and "eight Linear" in text
+    assert torch.get_num_threads() == threads
+    assert "at least 1" in output(capsys, "bench", "--rounds", "0", code=2)
+
+
+def test_bench_runs_each_way_as_it_says(model_file: str) -> None:
+    from fuseops.cli.bench import ways
+    from fuseops.cli.target import load
+    from fuseops.ops import scopes
+
+    seen: list[list[str]] = []
+    scopes.current().watchers.append(
+        lambda plan: seen.append([s.rule or s.note for s in plan.forward])
+    )
+    try:
+        for step in ways(load(model_file)).values():
+            step()
+    finally:
+        scopes.current().watchers.pop()
+    assert seen == [["linear_act"], ["", ""], ["reference", "reference"]]
+
+
+def test_demo_gets_its_arguments_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--steps", type=int)
+
+    monkeypatch.setattr(fuseops.demo, "add_arguments", add_arguments, raising=False)
+    monkeypatch.setattr(
+        fuseops.demo, "run", lambda args: 1 if args.steps == 3 else 0, raising=False
+    )
+    assert main(["demo", "--steps", "3"]) == 1
+    assert main(["demo", "--steps", "4"]) == 0
+
+
+def test_only_demo_imports_the_demo() -> None:
+    probe = (
+        "import sys; from fuseops.cli import main; main(['env', '--json']); "
+        "sys.exit('fuseops.demo' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+        monkeypatch.setenv("TERM", "dumb")  # no colours
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: rich, raising=False)
+    show.table(["way", "median"], [["[fused]", "1.5"], ["plain", "10.5"]])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].split() == ["way", "median"]
+    assert lines[1].split() == ["[fused]", "1.5"] and lines[2].endswith("10.5")
+
+
+def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = as_json(capsys, "kernels", "--arch", "90", "--kernel", "rmsnorm")["kernels"]
+    assert {r["kernel"] for r in rows} == {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
+    assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
+    shown = output(capsys, "kernels", "--arch", "80")
+    worst = max(
+        r["regs"] for r in as_json(capsys, "kernels", "--arch", "80")["kernels"] if "regs" in r
+    )
+    assert str(worst) in shown and "reference (needs sm_89)" in shown
+    assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_tune_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str], model_file: str) -> None:
+    assert "torch sees no CUDA device" in output(capsys, "tune", model_file, code=2)
+
+
+def test_tune_times_a_repeated_call_once() -> None:
+    x, y = torch.ones(2, 3), torch.ones(4, 3)
+    op = kernels.bias_bwd
+    calls = [(op, (x,), {}), (op, (x + 1,), {}), (op, (y,), {}), (kernels.bias_fwd, (x, x[0]), {})]
+    assert distinct(calls) == [calls[1], *calls[2:]]

@@ -1,0 +1,184 @@
+"""torch.compile(fullgraph=True) runs a Sequential as eager does, with no recompile per row count."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import fuseops as fo
+
+E, D, F = 4, 16, 24
+ROWS = (6, 8, 12, 20, 33)
+FRAMES = 2  # one for the first row count, one with dim 0 dynamic
+
+Side = dict[str, Tensor]
+
+
+class ScaledSwish(fo.Op):
+    """A level-1 op with a parameter and a side input."""
+
+    reads = ("probs",)
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(d))
+
+    def fwd(self, x: Tensor, *, beta: Tensor, probs: Tensor) -> Tensor:
+        return x * torch.sigmoid(beta * x) * probs[:, None]
+
+
+def experts(bias: bool) -> fo.Sequential:
+    return fo.Sequential(
+        {
+            "fc1": fo.ops.GroupedLinear(E, D, 2 * F, bias=bias),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(E, F, D, bias=bias),
+        }
+    )
+
+
+def routed(rows: int) -> Side:
+    counts = torch.multinomial(torch.ones(E), rows, replacement=True).bincount(minlength=E)
+    return {"offs": counts.cumsum(0).to(torch.int32), "probs": torch.rand(rows)}
+
+
+def nothing(rows: int) -> Side:
+    return {}
+
+
+def probs(rows: int) -> Side:
+    return {"probs": torch.rand(rows)}
+
+
+def quantized(model: fo.Sequential) -> fo.Sequential:
+    fo.configure(model, recipe=fo.recipes.Float8CurrentScaling())
+    return model
+
+
+def tied() -> fo.Sequential:
+    model = fo.Sequential(fo.ops.Linear(16, 16), fo.ops.SiLU(), fo.ops.Linear(16, 16))
+    model[2].weight = model[0].weight
+    return model
+
+
+def residual() -> fo.Sequential:
+    return fo.Residual(
+        fo.ops.RMSNorm(16),
+        fo.ops.Linear(16, 32, bias=False),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(16, 16),
+    )
+
+
+CASES: dict[str, tuple[Callable[[], fo.Sequential], Callable[[int], Side]]] = {
+    "linear_act": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16)),
+        nothing,
+    ),
+    "bias_act": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16, bias=False), fo.ops.Bias(16), fo.ops.SReLU()),
+        nothing,
+    ),
+    "residual": (residual, nothing),
+    "nested": (
+        lambda: fo.Sequential(residual(), nn.LayerNorm(16), residual(), fo.ops.Identity()),
+        nothing,
+    ),
+    "level_1": (
+        lambda: fo.Sequential(fo.ops.Linear(16, 16), ScaledSwish(16), fo.ops.Linear(16, 16)),
+        probs,
+    ),
+    "reshape": (
+        lambda: fo.Sequential(
+            fo.ops.Linear(16, 16), fo.ops.Reshape(-1, 4, 4), fo.ops.SiLU(), fo.ops.Reshape(-1, 16)
+        ),
+        nothing,
+    ),
+    "grouped_mlp": (lambda: experts(False), routed),
+    "grouped_biased": (lambda: experts(True), routed),
+    "tied": (tied, nothing),
+    "fp8": (
+        lambda: quantized(
+            fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU(), fo.ops.Linear(16, 16))
+        ),
+        nothing,
+    ),
+    "fp8_grouped": (lambda: quantized(experts(True)), routed),
+}
+
+
+def step(run: Callable[..., Tensor], model: nn.Module, x: Tensor, side: Side) -> list[Tensor]:
+    """Output and every gradient of one step."""
+    model.zero_grad()
+    leaves = [x.clone().requires_grad_()]
+    inputs = {}
+    for name, t in side.items():
+        inputs[name] = t.clone().requires_grad_() if t.is_floating_point() else t
+        leaves += [inputs[name]] if t.is_floating_point() else []
+    y = run(leaves[0], **inputs)
+    (y * torch.arange(y.numel()).view(y.shape).sin()).sum().backward()
+    return [y, *(t.grad for t in leaves), *(p.grad.clone() for p in model.parameters())]
+
+
+def compiled(model: nn.Module, backend: str) -> tuple[Any, list[int]]:
+    frames: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        frames.append(1)
+        return lookup_backend(backend)(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=counting), frames
+
+
+@pytest.mark.uninitialized
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_eager_without_a_recompile_per_row_count(name: str) -> None:
+    build, draw = CASES[name]
+    model = build()
+    run, frames = compiled(model, "aot_eager")
+    for rows in ROWS:
+        x, side = torch.randn(rows, 16), draw(rows)
+        for ours, eager in zip(step(run, model, x, side), step(model, model, x, side), strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert len(frames) <= FRAMES
+
+
+@pytest.mark.cxx
+@pytest.mark.slow
+@pytest.mark.uninitialized
+@pytest.mark.parametrize("name", ["nested", "grouped_mlp"])
+def test_inductor_equals_eager(name: str) -> None:
+    build, draw = CASES[name]
+    model = build()
+    run, frames = compiled(model, "inductor")
+    for rows in ROWS[:3]:
+        x, side = torch.randn(rows, 16), draw(rows)
+        for ours, eager in zip(step(run, model, x, side), step(model, model, x, side), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+    assert len(frames) <= FRAMES
+
+
+def test_a_routing_by_position_compiles() -> None:
+    model = experts(False)
+    run, _ = compiled(model, "aot_eager")
+    x = torch.randn(8, D)
+    routing = fo.Routing(**routed(8))
+    torch.testing.assert_close(run(x, routing), model(x, routing))
+
+
+def test_a_compiled_call_sees_the_scope_and_the_replaced_op() -> None:
+    model = fo.Sequential(fo.ops.Linear(16, 16), fo.ops.GELU())
+    run, frames = compiled(model, "aot_eager")
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(run(x), model(x))
+    with fo.recipe(fo.recipes.Float8CurrentScaling()):
+        torch.testing.assert_close(run(x), model(x))
+    assert len(frames) == 2
+    model[0] = fo.ops.Linear(16, 16)
+    torch.testing.assert_close(run(x), model(x))
+    model[1] = fo.ops.SiLU()
+    torch.testing.assert_close(run(x), model(x))

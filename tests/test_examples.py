@@ -1,0 +1,35 @@
+"""Every example runs, as a user would run it, and stays short."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXPECTED = {"custom_op": "Swish", "custom_rule": "the width 9 is odd"}
+
+
+def test_there_are_examples() -> None:
+    assert EXPECTED.keys() <= {example.stem for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example: Path) -> None:
+    source = example.read_text(encoding="utf-8")
+    if "explain(" in source and importlib.util.find_spec("fuseops.fusions.explain") is None:
+        pytest.skip("explain() is not built yet")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(example)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert EXPECTED.get(example.stem, "") in ran.stdout
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_is_under_60_lines(name: str) -> None:
+    lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 60

@@ -1,0 +1,655 @@
+"""explain says what ran: every span and miss, every saved tensor with its exact bytes, and leaves no trace."""
+
+import json
+import random
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import torch_private
+from fuseops.fusions.explain_html import page
+from fuseops.fusions.tables import TABLES
+from fuseops.ops import names, scopes
+
+EXPERTS, ROWS, D, F = 4, 12, 16, 24
+FLOAT, INT = 4, 4
+
+
+def grouped_mlp(*, bias: bool = False, width: int = 2 * F) -> fo.Sequential:
+    return fo.Sequential(
+        {
+            "fc1": fo.ops.GroupedLinear(EXPERTS, D, width, bias=bias),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(EXPERTS, F, D, bias=False),
+        }
+    )
+
+
+def routing() -> fo.Routing:
+    return fo.Routing.from_counts([3, 0, 5, 4], torch.rand(ROWS))
+
+
+def rows(*, grad: bool = True) -> Tensor:
+    return torch.randn(ROWS, D, requires_grad=grad)
+
+
+class Block(nn.Module):
+    """Ops, plain modules and plain torch in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = fo.Residual(
+            fo.ops.RMSNorm(D), fo.ops.Linear(D, F), nn.Dropout(0.5), fo.ops.Linear(F, D)
+        )
+        self.experts = grouped_mlp()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor, r: fo.Routing) -> Tensor:
+        return self.norm(self.experts(self.mlp(x), r)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(n)])
+
+    def forward(self, x: Tensor, r: fo.Routing) -> Tensor:
+        for block in self.blocks:
+            x = block(x, r)
+        return x
+
+
+def saved(plan: fo.FusionPlan) -> dict[str, fo.SavedTensor]:
+    return {t.name: t for t in plan.saved}
+
+
+# --- saved tensors ---------------------------------------------------------------------
+
+
+def test_the_grouped_mlp_saves_x_h_probs_and_offs_only() -> None:
+    plan = grouped_mlp().plan(rows(), routing())
+    assert {t.name: t.nbytes for t in plan.saved if not t.is_param} == {
+        "fc1.x": ROWS * D * FLOAT,
+        "act.x": ROWS * 2 * F * FLOAT,
+        "act.probs": ROWS * FLOAT,
+        "fc1.offs": EXPERTS * INT,
+    }
+    assert {t.name: t.nbytes for t in plan.saved if t.is_param} == {
+        "fc1.weight": 0,
+        "fc2.weight": 0,
+    }
+    assert plan.saved_bytes == (ROWS * (D + 2 * F + 1)) * FLOAT + EXPERTS * INT
+    assert saved(plan)["act.x"].shape == (ROWS, 2 * F)
+    assert saved(plan)["fc1.offs"].dtype is torch.int32
+
+
+def test_a_frozen_weight_saves_no_input() -> None:
+    layer = fo.Sequential(fo.ops.Linear(D, D, bias=False))
+    layer.requires_grad_(False)
+    assert [t.name for t in layer.plan(rows()).saved] == ["0.weight"]
+    assert layer.plan(rows(grad=False)).saved == ()
+
+
+def test_shared_storage_is_counted_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = (fo.Sequential(fo.ops.Linear(D, D)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x[: ROWS // 2]).sum() + self.k(x).sum()
+
+    q, k, *_ = fo.plans(Twice(), rows(grad=False))
+    assert saved(q)["q.0.x"].nbytes == ROWS * D * FLOAT  # a slice keeps the whole storage
+    assert saved(k)["k.0.x"].nbytes == 0
+    assert saved(k)["k.0.x"].shared_with == "q.0.x"
+
+
+def test_plain_modules_are_named_by_path_and_grad_fn() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).exp()
+
+    (plan,) = fo.plans(nn.Sequential(Head(), nn.GELU()), rows())
+    found = saved(plan)
+    assert set(found) == {
+        "0.fc.AddmmBackward0.0",
+        "0.fc.AddmmBackward0.1",
+        "0.ExpBackward0.0",
+        "1.GeluBackward0.0",
+    }
+    weight = found["0.fc.AddmmBackward0.1"]
+    assert weight.is_param and weight.nbytes == 0 and weight.shared_with == "0.fc.weight"
+    # gelu saves its input, which is exp's output, which exp saves
+    assert found["1.GeluBackward0.0"].shared_with == "0.ExpBackward0.0"
+    assert plan.saved_bytes == 2 * ROWS * D * FLOAT
+
+
+def test_buffers_cost_nothing() -> None:
+    plan = fo.plans(nn.Sequential(nn.BatchNorm1d(D)).eval(), rows())[0]
+    shared = {t.shared_with for t in plan.saved if t.shared_with}
+    assert {"0.running_mean", "0.running_var"} <= shared
+    assert plan.saved_bytes == ROWS * D * FLOAT + sum(
+        t.nbytes for t in plan.saved if t.shape == (0,)
+    )
+
+
+def test_what_the_model_throws_away_is_not_saved() -> None:
+    class Discards(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.exp()
+            return x.sin()
+
+    (plan,) = fo.plans(Discards(), rows())
+    assert [t.name for t in plan.saved] == ["SinBackward0.0"]
+
+
+def test_quantized_tensors_are_listed_by_component() -> None:
+    with fo.recipe(fo.recipes.Float8CurrentScaling()):
+        plan = grouped_mlp().plan(rows(), routing())
+    found = saved(plan)
+    assert found["fc1.x.col"].dtype is torch.float8_e4m3fn
+    assert found["fc1.x.col"].nbytes == ROWS * D
+    assert {e.before for e in plan.edges} == {"fc1", "fc2"}
+    assert {e.direction for e in plan.edges} == {"forward", "backward"}
+
+
+def test_the_sum_over_plans_is_what_the_graph_holds() -> None:
+    model = Model(3)
+    x, r = rows(), routing()
+    held: dict[int, int] = {}
+    own = {torch_private.storage_id(t) for t in (*model.parameters(), *model.buffers())}
+
+    def pack(t: Tensor) -> Tensor:
+        held[torch_private.storage_id(t)] = t.untyped_storage().nbytes()
+        keep.append(t.detach())
+        return t.detach()
+
+    keep: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x, r)
+    expected = sum(size for storage, size in held.items() if storage not in own)
+    assert sum(plan.saved_bytes for plan in fo.plans(model, x, r)) == expected
+    del y
+
+
+def test_peak_adds_the_largest_output_that_is_not_saved() -> None:
+    plan = fo.Sequential(fo.ops.Linear(D, 10 * D, bias=False), fo.ops.SwiGLU()).plan(rows())
+    # the Linear's output is the SwiGLU's saved x; the SwiGLU's own output is not saved
+    assert plan.temporaries == ROWS * 5 * D * FLOAT
+    assert plan.peak_bytes == plan.saved_bytes + plan.temporaries
+
+
+# --- spans, misses and notes -----------------------------------------------------------
+
+
+def without_grad() -> Any:
+    return torch.no_grad()
+
+
+CASES = {
+    "condition": (lambda: grouped_mlp(bias=True), "grouped_mlp", "fc1 has a bias"),
+    "widths": (
+        lambda: fo.Sequential(
+            fo.ops.GroupedLinear(EXPERTS, D, 2 * D, bias=False),
+            fo.ops.ScaledSwiGLU(),
+            fo.ops.Linear(D, D),
+        ),
+        "grouped_mlp",
+        "op 2 is Linear, wanted GroupedLinear",
+    ),
+    "both biases": (
+        lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.Bias(D), fo.ops.GELU()),
+        "linear_act",
+        "the Linear has a bias of its own, and a Bias follows",
+    ),
+    "overlap": (
+        lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU()),
+        "linear_act",
+        "overlaps 0:2 of norm_linear",
+    ),
+    "the end": (
+        lambda: fo.Sequential(fo.ops.Linear(D, D)),
+        "linear_act",
+        "the sequence ends, wanted SiLU | GELU | SReLU",
+    ),
+    "a plain module": (
+        lambda: fo.Sequential(fo.ops.Bias(D), nn.SiLU()),
+        "bias_act",
+        "'1' is SiLU, a plain module, wanted SiLU | GELU | SReLU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_miss_has_its_reason(case: str) -> None:
+    build, rule, reason = CASES[case]
+    model = build()
+    side = {n: getattr(routing(), n) for n in model.reads}
+    plan = model.plan(rows(), **side)
+    assert reason in [m.reason for m in plan.misses if m.rule == rule]
+    assert reason in str(plan)
+    assert reason in model.explain(rows(), **side)
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in TABLES])
+def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
+    model = {
+        "grouped_mlp": grouped_mlp,
+        "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
+        "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),
+        "bias_act": lambda: fo.Sequential(fo.ops.Bias(D), fo.ops.SiLU()),
+    }[rule]()
+    side = {n: getattr(routing(), n) for n in model.reads}
+    assert rule in [s.rule for s in model.plan(rows(), **side).fused]
+    with fo.fusion(disable=[rule]):
+        assert (rule, "disabled") in [(m.rule, m.reason) for m in model.plan(rows(), **side).misses]
+    with fo.fusion(False):
+        text = model.explain(rows(), **side)
+    assert re.search(rf"{rule} .*fusion is off", text)
+
+
+def test_positions_count_the_whole_sequential() -> None:
+    model = fo.Sequential(
+        nn.Identity(), fo.ops.Linear(D, D), nn.Tanh(), fo.ops.Linear(D, D), fo.ops.Dropout(0.5)
+    )
+    plan = model.plan(rows())
+    for spans in (plan.forward, plan.backward):
+        assert [i for s in spans for i in range(s.start, s.stop)] == list(range(5))
+        assert [s.kind for s in spans] == ["module", "op", "module", "op", "op"]
+    assert plan.segments == ((1, 2), (3, 5))
+    # the planner counts within the run of ops that begins at 3
+    near = [m for m in plan.misses if m.span == (3, 4)]
+    assert [m.reason for m in near] == ["op 4 is Dropout, wanted SiLU | GELU | SReLU"]
+
+
+def test_an_overlap_behind_a_plain_module_names_its_true_place() -> None:
+    model = fo.Sequential(nn.Identity(), fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU())
+    (miss,) = [m for m in model.plan(rows()).misses if m.rule == "linear_act"]
+    assert miss == ("linear_act", (2, 4), "overlaps 1:3 of norm_linear")
+
+
+def test_hooks_and_overridden_forwards_are_said() -> None:
+    class Own(fo.ops.Linear):
+        def forward(self, x: Any, *args: Any, **side: Any) -> Any:
+            return super().forward(x) * 2
+
+    model = fo.Sequential(
+        {"hooked": fo.ops.Linear(D, D), "own": Own(D, D), "replaced": fo.ops.Linear(D, D)}
+    )
+    model.hooked.register_forward_hook(lambda *_: None)
+    forward = model.replaced.forward
+    model.replaced.forward = lambda x: forward(x)
+    plan = model.plan(rows())
+    assert [s.kind for s in plan.forward] == ["call"] * 3
+    text = str(plan)
+    for words in ("has hooks", "overrides forward", "replaced on the instance"):
+        assert any(words in note for note in plan.notes)
+        assert words in text
+    # they save under the names that they have inside a fused run
+    assert {t.name for t in plan.saved if not t.is_param and ".x" in t.name} == {
+        "hooked.x",
+        "own.x",
+        "replaced.x",
+    }
+
+
+def test_no_gradient_eval_reference_and_autocast_are_said() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU(), nn.Dropout(0.5))
+    with torch.no_grad():
+        plan = model.plan(rows())
+    assert plan.saved == () and "no gradient is wanted: nothing is saved" in plan.notes
+    with fo.reference():
+        plan = model.plan(rows())
+    assert any("reference" in note for note in plan.notes) and plan.misses == ()
+    training = model.plan(rows())
+    assert "2.MulBackward0.0" in saved(training)
+    assert "2.MulBackward0.0" not in saved(model.eval().plan(rows()))
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = model.plan(rows())
+    assert saved(plan)["0.x"].dtype is torch.bfloat16
+    assert saved(plan)["0.weight"].dtype is torch.float32 and saved(plan)["0.weight"].nbytes == 0
+
+
+def test_meta_tensors_are_planned() -> None:
+    with torch.device("meta"):
+        model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+        plan = model.plan(torch.randn(ROWS, D))
+    assert [s.rule for s in plan.forward] == ["linear_act"]
+    assert plan.saved_bytes == 2 * ROWS * D * FLOAT
+
+
+def test_a_checkpoint_is_said() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.mlp, x, use_reentrant=False)
+
+    plan, rest = fo.plans(Checkpointed(), rows())
+    assert plan.saved == () and any("checkpoint" in note for note in plan.notes)
+    assert [t.shape for t in rest.saved if t.nbytes] == [(ROWS, D)]  # its input
+
+
+def test_an_op_called_alone_is_said() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = fo.ops.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fc(x)
+
+    (plan,) = fo.plans(Alone(), rows())
+    assert {t.name for t in plan.saved} == {"fc.x", "fc.weight"}
+    assert "fc (Linear): called alone" in plan.notes[0]
+
+
+def test_a_forward_that_is_called_as_a_method_is_seen() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = fo.Sequential(fo.ops.Linear(D, D), nn.Tanh(), fo.ops.Linear(D, D))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.mlp.forward(self.mlp.forward(x))
+
+    first, second, *_ = fo.plans(Direct(), rows())
+    assert first.path == second.path == "mlp"
+    assert [s.kind for s in first.forward] == ["op", "module", "op"]
+    assert first.forward == second.forward and len(first.notes) == 0
+
+
+def test_compiled_models_are_explained_as_written() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+    compiled = torch.compile(model, backend="eager")
+    (plan,) = fo.plans(compiled, rows())
+    assert [s.rule for s in plan.forward] == ["linear_act"]
+    assert set(saved(plan)) == {"0.x", "0.weight", "1.x"}
+
+
+def test_a_model_without_a_sequential_says_so() -> None:
+    assert "no fuseops.Sequential ran" in fo.explain(nn.Flatten(), torch.ones(2, 2))
+
+
+# --- nested and repeated ---------------------------------------------------------------
+
+
+def test_nested_sequentials_have_plans_of_their_own() -> None:
+    inner = fo.Residual(fo.ops.Linear(D, D), fo.ops.SiLU())
+    plan = fo.Sequential({"first": inner, "last": fo.ops.Linear(D, D)}).plan(rows())
+    (nested,) = plan.nested
+    assert nested.path == "first" and [s.rule for s in nested.fused] == ["linear_act"]
+    assert {t.name for t in nested.saved} == {"first.0.x", "first.0.weight", "first.1.x"}
+    assert set(nested.saved) < set(plan.saved)
+    assert plan.saved_bytes == 3 * ROWS * D * FLOAT
+    assert "LinearAct" in str(plan)
+
+
+class Stack(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        mlps = [fo.Residual(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)) for _ in range(n)]
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mlp": mlp}) for mlp in mlps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["mlp"](x)  # type: ignore[index]
+        return x
+
+
+def test_equal_blocks_share_a_section() -> None:
+    text, short = fo.explain(Stack(12), rows()), fo.explain(Stack(2), rows())
+    assert "blocks.0.mlp .. blocks.11.mlp (12 times)" in text
+    assert "blocks.*.mlp.1.x" in text
+    assert len(text.splitlines()) == len(short.splitlines())
+
+
+def test_a_block_that_differs_has_a_section_of_its_own() -> None:
+    text = fo.explain(Model(12), rows(), routing())
+    # the first experts keep the probabilities that the others share
+    assert "blocks.1.experts .. blocks.11.experts (11 times)" in text
+    assert "with blocks.0.experts.act.probs" in text
+    stack = Stack(3)
+    stack.blocks[1]["mlp"][0].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    assert "blocks.0.mlp .. blocks.2.mlp (2 times)" in fo.explain(stack, rows())
+
+
+def test_blocks_in_one_sequential_share_a_section() -> None:
+    blocks = fo.Sequential(*(fo.Residual(fo.ops.Linear(D, D), fo.ops.SiLU()) for _ in range(12)))
+    text = blocks.explain(rows())
+    assert "0 .. 11 (12 times)" in text
+    assert len(text.splitlines()) < 30
+
+
+# --- names -----------------------------------------------------------------------------
+
+
+def test_names_are_relative_until_a_root_was_seen() -> None:
+    model = Model(2)
+    experts = model.blocks[1].experts  # type: ignore[union-attr]
+    assert set(saved(experts.plan(rows(), routing()))) >= {"fc1.x", "act.x"}  # type: ignore[operator]
+    assert all(
+        t.name.startswith("blocks.") for p in fo.plans(model, rows(), routing()) for t in p.saved
+    )
+    assert "blocks.1.experts.fc1.x" in saved(experts.plan(rows(), routing()))  # type: ignore[operator]
+
+
+def test_names_are_absolute_after_configure() -> None:
+    model = nn.Sequential(nn.Identity(), fo.Sequential({"fc": fo.ops.Linear(D, D)}))
+    fo.configure(model, fusion=True)
+    plan = model[1].plan(rows())
+    assert plan.path == "1" and set(saved(plan)) == {"1.fc.x", "1.fc.weight"}
+
+
+def test_a_part_keeps_the_names_of_the_whole() -> None:
+    model = Model(2)
+    fo.configure(model, fusion=True)
+    before = {t.name for p in fo.plans(model, rows(), routing()) for t in p.saved}
+    part = {t.name for p in fo.plans(model.blocks[1], rows(), routing()) for t in p.saved}
+    assert part and part <= before
+    assert before == {t.name for p in fo.plans(model, rows(), routing()) for t in p.saved}
+
+
+# --- no trace --------------------------------------------------------------------------
+
+
+def test_nothing_stays_installed() -> None:
+    model = Model(2)
+    tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+
+    def state() -> Any:
+        hooks = [list(table) for table in tables] + [
+            list(torch_module._global_forward_hooks_always_called)  # type: ignore[attr-defined]
+        ]
+        top = torch_private.top_saved_tensor_hooks()
+        return (
+            hooks,
+            top,
+            names.thread.observers,
+            names.thread.frame,
+            list(scopes.current().watchers),
+        )
+
+    before = state()
+    fo.explain(model, rows(), routing())
+    assert state() == before
+    with pytest.raises(fo.SideInputError):
+        fo.explain(model, rows(), None)
+    assert state() == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_random_states_buffers_and_gradients_are_untouched() -> None:
+    model, x, r = Model(2), rows(), routing()
+    model(x, r).sum().backward()
+    grads = {
+        n: (p.grad, p.grad._version) for n, p in model.named_parameters() if p.grad is not None
+    }
+    values = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
+    before = torch.get_rng_state(), random.getstate(), x.grad
+    fo.explain(model, x, r)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert x.grad is before[2]
+    for name, p in model.named_parameters():
+        if name in grads:
+            assert p.grad is grads[name][0] and p.grad._version == grads[name][1]
+    for name, b in model.named_buffers():
+        same, version, value = values[name]
+        assert b is same and b._version == version and torch.equal(b, value), name
+
+
+def test_explaining_between_forward_and_backward_changes_no_gradient() -> None:
+    model, x, r = Model(2), rows(), routing()
+
+    def gradients(explained: bool) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        y = model(x, r).square().sum()
+        with fo.fusion(False) if explained else nullcontext():
+            text = fo.explain(model, x, r) if explained else ""
+        assert ("fusion is off" in text) == explained
+        return iter(torch.autograd.grad(y, [*model.parameters(), x]))
+
+    for mine, theirs in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_checkpointed_backward_still_finds_its_settings() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+    y = checkpoint(model, rows(), use_reentrant=False)
+    with fo.fusion(False):
+        fo.explain(model, rows())
+    y.sum().backward()  # type: ignore[union-attr]
+
+
+def test_the_graph_of_the_run_is_dropped() -> None:
+    outputs = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            outputs.append(weakref.ref(y))
+            return y
+
+    fo.explain(nn.Sequential(fo.Sequential(fo.ops.Linear(D, D)), Watch()), rows())
+    assert outputs and outputs[0]() is None
+
+
+def test_a_gradient_inside_the_forward_is_right_under_explain() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU())
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x)
+            self.seen.append(force)
+            return force
+
+    model, x = Force(), rows()
+    model(x)
+    fo.explain(model, x)
+    assert torch.equal(*model.seen)
+
+
+# --- records ---------------------------------------------------------------------------
+
+
+def test_diff_says_what_changed() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.Residual(fo.ops.Linear(D, D), fo.ops.GELU()))
+    plan = model.plan(rows())
+    assert plan.diff(model.plan(rows())) == ""
+    with fo.fusion(disable=["linear_act"]):
+        other = model.plan(rows())
+    lines = plan.diff(other).splitlines()
+    assert any(line.startswith("1: - forward: LinearAct") for line in lines)
+    assert any("1: + misses" in line and "disabled" in line for line in lines)
+
+
+def test_json_round_trip() -> None:
+    for plan in fo.plans(Model(2), rows(), routing()):
+        data = plan.to_json()
+        assert json.loads(json.dumps(data)) == json.loads(json.dumps(plan.to_json()))
+        assert data["schema_version"] == 1
+        assert data["saved_bytes"] == plan.saved_bytes == sum(t["nbytes"] for t in data["saved"])
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order."""
+
+    VOID = {"meta", "br", "rect", "path"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_whole_and_self_contained() -> None:
+    plans = fo.plans(Model(2), rows(), routing())
+    for html in (page(plans), plans[0].to_html(), plans[0]._repr_html_()):
+        parser = Page()
+        parser.feed(html)
+        assert parser.open == [] and {"svg", "rect", "table"} <= parser.tags
+        assert not re.search(r"https?:|//\w|url\(|@import", html)
+        assert not {"script", "link", "img", "iframe"} & parser.tags
+    assert "prefers-color-scheme:dark" in page(plans)
+
+
+def test_html_escapes_what_users_write() -> None:
+    nasty = "<script>alert('&')</script>"
+
+    def condition(ops: Any, c: Any) -> str:
+        return nasty
+
+    rule = fo.Rule(nasty, (fo.ops.Linear,), lambda *ops: None, when=(condition,))  # type: ignore[arg-type, return-value]
+    with fo.rules(rule):
+        plan = fo.Sequential({nasty.replace(".", ""): fo.ops.Linear(D, D)}).plan(rows())
+    html = page([plan], title=nasty)
+    assert nasty not in html and "&lt;script&gt;" in html
+
+
+@pytest.mark.gpu
+def test_on_cuda_under_autocast() -> None:
+    model = fo.Sequential(
+        fo.ops.Linear(D, D), fo.ops.GELU(), fo.ops.Dropout(0.5), nn.Dropout(0.5)
+    ).cuda()
+    x = torch.randn(ROWS, D, device="cuda", requires_grad=True)
+    before = torch.cuda.get_rng_state()
+    with torch.autocast("cuda", torch.bfloat16):
+        plan = model.plan(x)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert [s.rule for s in plan.fused] == ["linear_act"]
+    found = saved(plan)
+    assert found["0.x"].dtype is torch.bfloat16 and found["0.x"].nbytes == ROWS * D * 2
+    assert found["0.weight"].nbytes == 0
+    assert "3.NativeDropoutBackward0.0" in found
+    assert torch.cuda.get_rng_state().equal(before) and x.grad is None

@@ -1,0 +1,235 @@
+"""The reference kernels are the specification: checked against torch's own ops and autograd, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.kernels import reference as R
+from fuseops.testing.strategies import Split, filled, group_splits, row_counts, widths
+
+TORCH = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+every_fp8 = pytest.mark.parametrize("dtype", FP8, ids=str)
+
+
+def close(mine: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def vjp(f: Any, dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(f(*leaves), leaves, dy, materialize_grads=True)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return filled(shape, torch.float64, "normal", seed)
+
+
+def test_every_activation_has_torchs_twin() -> None:
+    assert TORCH.keys() == set(R.KINDS) - R.GATES.keys(), "add its formula to TORCH"
+
+
+@pytest.mark.parametrize("kind", TORCH)
+@given(kind_of_value=st.sampled_from(["normal", "large", "denormal", "zeros"]), rows=row_counts())
+def test_activations(kind: str, kind_of_value: str, rows: int) -> None:
+    x, dy = filled((rows, 33), torch.float64, kind_of_value, 1), randn(rows, 33)
+    close(R.act_fwd(x, kind), TORCH[kind](x))
+    close(R.act_bwd(dy, x, kind), vjp(TORCH[kind], dy, x)[0])
+    dx, dbias = R.act_bwd_bias(dy, x, kind)
+    close(dx, R.act_bwd(dy, x, kind))
+    close(dbias, dx.sum(0))
+
+
+@given(rows=row_counts(), width=widths(), dims=st.sampled_from([1, 2]), affine=st.booleans())
+def test_rms_norm(rows: int, width: int, dims: int, affine: bool) -> None:
+    shape = (rows, 3, width)
+    x, dy, weight = randn(*shape), randn(*shape, seed=1), randn(*shape[-dims:], seed=2)
+    w = weight if affine else None
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, shape[-dims:], weight if affine else None, 1e-5)
+
+    y, rstd = R.rmsnorm_fwd(x, w, 1e-5, dims=dims)
+    close(y, norm(x, weight))
+    dx, dweight = R.rmsnorm_bwd(dy, x, w, rstd)
+    expected = vjp(norm, dy, x, weight)
+    close(dx, expected[0])
+    if affine:
+        close(dweight, expected[1])
+
+
+def glu(x: Tensor, probs: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up * probs[:, None]
+
+
+@given(rows=row_counts(), width=widths())
+def test_swiglu(rows: int, width: int) -> None:
+    x, dy, probs = randn(rows, 2 * width), randn(rows, width, seed=1), randn(rows, seed=2)
+    close(R.scaled_act_fwd(x, probs, "swiglu"), glu(x, probs))
+    close(R.act_fwd(x, "swiglu"), glu(x, torch.ones_like(probs)))
+    dx, dprobs = vjp(glu, dy, x, probs)
+    y = glu(x, probs)
+    scaled = R.scaled_act_bwd(dy, x, probs, "swiglu", True, True)
+    for mine, theirs in zip(scaled, (dx, dprobs, y), strict=True):
+        close(mine, theirs)
+    close(R.act_dprobs(dy, x, "swiglu"), dprobs)
+    close(R.act_bwd(dy, x, "swiglu"), vjp(lambda x: glu(x, torch.ones_like(probs)), dy, x)[0])
+
+
+def by_group(split: Split) -> Tensor:
+    """(R, E): 1 where the row belongs to the group; padding rows belong to none."""
+    group = torch.tensor([e for e, n in enumerate(split.counts) for _ in range(n)])
+    one_hot = torch.zeros(split.rows, len(split.counts), dtype=torch.float64)
+    one_hot[torch.arange(len(group)), group.long()] = 1
+    return one_hot
+
+
+@given(split=group_splits(), n=widths(), k=widths())
+def test_grouped_gemm(split: Split, n: int, k: int) -> None:
+    groups, member = len(split.counts), by_group(split)
+    x, w = randn(split.rows, k), randn(groups, n, k, seed=1)
+    dy, bias = randn(split.rows, n, seed=2), randn(groups, n, seed=3)
+
+    def mm(x: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("re,rk,enk->rn", member, x, w)
+
+    close(R.grouped_mm(x, w, split.offs), mm(x, w))
+    close(R.grouped_wgrad(dy, x, split.offs), vjp(mm, dy, x, w)[1])
+    close(R.grouped_mm(dy, w.transpose(1, 2), split.offs), vjp(mm, dy, x, w)[0])
+    inside = member.sum(1, keepdim=True)
+    close(R.grouped_bias_fwd(dy, bias, split.offs), dy * inside + member @ bias)
+    close(R.grouped_bias_bwd(dy, split.offs)[0], member.t() @ dy)
+
+
+@given(p=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 2**62 - 1))
+def test_dropout_masks(p: float, seed: int) -> None:
+    like = torch.empty(500, 37)
+    mask = R.dropout_mask(torch.tensor([seed]), like, p)
+    assert torch.equal(mask, R.dropout_mask(torch.tensor([seed]), like.half(), p))
+    # Six standard deviations of a share of 18500 draws, at most 0.5 / sqrt(18500) each.
+    assert abs(mask.double().mean().item() - (1 - p)) < 0.022
+    for lag in (1, 37):  # neighbours in a row and in a column agree as often as strangers
+        flat = mask.flatten()
+        agree = (flat[lag:] == flat[:-lag]).double().mean().item()
+        assert abs(agree - (p * p + (1 - p) ** 2)) < 0.03
+    other = R.dropout_mask(torch.tensor([seed + 1]), like, p)
+    assert abs((mask == other).double().mean().item() - (p * p + (1 - p) ** 2)) < 0.03
+
+
+# --- fp8: torch's cast, after clamping finite and infinite values to the largest of the format
+
+
+def steps(dtype: torch.dtype) -> Tensor:
+    """Every value of the format, finite ones in order."""
+    found = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return found[found.isfinite()].unique()
+
+
+@every_fp8
+def test_saturate_keeps_every_value_of_the_format(dtype: torch.dtype) -> None:
+    values = steps(dtype)
+    assert torch.equal(R.saturate(values, dtype).float(), values)
+
+
+@every_fp8
+def test_saturate_rounds_to_nearest_even(dtype: torch.dtype) -> None:
+    values = steps(dtype)
+    middle = (values[1:] + values[:-1]) / 2  # exact in float32
+    for shift in (-1e-3, 0.0, 1e-3):
+        gap = values[1:] - values[:-1]
+        got = R.saturate(middle + shift * gap, dtype)
+        down, up = values[:-1], values[1:]
+        even = (R.saturate(down, dtype).view(torch.uint8) % 2) == 0
+        nearest = down if shift < 0 else up if shift > 0 else torch.where(even, down, up)
+        assert torch.equal(got.float(), nearest)
+
+
+@every_fp8
+def test_saturate_at_and_beyond_the_edge(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([most * 1.01, most * 8, 3e38, inf, -most * 1.01, -3e38, -inf, nan, -0.0])
+    got = R.saturate(x, dtype).float()
+    assert got[:4].eq(most).all() and got[4:7].eq(-most).all()
+    assert got[7].isnan() and got[8] == 0 and got[8].signbit()
+
+
+@every_fp8
+@given(rows=row_counts(), seed=st.integers(0, 99), hard=st.sampled_from(["none", "nan", "inf"]))
+def test_quantize(dtype: torch.dtype, rows: int, seed: int, hard: str) -> None:
+    x = filled((rows, 17), torch.float32, "normal" if hard == "none" else hard, seed)
+    data, col, scale, amax = R.quantize_tensor(x, dtype, "both")
+    most, largest = torch.finfo(dtype).max, torch.finfo(torch.float32).max
+    expected = x.abs().nan_to_num(nan=0.0, posinf=largest).max() if rows else torch.zeros(())
+    inv = torch.tensor(most) / expected if expected > 0 else torch.ones(())
+    assert torch.equal(amax, expected) and scale.shape == () and torch.equal(scale, 1 / inv)
+    assert torch.equal(
+        data.float().nan_to_num(nan=-1),
+        (x * inv).clamp(-most, most).to(dtype).float().nan_to_num(nan=-1),
+    )
+    assert torch.equal(col.t().view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(data.float().isnan(), x.isnan())
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
+@every_fp8
+def test_quantize_of_the_smallest_and_the_largest(dtype: torch.dtype, value: float) -> None:
+    data, _, scale, _ = R.quantize_tensor(torch.tensor([[value, -value]]), dtype)
+    assert scale > 0 and data.float().isfinite().all()
+
+
+@every_fp8
+@given(split=group_splits(), k=widths())
+def test_grouped_quantize_is_quantize_of_every_group(
+    dtype: torch.dtype, split: Split, k: int
+) -> None:
+    x = filled((split.rows, k), torch.float32, "normal", 1)
+    end = sum(split.counts)
+    x[end:] = float("nan")
+    data, scale = R.grouped_quantize(x, split.offs, dtype)
+    assert not data[end:].float().any()
+    for e, part in enumerate(x[:end].split(split.counts)):
+        mine = data[:end].split(split.counts)[e]
+        expected, _, expected_scale, _ = R.quantize_tensor(part, dtype)
+        assert torch.equal(mine.float(), expected.float()) and scale[e] == expected_scale
+
+
+@every_fp8
+def test_expert_quantize_is_quantize_of_every_expert(dtype: torch.dtype) -> None:
+    weight = randn(3, 5, 7).float() * torch.tensor([1.0, 0.0, 1e4])[:, None, None]
+    data, scale = R.expert_quantize(weight, dtype)
+    for e, w in enumerate(weight):
+        expected, _, expected_scale, _ = R.quantize_tensor(w, dtype)
+        assert torch.equal(data[e].float(), expected.float()) and scale[e] == expected_scale
+
+
+@given(split=group_splits(), n=widths(), k=widths())
+def test_scaled_gemms_multiply_what_the_data_stand_for(split: Split, n: int, k: int) -> None:
+    e4m3, double = torch.float8_e4m3fn, torch.float64
+    groups, offs = len(split.counts), split.offs
+    a, b = R.saturate(randn(split.rows, k), e4m3), R.saturate(randn(groups, n, k, seed=1), e4m3)
+    scale = torch.rand(groups, generator=torch.Generator().manual_seed(0)) + 0.5
+    plain = R.grouped_mm(a.double(), b.double() * scale[:, None, None].double(), offs)
+    got = K.scaled_grouped_mm(a, b, scale, offs, double)
+    torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)  # accumulates in float32
+    dy = R.saturate(randn(split.rows, n, seed=2), e4m3)
+    plain = R.grouped_wgrad(dy.double(), a.double(), offs) * scale[:, None, None].double()
+    got = K.scaled_grouped_wgrad(dy, a, scale, offs, double)
+    torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
+    dense = R.scaled_mm(a, b[0], scale[0], double)
+    expected = a.double() @ b[0].double().t() * scale[0].double()
+    torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-5)

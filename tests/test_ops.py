@@ -1,0 +1,235 @@
+"""The laws of the contract, over every registered op."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.ops import names as naming
+from fuseops.ops.op import Op
+from fuseops.testing import assert_bwd_is_vjp
+from fuseops.testing.catalogue import catalogue, exported
+from fuseops.testing.compare import difference
+from fuseops.testing.step import training_step
+from fuseops.testing.strategies import LAYOUTS, Case, dtypes, filled, laid_out, op_cases
+
+OPS = exported()
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+# A third of the profile's examples, for laws that few drawn choices can break.
+some = settings(max_examples=settings.default.max_examples // 3)
+
+
+def reading(name: str) -> Any:
+    """Every registered op that reads this side input."""
+    ops = [op for op in OPS if name in op.reads]
+    assert ops
+    return pytest.mark.parametrize("op", ops, ids=lambda op: op.__name__)
+
+
+def test_the_catalogue_holds_every_registered_op() -> None:
+    assert set(exported()) <= catalogue().keys(), "add an entry in fuseops/testing/catalogue.py"
+
+
+@every_op
+@given(data=st.data())
+def test_bwd_is_the_vjp_of_fwd_and_saves_for_is_exact(
+    op: type[Op[Any]], data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op))
+    assert_bwd_is_vjp(case.model, case.x, **case.side)
+
+
+def needed(case: Case) -> dict[str, Tensor]:
+    """Everything of a case that a gradient can be asked of, by its name in `needs`."""
+    sides = {name: t for name, t in case.side.items() if t.is_floating_point()}
+    return {"x": case.x, **dict(case.model.named_parameters()), **sides}
+
+
+def ask(case: Case, needs: set[str]) -> Case:
+    """The case with gradients wanted of just these."""
+    for name, t in needed(case).items():
+        if name in dict(case.model.named_parameters()):
+            t.requires_grad_(name in needs)
+    x = case.x.detach().requires_grad_("x" in needs)
+    side = {n: t.detach().requires_grad_(n in needs) for n, t in case.side.items()}
+    return Case(case.model, x, side)
+
+
+def y_of(case: Case) -> Tensor:
+    out = case.model(case.x, **case.side)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def saved_names(case: Case) -> list[str]:
+    """Names of all that the call saves, several names of one tensor each."""
+    found: list[str] = []
+
+    def pack(t: Tensor) -> Tensor:
+        name = naming.take(t)
+        found.extend(name.names if name else ["plain"])
+        return t
+
+    with naming.observe(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y_of(case)
+    return found
+
+
+@every_op
+@given(data=st.data())
+def test_only_what_a_needed_gradient_reads_is_saved(op: type[Op[Any]], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op))
+    needs = data.draw(st.sets(st.sampled_from(sorted(needed(case)))))
+    case = ask(case, needs)
+    model = case.model
+    fields = model.Saved._fields
+    table = model.saves_for or {}
+    allowed = {f"0.{f}" for need in needs for f in table.get(need, fields)}
+    assert set(saved_names(case)) <= (set() if model.alias else allowed)
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_out_shape_is_the_shape_of_y(op: type[Op[Any]], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op))
+    assert y_of(case).shape == case.model.out_shape(tuple(case.x.shape))
+
+
+@every_op
+@given(data=st.data())
+def test_functional_call_differentiates_the_tensors_it_was_given(
+    op: type[Op[Any]], data: st.DataObject
+) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    case = ask(case, set(needed(case)))
+    others = {n: (p.detach() * 2 + 1).requires_grad_() for n, p in case.model.named_parameters()}
+
+    def run(swapped: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        out = (
+            torch.func.functional_call(case.model, others, (case.x,), case.side)
+            if swapped
+            else case.model(case.x, **case.side)
+        )
+        wanted = [case.x, *(others.values() if swapped else case.model.parameters())]
+        y = out if isinstance(out, Tensor) else out[0]
+        return [y, *torch.autograd.grad(y.sum() * 3, wanted)]
+
+    given_others = run(swapped=True)
+    case.model.load_state_dict(others, strict=False)
+    for mine, theirs in zip(given_others, run(swapped=False), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@reading("offs")
+@given(data=st.data())
+def test_padding_rows_are_zero_and_leak_nothing(op: type[Op[Any]], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"], layouts=["contiguous"]))
+    end = int(case.side["offs"][-1])
+    clean, dirty = case.x.clone(), case.x.clone()
+    clean[end:], dirty[end:] = 0, float("nan")
+    results = []
+    for x, behind in ((clean, 0.0), (dirty, float("nan"))):
+        x.requires_grad_()
+        y = case.model(x, **case.side)
+        dy = torch.ones_like(y)
+        dy[end:] = behind
+        grads = torch.autograd.grad(y, [x, *case.model.parameters()], dy)
+        assert not y[end:].any() and not grads[0][end:].any()
+        results.append([y, *grads])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_y_and_gradients_have_the_dtype_of_their_owner(
+    op: type[Op[Any]], data: st.DataObject
+) -> None:
+    dtype = data.draw(dtypes())
+    case = data.draw(op_cases(op, dtype, kinds=["normal"]))
+    case = ask(case, set(needed(case)))
+    y = y_of(case)
+    assert y.dtype is dtype
+    owners = [t for t in needed(case).values() if t.requires_grad]
+    grads = torch.autograd.grad(y, owners, torch.ones_like(y), materialize_grads=True)
+    assert [g.dtype for g in grads] == [t.dtype for t in owners]
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_every_dtype_agrees_with_double(op: type[Op[Any]], data: st.DataObject) -> None:
+    dtype = data.draw(dtypes())
+    # Two roundings of an element, of the result and of an operand of the backward.
+    case = data.draw(op_cases(op, dtype, kinds=["normal"]))
+    if isinstance(case.model, fo.ops.RMSNorm):
+        case.model.eps = case.model.eps or 1e-5  # None depends on the dtype
+    case = Case(case.model, case.x.clamp(-4, 4), case.side)
+    got = training_step(case.model, (case.x,), case.side, all_inputs=True)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in case.side.items()}
+    expected = training_step(case.model.double(), (case.x.double(),), wide, all_inputs=True)
+    tol = 16 * torch.finfo(dtype).eps
+    for mine, theirs in ((got.outputs, expected.outputs), (got.grads, expected.grads)):
+        for name, t in theirs.items():
+            one = mine[name]
+            found = difference(name, one if one is None else one.double(), t, tol)
+            assert found is None or found.worst < tol, found
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_strides_change_nothing(op: type[Op[Any]], data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS[1:]))
+    case = data.draw(op_cases(op, layouts=["contiguous"], kinds=["normal"]))
+    x = laid_out(case.x, layout)
+    side = {n: laid_out(t, layout) if t.shape == x.shape else t for n, t in case.side.items()}
+    strided = training_step(case.model, (x,), side, all_inputs=True)
+    plain = training_step(
+        case.model,
+        (x.contiguous(),),
+        {n: t.contiguous() for n, t in side.items()},
+        all_inputs=True,
+    )
+    for mine, theirs in zip(strided[:2], plain[:2], strict=True):
+        for name in theirs:
+            assert difference(name, mine[name], theirs[name], 1e-12) is None, name
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_strided_output_gradients_change_nothing(op: type[Op[Any]], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"]))
+    case = ask(case, set(needed(case)))
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    torch.manual_seed(0)
+    y = y_of(case)
+    dy = laid_out(filled(y.shape, y.dtype, "normal", 1), layout)
+    owners = [t for t in needed(case).values() if t.requires_grad]
+    results = [
+        torch.autograd.grad(y, owners, d, retain_graph=True, materialize_grads=True)
+        for d in (dy, dy.contiguous())
+    ]
+    for mine, theirs in zip(*results, strict=True):
+        assert difference("gradient", mine, theirs, 1e-12) is None
+
+
+@every_op
+@some
+@given(data=st.data())
+def test_one_row_of_nan_stays_one_row(op: type[Op[Any]], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"], layouts=["contiguous"]))
+    if case.x.dim() != 2 or case.x.shape[0] < 2 or isinstance(case.model, fo.ops.Reshape):
+        return
+    torch.manual_seed(0)
+    before = y_of(case)
+    case.x[0] = float("nan")
+    torch.manual_seed(0)
+    assert torch.equal(y_of(case)[1:], before[1:])

@@ -1,0 +1,457 @@
+"""A stale plan never runs: whatever changes between two calls, the result is that of a fresh Sequential.
+
+And what a plan does not depend on, the number of rows above all, makes no new plan.
+"""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fuseops as fo
+from fuseops.ops import (
+    GELU,
+    Add,
+    Bias,
+    Dropout,
+    GroupedLinear,
+    Identity,
+    Linear,
+    RMSNorm,
+    ScaledSwiGLU,
+    SiLU,
+    Tap,
+    scopes,
+)
+from fuseops.recipes import Float8CurrentScaling
+
+
+def model() -> fo.Sequential:
+    torch.manual_seed(4)
+    return fo.Sequential(
+        RMSNorm(8), Linear(8, 16), Bias(16), SiLU(), Dropout(0.5), Linear(16, 8), GELU()
+    )
+
+
+def data(rows: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+    g = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 8, generator=g).to(dtype).requires_grad_()
+
+
+def fresh(seq: fo.Sequential) -> fo.Sequential:
+    """A Sequential over the same modules that never ran: nothing in it can be stale."""
+    new = fo.Sequential(dict(seq._modules))
+    new.__dict__["_settings"] = seq.__dict__.get("_settings", 0)
+    return new.train(seq.training) if all(m.training == seq.training for m in seq) else new
+
+
+def outcome(seq: fo.Sequential, x: Tensor, **options: object) -> list[Tensor | None]:
+    """The outputs of one call, and the gradient of x and of every parameter that has one."""
+    torch.manual_seed(11)
+    y = seq(x, **options)
+    outputs = list(y) if isinstance(y, tuple) else [y]
+    wanted = [t for t in (x, *seq.parameters()) if t.requires_grad]
+    if not outputs[0].requires_grad:
+        return outputs
+    loss = sum(o.float().square().sum() for o in outputs)
+    return [*outputs, *torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def assert_as_fresh(seq: fo.Sequential, x: Tensor, **options: object) -> None:
+    ours, theirs = outcome(seq, x, **options), outcome(fresh(seq), x, **options)
+    assert [t is None or t.dtype for t in ours] == [t is None or t.dtype for t in theirs]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@contextmanager
+def plans() -> Iterator[list]:
+    """Every plan that runs, by its spans."""
+    seen: list = []
+    scopes.current().watchers.append(seen.append)
+    try:
+        yield seen
+    finally:
+        scopes.current().watchers.remove(seen.append)
+
+
+def the_plan(seq: fo.Sequential, x: Tensor, **options: object) -> object:
+    with plans() as seen:
+        seq(x, **options)
+    return seen[0]
+
+
+class Flipped(SiLU):
+    def fwd(self, x: Tensor) -> fo.Out:
+        out = SiLU.fwd(self, x)
+        return out._replace(y=-out.y)
+
+    def bwd(self, saved: object, dy: Tensor) -> fo.Grads:
+        return SiLU.bwd(self, saved, -dy)
+
+
+def flip_class(op: SiLU) -> None:
+    op.__class__ = Flipped
+
+
+def replace_linear(seq: fo.Sequential) -> None:
+    seq[5] = Linear(16, 8, bias=False)
+
+
+CHANGES: dict[str, Callable[[fo.Sequential], object]] = {
+    "setattr": lambda s: setattr(s, "3", GELU()),
+    "setitem": lambda s: s.__setitem__(3, GELU()),
+    "_modules": lambda s: s._modules.__setitem__("3", GELU()),
+    "a plain module": lambda s: s.__setitem__(3, nn.SiLU()),
+    "a nested Sequential": lambda s: s.__setitem__(3, fo.Sequential(GELU())),
+    "one of the same class": replace_linear,
+    "append": lambda s: s.append(SiLU()),
+    "insert": lambda s: s.insert(3, GELU()),
+    "delete": lambda s: s.__delitem__(2),
+    "swap": lambda s: s._modules.update({"3": s[6], "6": s[3]}),
+    "the class of an op": lambda s: flip_class(s[3]),
+    "eval": lambda s: s.eval(),
+    "the training flag of one op": lambda s: s[4].eval(),
+    "p of Dropout": lambda s: setattr(s[4], "p", 0.0),
+    "frozen": lambda s: s.requires_grad_(False),
+    "one weight frozen": lambda s: s[5].weight.requires_grad_(False),
+    "one bias frozen": lambda s: s[1].bias.requires_grad_(False),
+    "all but one frozen": lambda s: s.requires_grad_(False)[2].requires_grad_(),
+    "a new weight": lambda s: setattr(s[1], "weight", nn.Parameter(torch.ones(16, 8))),
+    "a bias taken away": lambda s: setattr(s[1], "bias", None),
+    "a new eps": lambda s: setattr(s[0], "eps", 0.5),
+    "a new kind": lambda s: setattr(s[3], "kind", "srelu"),
+    "configure(fusion)": lambda s: fo.configure(s, fusion=False),
+    "configure(disable)": lambda s: fo.configure(s, disable=["norm_linear"]),
+    "configure(recipe)": lambda s: fo.configure(s, recipe=Float8CurrentScaling()),
+    "configure(rules)": lambda s: fo.configure(s, rules=[SCALED]),
+    "a forward hook": lambda s: s[3].register_forward_hook(lambda m, i, o: -o),
+    "a pre-hook": lambda s: s[3].register_forward_pre_hook(lambda m, i: (-i[0],)),
+    "forward on the instance": lambda s: setattr(s[3], "forward", lambda x: -x),
+    "a parametrization": lambda s: parametrizations.weight_norm(s[5]),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of(what: str) -> None:
+    seq, x = model(), data()
+    before = outcome(seq, x)
+    CHANGES[what](seq)
+    assert_as_fresh(seq, x)
+    assert len(before) == 8  # y, x and six parameters: the first call wanted every gradient
+
+
+@pytest.mark.parametrize(
+    "what", ["a forward hook", "a pre-hook", "forward on the instance", "a parametrization"]
+)
+def test_undoing(what: str) -> None:
+    seq, x = model(), data()
+    before = outcome(seq, x)
+    undo = CHANGES[what](seq)
+    outcome(seq, x)
+    if what == "a parametrization":
+        parametrize.remove_parametrizations(seq[5], "weight")
+    elif what == "forward on the instance":
+        del seq[3].__dict__["forward"]
+    else:
+        undo.remove()
+    assert_as_fresh(seq, x)
+    # weight_norm splits the weight into norm and direction and multiplies them again: two roundings
+    torch.testing.assert_close(outcome(seq, x)[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_change_of_dtype(dtype: torch.dtype) -> None:
+    seq = model()
+    outcome(seq, data())
+    seq.to(dtype)
+    x = data(dtype=dtype)
+    assert_as_fresh(seq, x)
+    assert seq(x).dtype is dtype
+
+
+def test_a_change_of_the_inputs_dtype_alone() -> None:
+    seq = fo.Sequential(SiLU(), Identity(), RMSNorm(8))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert_as_fresh(seq, data(dtype=dtype))
+
+
+def test_a_change_of_device() -> None:
+    seq = model()
+    outcome(seq, data())
+    meta = copy.deepcopy(seq).to("meta")
+    assert meta(data().detach().to("meta")).is_meta
+    seq.to("meta")
+    assert seq(data().detach().to("meta")).is_meta
+
+
+def test_a_change_of_what_wants_a_gradient() -> None:
+    seq, x = model(), data()
+    outcome(seq, x)
+    assert_as_fresh(seq, x.detach())
+    assert_as_fresh(seq.requires_grad_(False), x.detach())
+    assert_as_fresh(seq, x)
+
+
+class ScaledInTraining(fo.Op):
+    """y = 2x in training: what the plan says, by `call`."""
+
+    def fwd(self, x: Tensor, *, call: fo.ops.op.Call) -> Tensor:
+        return 2 * x if call.training else x
+
+
+def test_a_change_of_the_mode_that_an_op_is_told() -> None:
+    seq, x = fo.Sequential(ScaledInTraining()), data()
+    for mode, factor in [(True, 2), (False, 1), (True, 2)]:
+        assert torch.equal(seq.train(mode)(x), factor * x)
+
+
+def test_a_dropout_that_drops_nothing_runs_outside_of_the_node() -> None:
+    seq, x = fo.Sequential(Dropout(0.5)), data()
+    for p, kind in [(0.5, "op"), (0.0, "plain"), (0.5, "op")]:
+        seq[0].p = p
+        assert the_plan(seq, x).forward[0].kind == kind
+
+
+def test_a_change_of_grad_mode() -> None:
+    seq, x = model(), data()
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert_as_fresh(seq, x)
+
+
+def test_a_change_of_autocast() -> None:
+    seq, x = model(), data()
+    for options in ({}, {"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"enabled": False}):
+        with torch.autocast("cpu", **options):
+            assert_as_fresh(seq, x)
+    assert_as_fresh(seq, x)
+
+
+class FusedScaled(fo.FusedOp):
+    """What a rule in scope makes of a SiLU: -silu, so that a stale plan is seen."""
+
+    def fwd(self, x: Tensor, t: tuple, calls: tuple) -> fo.Out:
+        out = SiLU.fwd(self.members[0], x)
+        return fo.Out(-out.y, (out.saved,))
+
+
+SCALED = fo.Rule("scaled", (SiLU,), FusedScaled)
+SCOPES: dict[str, Callable] = {
+    "fusion": lambda: fo.fusion(False),
+    "disable": lambda: fo.fusion(disable=["norm_linear"]),
+    "rules": lambda: fo.rules(SCALED),
+    "recipe": lambda: fo.recipe(Float8CurrentScaling()),
+    "another recipe": lambda: fo.recipe(Float8CurrentScaling(bwd=torch.float8_e4m3fn)),
+    "reference": lambda: fo.reference(),
+}
+
+
+@pytest.mark.parametrize("what", SCOPES)
+def test_a_change_of_scope(what: str) -> None:
+    seq, x = model(), data()
+    outcome(seq, x)
+    with SCOPES[what]():
+        assert_as_fresh(seq, x)
+    assert_as_fresh(seq, x)
+
+
+def test_the_tests_above_can_fail() -> None:
+    seq, x = fo.Sequential(SiLU()), data()
+    with fo.rules(SCALED):
+        scaled = seq(x)
+    assert torch.equal(scaled, -seq(x))
+
+
+def test_a_change_of_strict() -> None:
+    seq, x = fo.Sequential(Linear(8, 8), Bias(8), SiLU()), data()
+    outcome(seq, x)
+    with fo.fusion(strict=True), pytest.raises(fo.FusionMissError):
+        seq(x)
+    outcome(seq, x)
+
+
+def test_a_change_of_the_process_default() -> None:
+    seq, x = fo.Sequential(SiLU()), data()
+    before = seq(x)
+    token = scopes.process.token
+    try:
+        fo.configure(rules=[SCALED])
+        assert torch.equal(seq(x), -before)
+    finally:
+        scopes.process.token = token
+    assert torch.equal(seq(x), before)
+
+
+def test_a_change_of_returns() -> None:
+    seq = fo.Sequential(Tap("a"), Linear(8, 8), Tap("b"), SiLU(), Add("a"), Add("b"))
+    x = data()
+    for returns in ((), ("a",), ("b", "a"), (), ("b",)):
+        assert_as_fresh(seq, x, returns=returns)
+
+
+def test_a_change_of_what_side_inputs_want() -> None:
+    seq = fo.Sequential(ScaledSwiGLU(), Linear(4, 4))
+    x, probs = data(), torch.rand(5)
+    for wanted in (True, False, True):
+        probs = probs.detach().requires_grad_(wanted)
+        y = seq(x.detach(), probs=probs)
+        if wanted:
+            (dprobs,) = torch.autograd.grad(y.sum(), probs)
+            (expected,) = torch.autograd.grad(fresh(seq)(x.detach(), probs=probs).sum(), probs)
+            assert torch.equal(dprobs, expected)
+
+
+def test_a_change_of_a_side_inputs_dtype() -> None:
+    seq = fo.Sequential(Linear(8, 8), Add("a"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        a = torch.ones(5, 8, dtype=dtype)
+        assert seq(data(), a=a).dtype is fresh(seq)(data(), a=a).dtype
+
+
+def test_a_change_of_a_name_that_an_op_reads_or_writes() -> None:
+    seq, x = fo.Sequential(Tap("a"), SiLU(), Add("a")), data()
+    outcome(seq, x)
+    seq[0].writes = seq[2].reads = ("b",)
+    assert_as_fresh(seq, x)
+    seq[2].reads = ("c",)
+    seq[0].writes = ("c",)
+    assert_as_fresh(seq, x)
+    seq[2].reads = ("d",)
+    with pytest.raises(fo.SideInputError, match="'d'"):
+        seq(x)
+
+
+def test_a_renamed_child_is_called_by_its_new_name() -> None:
+    seq, x = fo.Sequential({"a": SiLU(), "b": SiLU()}), data()
+    seq(x)
+    a, b = seq.a, seq.b
+    seq._modules.clear()
+    seq._modules.update({"c": a, "b": b})
+    assert [name for span in the_plan(seq, x).forward for name in span.ops] == ["c", "b"]
+
+
+def test_a_change_inside_a_nested_sequential() -> None:
+    inner = fo.Sequential(Linear(8, 8), SiLU())
+    seq, x = fo.Sequential(SiLU(), inner), data()
+    outcome(seq, x)
+    inner[1] = GELU()
+    assert_as_fresh(seq, x)
+    inner.append(Add("a"))
+    assert_as_fresh(seq, x, a=torch.ones(5, 8))
+    del inner[2]
+    assert_as_fresh(seq, x)
+
+
+# --- conditions -------------------------------------------------------------------------------
+
+
+def when(condition: Callable) -> fo.Rule:
+    return fo.Rule("conditional", (SiLU,), FusedScaled, when=(condition,))
+
+
+@pytest.mark.parametrize(
+    ("condition", "yes", "no"),
+    [
+        (lambda ops, c: fo.require(c.k == 6, "k"), (2, 6), (2, 4)),
+        (lambda ops, c: fo.require(len(c.shape) == 3, "axes"), (2, 2, 4), (4, 4)),
+        (lambda ops, c: fo.require(c.shape[1] == 3, "middle"), (2, 3, 4), (2, 5, 4)),
+        (lambda ops, c: fo.require(c.rows % 2 == 0, "rows"), (4, 4), (3, 4)),
+    ],
+)
+def test_a_shape_that_changes_a_conditions_answer(
+    condition: Callable, yes: tuple, no: tuple
+) -> None:
+    seq, rule = fo.Sequential(SiLU()), when(condition)
+    with fo.rules(rule):
+        for shape, sign in [(yes, -1), (no, 1), (yes, -1), (no, 1)]:
+            x = torch.ones(shape)
+            assert torch.equal(seq(x), sign * nn.functional.silu(x))
+
+
+def test_an_attribute_of_an_op_that_changes_a_conditions_answer() -> None:
+    op = SiLU()
+    op.wanted = True
+    seq, x = fo.Sequential(op), data()
+    with fo.rules(when(lambda ops, c: fo.require(ops[0].wanted, "unwanted"))):
+        assert torch.equal(seq(x), -nn.functional.silu(x))
+        op.wanted = False
+        assert torch.equal(seq(x), nn.functional.silu(x))
+
+
+def test_training_and_needs_that_change_a_conditions_answer() -> None:
+    seq, x = fo.Sequential(SiLU()), data()
+    with fo.rules(when(lambda ops, c: fo.require(c.training and "x" in c.needs[0], "no"))):
+        assert torch.equal(seq(x), -nn.functional.silu(x))
+        assert torch.equal(seq(x.detach()), nn.functional.silu(x))
+        assert torch.equal(seq.eval()(x), nn.functional.silu(x))
+
+
+# --- what makes no new plan -------------------------------------------------------------------
+
+
+def count_plans(calls: Callable[[], object]) -> int:
+    with plans() as seen:
+        calls()
+    return len({id(plan) for plan in seen})
+
+
+def test_row_counts_make_no_new_plan() -> None:
+    seq = model()
+    assert count_plans(lambda: [seq(data(rows)) for rows in (1, 2, 3, 64, 1000, 1, 7)]) == 1
+
+
+def test_row_counts_make_no_new_plan_with_three_axes() -> None:
+    seq = model()
+    assert count_plans(lambda: [seq(torch.ones(b, t, 8)) for b, t in [(1, 5), (2, 7), (3, 1)]]) == 1
+
+
+def test_routings_make_no_new_plan() -> None:
+    seq = fo.Sequential(
+        GroupedLinear(3, 8, 8, bias=False), ScaledSwiGLU(), GroupedLinear(3, 4, 8, bias=False)
+    )
+
+    def calls() -> None:
+        for counts in ([1, 2, 3], [4, 0, 0], [0, 0, 9]):
+            seq(torch.ones(sum(counts), 8), fo.Routing.from_counts(counts, torch.ones(sum(counts))))
+
+    assert count_plans(calls) == 1
+
+
+def test_the_same_settings_said_again_make_no_new_plan() -> None:
+    seq, x = model(), data()
+
+    def calls() -> None:
+        for _ in range(3):
+            with fo.fusion(disable=["linear_act"]), fo.recipe(Float8CurrentScaling()):
+                seq(x)
+
+    assert count_plans(calls) == 1
+
+
+def test_new_values_of_weights_and_a_training_step_make_no_new_plan() -> None:
+    seq, x = model(), data()
+    sgd = torch.optim.SGD(seq.parameters(), 0.1)
+
+    def step() -> None:
+        seq(x).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+
+    assert count_plans(lambda: [step() for _ in range(3)]) == 1
+
+
+def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:
+    seq, x = model(), data()
+    y = seq(x)
+    runner = weakref.ref(seq.__dict__["_runner"])
+    del seq
+    gc.collect()
+    assert runner() is None
+    y.sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,244 @@
+"""Recipes through the whole path, against quantize and dequantize written a second time, here."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.fusions.tables import TABLES
+from fuseops.ops import names as naming
+from fuseops.ops import scopes
+from fuseops.testing import assert_fused_matches_unfused
+from fuseops.testing.strategies import Case, Split, chains, filled, group_splits, row_counts, widths
+
+RECIPE = fo.recipes.Float8CurrentScaling()
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a tensor stands for after it went through the format with one scale of its own."""
+    amax = x.float().abs().max() if x.numel() else torch.zeros(())
+    most = torch.finfo(dtype).max
+    inv = torch.tensor(most) / amax if amax > 0 else torch.ones(())
+    data = (x.float() * inv).clamp(-most, most).to(dtype)
+    return data.double() / inv.double()
+
+
+class Expected(NamedTuple):
+    y: Tensor
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def dense(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, recipe: Any = RECIPE) -> Expected:
+    """A linear layer whose three products see quantized operands; the bias does not."""
+    qx, qw, qdy = through(x, recipe.fwd), through(w, recipe.fwd), through(dy, recipe.bwd)
+    dbias = dy.double().flatten(0, -2).sum(0)
+    dweight = qdy.flatten(0, -2).t() @ qx.flatten(0, -2)
+    return Expected(qx @ qw.t() + b.double(), qdy @ qw, dweight, dbias)
+
+
+def grouped(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, split: Split) -> Expected:
+    """`dense` for every group by itself; nothing for padding rows."""
+    end = sum(split.counts)
+    parts = zip(x[:end].split(split.counts), w, b, dy[:end].split(split.counts), strict=True)
+    y, dx, dweight, dbias = zip(*(dense(*part) for part in parts), strict=True)
+    padding = split.rows - end
+    pad_y, pad_x = torch.zeros(padding, w.shape[1]), torch.zeros(padding, w.shape[2])
+    return Expected(
+        torch.cat([*y, pad_y]), torch.cat([*dx, pad_x]), torch.stack(dweight), torch.stack(dbias)
+    )
+
+
+def check(op: Any, x: Tensor, dy: Tensor, expected: Expected, recipe: Any, **side: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    with fo.recipe(recipe):
+        y = fo.Sequential(op)(x, **side)
+    grads = torch.autograd.grad(y, [x, op.weight, op.bias], dy)
+    # Products are summed in float32 and rounded to it; bfloat16 rounds once more.
+    tol = 1e-5 if x.dtype is torch.float32 else 1e-2
+    for name, mine, theirs in zip(Expected._fields, [y, *grads], expected, strict=True):
+        scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+        assert mine.dtype is x.dtype, name
+        torch.testing.assert_close(
+            mine.double(),
+            theirs.double(),
+            rtol=tol,
+            atol=tol * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+RECIPES = [
+    RECIPE,
+    fo.recipes.Float8CurrentScaling(fwd=E5M2),
+    fo.recipes.Float8CurrentScaling(bwd=E4M3),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@given(rows=row_counts(), k=widths(), n=widths(), rank=st.sampled_from([2, 3]))
+def test_linear_is_a_product_of_quantized_operands(
+    recipe: Any, dtype: torch.dtype, rows: int, k: int, n: int, rank: int
+) -> None:
+    op, lead = fo.ops.Linear(k, n, dtype=dtype), (2, rows) if rank == 3 else (rows,)
+    x, dy = filled((*lead, k), dtype, "normal", 1), filled((*lead, n), dtype, "normal", 2)
+    check(op, x, dy, dense(x, op.weight.detach(), op.bias.detach(), dy, recipe), recipe)
+
+
+@given(split=group_splits(), k=widths(), n=widths())
+def test_grouped_linear_has_a_scale_a_group(split: Split, k: int, n: int) -> None:
+    op = fo.ops.GroupedLinear(len(split.counts), k, n)
+    x = filled((split.rows, k), torch.float32, "normal", 1)
+    dy = filled((split.rows, n), torch.float32, "normal", 2)
+    x[sum(split.counts) :] = float("nan")
+    dy[sum(split.counts) :] = float("nan")
+    expected = grouped(x, op.weight.detach(), op.bias.detach(), dy, split)
+    check(op, x, dy, expected, RECIPE, offs=split.offs)
+
+
+def test_it_is_not_high_precision() -> None:
+    op, x = fo.ops.Linear(64, 64), torch.randn(32, 64)
+    with fo.recipe(RECIPE):
+        error = (op(x) - torch.nn.functional.linear(x, op.weight, op.bias)).abs().max()
+    assert error > 1e-3
+
+
+# --- what is saved, and under which name
+
+
+class Saving(NamedTuple):
+    names: set[str]
+    dtypes: dict[str, torch.dtype]
+    edges: dict[str, str]
+
+
+def saving(model: fo.Sequential, x: Tensor, **side: Tensor) -> Saving:
+    """Names and dtypes of what a call saves, and the formats on its edges."""
+    dtypes: dict[str, torch.dtype] = {}
+    edges: dict[str, str] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        saved = naming.take(t)
+        assert type(t) in (Tensor, torch.nn.Parameter), "saved as a wrapper"
+        dtypes.update(dict.fromkeys(saved.names if saved else ("plain",), t.dtype))
+        return t
+
+    def watch(plan: Any) -> None:
+        edges.update({f"{e.direction} {e.before}": f"{e.format}, {e.made_by}" for e in plan.edges})
+
+    scopes.current().watchers.append(watch)
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with fo.recipe(RECIPE), naming.observe(), hooks:
+            model(x, **side)
+    finally:
+        scopes.current().watchers.remove(watch)
+    return Saving(set(dtypes), dtypes, edges)
+
+
+QUANTIZED, WEIGHT = {"fc1.x.col", "fc1.x.scale"}, {"fc1.weight"}
+
+
+@pytest.mark.parametrize(
+    ("x_needs", "weight_needs", "saved", "forward", "backward"),
+    [
+        (True, True, QUANTIZED | WEIGHT, "col+row", "col+row"),
+        (True, False, WEIGHT, "row", "row"),
+        (False, True, QUANTIZED, "col+row", "col"),
+        (False, False, set(), "row", None),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_only_the_layouts_that_a_product_reads_are_made_and_saved(
+    grouped: bool,
+    x_needs: bool,
+    weight_needs: bool,
+    saved: set[str],
+    forward: str,
+    backward: str | None,
+) -> None:
+    op = fo.ops.GroupedLinear(2, 4, 6, bias=False) if grouped else fo.ops.Linear(4, 6, bias=False)
+    op.weight.requires_grad_(weight_needs)
+    model = fo.Sequential({"fc1": op})
+    side = {"offs": torch.tensor([2, 5], dtype=torch.int32)} if grouped else {}
+    found = saving(model, torch.randn(5, 4, requires_grad=x_needs), **side)
+    offs = {"fc1.offs"} if grouped and saved else set()
+    offs |= {"fc1.x.offs"} if grouped and weight_needs else set()
+    assert found.names == saved | offs
+    grain = "group" if grouped else "tensor"
+    expected = {"forward fc1": f"float8_e4m3fn[{grain}, {forward}], quantize step"}
+    if backward:
+        expected["backward fc1"] = f"float8_e5m2[{grain}, {backward}], quantize step"
+    assert found.edges == expected
+    if weight_needs:
+        assert found.dtypes["fc1.x.col"] is E4M3 and found.dtypes["fc1.x.scale"] is torch.float32
+
+
+def test_a_bias_gradient_reads_high_precision() -> None:
+    # All that the gradient of a bias takes is a sum: quantizing dy would only add an error.
+    op, x, dy = fo.ops.Linear(4, 6), torch.randn(50, 4), torch.randn(50, 6)
+    with fo.recipe(RECIPE):
+        op(x).backward(dy)
+    assert op.bias.grad is not None
+    torch.testing.assert_close(op.bias.grad, dy.sum(0))
+
+
+def test_one_offs_is_saved_once_under_all_its_names() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved = naming.take(t)
+        seen.append(saved.names if saved else ())
+        return t
+
+    model = fo.Sequential({"fc1": fo.ops.GroupedLinear(2, 4, 6, bias=False)})
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with fo.recipe(RECIPE), naming.observe(), hooks:
+        model(torch.randn(5, 4), offs=torch.tensor([2, 5], dtype=torch.int32))
+    assert any(set(names) == {"fc1.offs", "fc1.x.offs"} for names in seen), seen
+
+
+# --- together with fusion
+
+
+@given(case=chains(TABLES, torch.float32, ("normal", "zeros")))
+def test_any_chain_equals_itself_unfused_under_a_recipe(case: Case) -> None:
+    with fo.recipe(RECIPE):
+        assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+def test_a_rule_fires_under_a_recipe() -> None:
+    model = fo.Sequential(fo.ops.Linear(8, 6), fo.ops.GELU())
+    with fo.recipe(RECIPE):
+        assert assert_fused_matches_unfused(model, torch.randn(5, 8)) == ("linear_act",)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_rows(rows: int) -> None:
+    model, x = fo.Sequential(fo.ops.Linear(4, 6)), torch.randn(rows, 4, requires_grad=True)
+    with fo.recipe(RECIPE):
+        model(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == (rows, 4)
+    assert model[0].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("role", ["fwd", "bwd"])
+def test_another_format_is_refused(role: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=rf"{role}=torch.float16"):
+        fo.recipes.Float8CurrentScaling(**{role: torch.float16})
+
+
+def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:
+    op, x = fo.ops.Linear(16, 8), torch.randn(4, 16)
+    op.weight.requires_grad_(False)
+    dy = torch.randn(4, 8)
+    with fo.recipe(RECIPE):
+        op(x).backward(dy)
+    torch.testing.assert_close(op.bias.grad, dy.sum(0))

@@ -1,0 +1,259 @@
+"""The laws of the rules: fused equals unfused, every rule fires somewhere, and what does not fire says why."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.fusions.bias_act import BiasAct
+from fuseops.fusions.linear_act import LinearAct
+from fuseops.fusions.norm_linear import NormLinear
+from fuseops.fusions.tables import FORWARD, JOINT, TABLES
+from fuseops.ops import scopes
+from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
+from fuseops.testing.compare import tolerance
+from fuseops.testing.fused import compared
+from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
+from fuseops.testing.tables import expansions
+
+every_rule = pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+# Half types have no room for a thousand times a thousand; a large value hides the others' error.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SOFT = ("normal", "normal", "constant", "zeros")
+
+
+def fires(rule: fo.Rule, case: Case) -> bool:
+    """Run a training step with all inputs wanting gradients and compare."""
+    return rule.name in assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+@contextmanager
+def plans() -> Iterator[list[Any]]:
+    """Every plan that runs inside."""
+    found: list[Any] = []
+    scopes.current().watchers.append(found.append)
+    try:
+        yield found
+    finally:
+        scopes.current().watchers.remove(found.append)
+
+
+def fired(model: Any, x: Tensor, **side: Tensor) -> list[str]:
+    with plans() as found:
+        model(x, **side)
+    spans = (s for plan in found for s in (*plan.forward, *plan.backward))
+    return list(dict.fromkeys(s.rule for s in spans if s.rule))
+
+
+# --- fused equals unfused
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_equals_unfused_and_the_rule_does_fire(rule: fo.Rule, dtype: torch.dtype) -> None:
+    counts: Counter[bool] = Counter()
+
+    @settings(max_examples=settings.default.max_examples // 2)
+    @given(case=rule_cases(rule, dtype, SOFT))
+    def law(case: Case) -> None:
+        counts[fires(rule, case)] += 1
+
+    law()
+    assert counts[True] > counts.total() / 5, counts
+
+
+@every_rule
+@given(data=st.data())
+def test_fused_equals_unfused_for_hard_values(rule: fo.Rule, data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["large", "denormal", *NONFINITE]))
+    fires(rule, data.draw(rule_cases(rule, torch.float32, [kind])))
+
+
+@every_rule
+@settings(max_examples=settings.default.max_examples // 4)  # each example runs every subset
+@given(data=st.data())
+def test_fused_equals_unfused_for_every_frozen_subset(rule: fo.Rule, data: st.DataObject) -> None:
+    case = data.draw(rule_cases(rule, kinds=SOFT))
+    sides = [t for t in case.side.values() if t.is_floating_point()]
+    leaves = [case.x, *sides, *case.model.parameters()]
+    tol = tolerance([case.x])
+    for wanted in itertools.product((False, True), repeat=len(leaves)):
+        for leaf, want in zip(leaves, wanted, strict=True):
+            leaf.requires_grad_(want)
+        found, _ = compared(case.model, (case.x,), case.side, False, tol)
+        assert not found, (wanted, found)
+
+
+@every_rule
+@given(data=st.data())
+def test_inference_equals_unfused(rule: fo.Rule, data: st.DataObject) -> None:
+    case = data.draw(rule_cases(rule, kinds=SOFT))
+    with data.draw(st.sampled_from([torch.no_grad, torch.inference_mode]))():
+        assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+@pytest.mark.parametrize("rule", JOINT, ids=lambda rule: rule.name)
+@given(data=st.data())
+def test_nan_in_padding_rows_changes_nothing(rule: fo.Rule, data: st.DataObject) -> None:
+    case = data.draw(rule_cases(rule, kinds=["normal"]))
+    dirty = Case(case.model, case.x.clone(), {n: t.clone() for n, t in case.side.items()})
+    end = int(case.side["offs"][-1])
+    dirty.x[end:] = float("nan")
+    dirty.side["probs"][end:] = float("nan")
+    results = [[c.model(c.x, **c.side), *grads_of(c)] for c in (case, dirty)]
+    for clean, mine in zip(*results, strict=True):  # the copy has other strides: other sums
+        torch.testing.assert_close(mine, clean, rtol=1e-10, atol=1e-10)
+
+
+def grads_of(case: Case) -> list[Tensor]:
+    x = case.x.detach().requires_grad_()
+    side = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in case.side.items()}
+    leaves = [x, *(t for t in side.values() if t.requires_grad), *case.model.parameters()]
+    y = case.model(x, **side)
+    return list(torch.autograd.grad(y, leaves, torch.ones_like(y)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_any_chain_equals_itself_unfused(dtype: torch.dtype) -> None:
+    seen: Counter[str] = Counter()
+
+    @given(case=chains(TABLES, dtype, SOFT))
+    def law(case: Case) -> None:
+        seen.update(assert_fused_matches_unfused(case.model, case.x, **case.side))
+
+    law()
+    assert seen, "no rule fired in any chain"
+
+
+@given(case=chains(TABLES, torch.float32, SOFT))
+def test_any_chain_equals_itself_unfused_under_autocast(case: Case) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+@given(case=chains(TABLES, torch.float64, SOFT))
+def test_any_chain_equals_plain_torch(case: Case) -> None:
+    # The reference runs every op as differentiable torch: a judge that no rule and no bwd touches.
+    def run() -> list[Tensor]:
+        x = case.x.detach().clone().requires_grad_()
+        side = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in case.side.items()}
+        torch.manual_seed(0)
+        y = case.model(x, **side)
+        leaves = [t for t in (x, *side.values(), *case.model.parameters()) if t.requires_grad]
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y), materialize_grads=True)]
+
+    ours = run()
+    with fo.reference():
+        theirs = run()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@given(case=chains(TABLES, torch.float32, SOFT))
+def test_the_state_dict_of_a_chain_is_nn_sequentials(case: Case) -> None:
+    plain = torch.nn.Sequential(*case.model)
+    assert list(case.model.state_dict()) == list(plain.state_dict())
+
+
+# --- what a fused op gives
+
+
+def fused_step(case: Case) -> Any:
+    """The step that a forward rule made, or None where a condition did not hold."""
+    with plans() as found:
+        case.model(case.x, **case.side)
+    for segment in (seg for plan in found for seg in plan.segments):
+        for step in segment.forward:
+            if step.kind == "forward":
+                return step
+    return None
+
+
+@pytest.mark.parametrize("rule", FORWARD, ids=lambda rule: rule.name)
+@given(data=st.data())
+def test_forward_rules_give_what_their_members_save(rule: fo.Rule, data: st.DataObject) -> None:
+    case = data.draw(rule_cases(rule, kinds=["normal"]))
+    step = fused_step(case)
+    if step is None:
+        return
+    ops = step.target.members
+    values = [{n: getattr(op, n) for n in op.parameter_names()} for op in ops]
+    with torch.no_grad():
+        out = step.target.fwd(case.x, tuple(values), step.calls)
+        x: Any = case.x
+        for op, given_, call, saved in zip(ops, values, step.calls, out.saved, strict=True):
+            alone = op.fwd(x, **given_, **({"call": call} if op.signature.fwd_call else {}))
+            assert type(saved) is type(alone.saved) is op.Saved
+            for mine, theirs in zip(saved, alone.saved, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            x = alone.y
+    torch.testing.assert_close(out.y, x, rtol=1e-10, atol=1e-10)
+
+
+# --- the tables
+
+
+def test_no_rule_is_shadowed() -> None:
+    assert_no_rule_is_shadowed(TABLES)
+
+
+ACT = fo.ops.SiLU | fo.ops.GELU | fo.ops.SReLU
+WIDE = fo.Rule("wide", (fo.ops.Linear, fo.maybe(fo.ops.Bias), ACT), LinearAct)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        fo.Rule("late", (fo.ops.Linear, fo.ops.SiLU), LinearAct),
+        fo.Rule("late", (fo.ops.Linear, fo.ops.Bias, fo.ops.GELU), LinearAct),
+        fo.Rule("late", (fo.ops.Linear, fo.ops.SiLU), LinearAct, when=(lambda o, c: None,)),
+        fo.Rule("late", (fo.ops.Linear, fo.ops.SiLU, fo.ops.Identity), LinearAct),
+        fo.Rule("wide", (fo.ops.RMSNorm, fo.ops.Linear), NormLinear),
+    ],
+    ids=["fewer", "with maybe", "with a condition", "longer", "same name"],
+)
+def test_a_shadowed_rule_is_found(late: fo.Rule) -> None:
+    with pytest.raises(AssertionError, match=r"can never fire|two rules are called"):
+        assert_no_rule_is_shadowed([WIDE, late])
+
+
+def test_a_rule_inside_a_joint_one_is_found() -> None:
+    joint = fo.Rule("joint", (fo.ops.Bias, fo.ops.SiLU), BiasAct, "joint")
+    late = fo.Rule("late", (fo.ops.Linear, fo.ops.Bias, fo.ops.SiLU), LinearAct)
+    with pytest.raises(AssertionError, match="'joint' takes all"):
+        assert_no_rule_is_shadowed([late, joint])
+
+
+def test_a_rule_with_room_of_its_own_is_not_shadowed() -> None:
+    narrow = fo.Rule("narrow", (fo.ops.Linear, fo.ops.SiLU), LinearAct)
+    assert_no_rule_is_shadowed([narrow, WIDE])  # the special one first
+    limited = fo.Rule("limited", (fo.ops.Linear, ACT), LinearAct, when=(lambda o, c: "never",))
+    assert_no_rule_is_shadowed([limited, narrow, WIDE])
+
+
+SPELLINGS = [(rule, types) for rule in TABLES for types in expansions(rule)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "types"),
+    SPELLINGS,
+    ids=[f"{r.name}-{'-'.join(t.__name__ for t in ts)}" for r, ts in SPELLINGS],
+)
+def test_every_spelling_of_a_rule_fires(rule: fo.Rule, types: tuple[type, ...]) -> None:
+    count: Counter[bool] = Counter()
+
+    @settings(max_examples=20)  # half of which a condition refuses
+    @given(case=rule_cases(rule, kinds=["normal"], spelling=types))
+    def law(case: Case) -> None:
+        count[rule.name in fired(case.model, case.x, **case.side)] += 1
+
+    law()
+    assert count[True], f"never fired: {types}"

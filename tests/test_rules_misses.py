@@ -1,0 +1,260 @@
+"""What does not fuse, and what is said about it: conditions, near misses, overlaps, overridden ops."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.fusions.bias_act import BiasAct
+from fuseops.fusions.linear_act import LinearAct
+from fuseops.fusions.tables import TABLES
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+
+ROUTING = {"offs": torch.tensor([2, 2, 5], dtype=torch.int32), "probs": torch.rand(6)}
+
+
+class Found(NamedTuple):
+    fired: tuple[str, ...]
+    misses: dict[str, list[str]]
+
+
+def planned(model: Any, x: Tensor, **side: Tensor) -> Found:
+    """Which rules fired in a call, and the reasons of those that did not."""
+    plans: list[Any] = []
+    scopes.current().watchers.append(plans.append)
+    try:
+        model(x, **side)
+    finally:
+        scopes.current().watchers.remove(plans.append)
+    misses: dict[str, list[str]] = {}
+    for miss in (miss for plan in plans for miss in plan.misses):
+        misses.setdefault(miss.rule, []).append(miss.reason)
+    spans = (span for plan in plans for span in (*plan.forward, *plan.backward))
+    return Found(tuple(dict.fromkeys(s.rule for s in spans if s.rule)), misses)
+
+
+# --- conditions
+
+
+def mlp(
+    groups: int = 3, hidden: int = 8, gated: int = 4, biases: tuple[bool, bool] = (False, False)
+) -> fo.Sequential:
+    return fo.Sequential(
+        fo.ops.GroupedLinear(3, 6, hidden, bias=biases[0]),
+        fo.ops.ScaledSwiGLU(),
+        fo.ops.GroupedLinear(groups, gated, 6, bias=biases[1]),
+    )
+
+
+def biased() -> fo.Sequential:
+    return fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU())
+
+
+def normed() -> fo.Sequential:
+    return fo.Sequential(fo.ops.RMSNorm(6), fo.ops.Linear(6, 6))
+
+
+FP8 = fo.recipes.Float8CurrentScaling()
+# (rule, condition): a model that it refuses, the recipe, and the reason. A new condition needs a line.
+REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
+    ("grouped_mlp", "same_groups"): (mlp(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
+    ("grouped_mlp", "glu_widths"): (mlp(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
+    ("grouped_mlp", "no_biases"): (mlp(biases=(True, True)), None, "fc1 and fc2 has a bias"),
+    ("grouped_mlp", "no_recipe"): (mlp(), FP8, "the recipe is Float8CurrentScaling"),
+    ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
+    ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
+}
+CONDITIONS = [(rule, condition) for rule in TABLES for condition in rule.when]
+
+
+@pytest.mark.parametrize(
+    ("rule", "condition"), CONDITIONS, ids=[f"{r.name}-{c.__name__}" for r, c in CONDITIONS]
+)
+def test_every_condition_gives_its_reason(rule: fo.Rule, condition: Any) -> None:
+    model, recipe, reason = REFUSED[rule.name, condition.__name__]
+    side = {name: ROUTING[name] for name in model.reads}
+    seen: list[str | None] = []
+
+    def spy(ops: Any, c: fo.Conditions) -> str | None:
+        seen.append(condition(ops, c))
+        return seen[-1]
+
+    only = fo.Rule("only", rule.pattern, rule.build, rule.kind, (spy,))
+    with fo.recipe(recipe), fo.rules(only), fo.fusion(disable=[rule.name]):
+        try:
+            found = planned(model, torch.randn(6, 6), **side)
+        except fo.FuseOpsError:  # these ops do not fit each other, fused or not
+            found = Found((), {"only": [str(answer) for answer in seen if answer]})
+            if not seen:
+                seen.append(condition(tuple(model), conditions(recipe)))
+                found = Found((), {"only": [str(seen[-1])]})
+    assert any(reason in why for why in found.misses["only"]), found
+    assert "only" not in found.fired and seen
+
+
+def conditions(recipe: Any) -> fo.Conditions:
+    device, needs = torch.device("cpu"), (frozenset({"x"}),) * 3
+    return fo.Conditions((6, 6), 6, 6, 6, torch.float32, device, None, recipe, needs, True)
+
+
+def test_a_condition_that_answers_a_bool_is_refused() -> None:
+    rule = fo.Rule("sloppy", (fo.ops.SReLU,), LinearAct, when=(lambda ops, c: c.k == 4,))  # type: ignore[arg-type, return-value]
+    with fo.rules(rule), pytest.raises(TypeError, match=r"sloppy.*answered True.*fo\.require"):
+        fo.Sequential(fo.ops.SReLU())(torch.randn(2, 4))
+
+
+def test_conditions_see_the_call() -> None:
+    seen: list[fo.Conditions] = []
+
+    def look(ops: Any, c: fo.Conditions) -> str | None:
+        seen.append(c)
+        return "looked"
+
+    rule = fo.Rule("look", (fo.ops.Bias, fo.ops.SiLU), BiasAct, "backward", (look,))
+    model = fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU()).eval()
+    model[1].bias.requires_grad_(False)
+    with fo.rules(rule):
+        found = planned(model, torch.randn(2, 3, 6))
+    c = seen[0]
+    assert (c.shape, c.k, c.n, c.rows) == ((2, 3, 8), 8, 8, 6)
+    assert (c.dtype, c.device.type, c.training) == (torch.float32, "cpu", False)
+    assert c.needs == (frozenset({"x"}), frozenset({"x"}))
+    assert found.misses["look"] == ["looked"]
+
+
+# --- near misses and overlaps
+
+
+@pytest.mark.parametrize(
+    ("ops", "rule", "why"),
+    [
+        (
+            (fo.ops.Linear(4, 4), fo.ops.Dropout(0.5), fo.ops.SiLU()),
+            "linear_act",
+            "op 1 is Dropout",
+        ),
+        ((fo.ops.Linear(4, 4), fo.ops.Bias(4)), "linear_act", "the sequence ends, wanted SiLU"),
+        ((fo.ops.Bias(4), torch.nn.Tanh(), fo.ops.SiLU()), "bias_act", "is Tanh, a plain module"),
+        ((fo.ops.RMSNorm(4), fo.Sequential()), "norm_linear", "a nested Sequential, wanted Linear"),
+        ((fo.ops.RMSNorm(4), fo.ops.SiLU()), "norm_linear", "op 1 is SiLU, wanted Linear"),
+    ],
+)
+def test_the_longest_prefix_is_a_miss(ops: tuple[Any, ...], rule: str, why: str) -> None:
+    found = planned(fo.Sequential(*ops), torch.randn(3, 4))
+    assert len(found.misses[rule]) == 1 and why in found.misses[rule][0], found
+
+
+def test_a_rule_far_from_matching_says_nothing() -> None:
+    assert planned(fo.Sequential(fo.ops.SiLU()), torch.randn(3, 4)) == Found((), {})
+
+
+def test_what_another_span_covers_is_an_overlap() -> None:
+    ops = (fo.ops.RMSNorm(4), fo.ops.Linear(4, 4), fo.ops.SiLU())
+    found = planned(fo.Sequential(*ops), torch.randn(3, 4))
+    assert found.fired == ("norm_linear",)
+    assert found.misses == {"linear_act": ["overlaps 0:2 of norm_linear"]}
+
+
+def test_a_rule_that_comes_second_is_an_overlap() -> None:
+    late = fo.Rule("first", (fo.ops.Linear, fo.ops.SiLU), LinearAct)
+    with fo.rules(late):
+        found = planned(fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU()), torch.randn(3, 4))
+    assert found == Found(("first",), {"linear_act": ["overlaps 0:2 of first"]})
+
+
+@pytest.mark.parametrize(
+    ("scope", "why"),
+    [
+        (lambda: fo.fusion(False), "fusion is off"),
+        (lambda: fo.fusion(disable=["linear_act"]), "disabled"),
+    ],
+)
+def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> None:
+    model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU())
+    with scope():
+        assert planned(model, torch.randn(3, 4)) == Found((), {"linear_act": [why]})
+
+
+# --- overridden ops
+
+
+def doubled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` with twice the result; its signature stays the contract's."""
+
+    @functools.wraps(method)
+    def twice(self: Any, *args: Any, **keywords: Any) -> Any:
+        out = method(self, *args, **keywords)
+        if isinstance(out, fo.Out):
+            return out._replace(y=out.y * 2)
+        if isinstance(out, fo.Grads):
+            return out._replace(x=None if out.x is None else out.x * 2)
+        return out * 2
+
+    return twice
+
+
+def overridden(op: Op[Any], how: str) -> Op[Any]:
+    """`op` as an instance of a subclass with one method of its own, or with a forward of its own."""
+    if how == "instance":
+        op.forward = functools.partial(doubled(type(op).forward), op)  # type: ignore[method-assign]
+    elif how == "hook":
+        op.register_forward_hook(lambda module, args, y: y * 2)
+    else:
+        old = type(op)
+        op.__class__ = type(f"My{old.__name__}", (old,), {how: doubled(getattr(old, how))})
+    return op
+
+
+def exemplar(rule: fo.Rule) -> fo.Sequential:
+    ops: dict[str, Callable[[], fo.Sequential]] = {
+        "grouped_mlp": mlp,
+        "norm_linear": normed,
+        "linear_act": lambda: fo.Sequential(fo.ops.Linear(6, 6, bias=False), fo.ops.SiLU()),
+        "bias_act": lambda: fo.Sequential(fo.ops.Bias(6), fo.ops.SiLU()),
+    }
+    return ops[rule.name]()
+
+
+def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, Tensor]) -> Any:
+    x = torch.linspace(-2, 2, 36).view(6, 6).requires_grad_()
+    y = model(x, **side)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *params])]
+
+
+@pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+def test_an_overridden_op_is_itself_inside_and_never_fused(
+    rule: fo.Rule, place: int, how: str
+) -> None:
+    model = exemplar(rule)
+    side = {name: ROUTING[name] for name in model.reads}
+    if place >= len(model):
+        return
+    assert rule.name in planned(model, torch.randn(6, 6), **side).fired
+    model[place] = overridden(model[place], how)
+
+    def one_by_one(x: Tensor, **side: Tensor) -> Tensor:
+        for op in model:
+            x = op(x, **{name: side[name] for name in op.reads})
+        return x
+
+    params = list(model.parameters())
+    inside, alone = (trained(run, params, side) for run in (model, one_by_one))
+    for mine, theirs in zip(inside, alone, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    found = planned(model, torch.randn(6, 6), **side)
+    assert rule.name not in found.fired
+    words = {"instance": "replaced on the instance", "hook": "has hooks"}
+    assert any(words.get(how, f"overrides {how}") in why for why in found.misses[rule.name]), found
+
+
+def test_a_class_defined_anew_is_named_as_such() -> None:
+    Linear = type("Linear", (Op,), {"fwd": lambda self, x: x})
+    found = planned(fo.Sequential(Linear(), fo.ops.SiLU()), torch.randn(3, 4))
+    assert "same name, other class object" in found.misses["linear_act"][0]

@@ -1,0 +1,206 @@
+"""The house rules that a machine can check. Each failure says where and what to do instead."""
+
+import ast
+import functools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fuseops"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MAX_LINES = 400
+MAX_IMPORT_SECONDS = 0.3
+
+# Lowest first: a file imports from its own layer and those before it.
+LAYERS = [
+    {"errors", "config", "torch_private"},
+    {"kernels"},
+    {"recipes"},
+    {"ops"},
+    {"fusions"},
+    {"offload"},
+    {"testing", "integrations", "demo", "cli", "__main__"},
+    {"__init__"},  # the front door, `import fuseops as fo`, shows all of them
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+@functools.cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def at(file: Path, node: ast.AST) -> str:
+    return f"{file.relative_to(ROOT)}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+def part_of(dotted: str) -> str:
+    """The part of the package that a module belongs to: fuseops.ops.linear -> ops."""
+    return [*dotted.split("."), "__init__"][1]
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below `node`, inside functions too, except what only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for other in child.orelse:
+                yield other
+                yield from run_time_nodes(other)
+        else:
+            yield child
+            yield from run_time_nodes(child)
+
+
+def imported_parts(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[ast.AST, str]]:
+    """(node, part) for every import of the package in `tree`."""
+    for node in run_time_nodes(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: None if is_package else -1]
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, *filter(None, [node.module])])
+            # `from fuseops import ops` names a layer, `from fuseops import Rule` the front door.
+            targets = (
+                [f"fuseops.{a.name}" if a.name in LEVEL else base for a in node.names]
+                if base == "fuseops"
+                else [base]
+            )
+        else:
+            continue
+        for target in targets:
+            if target.split(".")[0] == "fuseops":
+                yield node, part_of(target)
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for file in FILES:
+        module = module_name(file)
+        own = part_of(module)
+        for node, part in imported_parts(parse(file), module, file.name == "__init__.py"):
+            for name in {own, part} - LEVEL.keys():
+                wrong.append(f"{at(file, node)}: {name} has no place in LAYERS of {__file__}")
+            if LEVEL.get(part, 0) > LEVEL.get(own, len(LAYERS)):
+                wrong.append(f"{at(file, node)}: {own} imports {part}, which is above it")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("import fuseops as fo", ["__init__"]),
+        ("from fuseops import Rule, offload", ["__init__", "offload"]),
+        ("import fuseops.cli", ["cli"]),
+        ("def f():\n  from fuseops.fusions.rule import Rule", ["fusions"]),
+        ("from ..offload import keep", ["offload"]),
+        ("from . import base", ["ops"]),
+        ("if TYPE_CHECKING:\n  import fuseops.cli\nelse:\n  import fuseops.demo", ["demo"]),
+        ("import torch", []),
+    ],
+)
+def test_the_import_rule_sees(source: str, parts: list[str]) -> None:
+    found = imported_parts(ast.parse(source), "fuseops.ops.linear", is_package=False)
+    assert [part for _, part in found] == parts
+
+
+def test_no_part_is_without_a_layer() -> None:
+    parts = {part_of(module_name(file)) for file in FILES}
+    assert parts <= LEVEL.keys(), f"give {parts - LEVEL.keys()} a place in LAYERS"
+
+
+IMPORT_PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()  # not wall time: what other processes do is no fault of ours
+import fuseops
+seconds = time.process_time() - start
+print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
+"""
+
+HEAVY = {
+    *("triton", "torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"),
+    *("rich", "matplotlib", "transformers", "safetensors", "hypothesis", "pytest"),
+}
+
+
+def test_import_is_light() -> None:
+    runs = []
+    for _ in range(3):
+        out = subprocess.run(
+            [sys.executable, "-c", IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True
+        )
+        assert out.returncode == 0, out.stderr
+        runs.append(json.loads(out.stdout))
+    loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
+    assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
+    seconds = statistics.median(run["seconds"] for run in runs)
+    assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
+
+
+def test_files_are_short() -> None:
+    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    long = [f"{f.relative_to(ROOT)}: {n} lines" for f, n in lengths.items() if n > MAX_LINES]
+    assert not long, f"over {MAX_LINES} lines, split by subject:\n" + "\n".join(long)
+
+
+def test_no_block_pointers() -> None:
+    # Triton is removing them; tensor descriptors do the same and compile from sm_80 on.
+    found = [f for f in FILES if "make_block_ptr" in f.read_text(encoding="utf-8")]
+    assert not found, f"make_block_ptr in {found}"
+
+
+def test_only_the_programs_print() -> None:
+    found = []
+    for file in FILES:
+        if part_of(module_name(file)) in {"cli", "demo", "__main__"}:
+            continue
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                found.append(f"{at(file, node)}: print: use a logger, or return the text")
+    assert not found, "\n".join(found)
+
+
+def test_no_assert_statements() -> None:
+    # `python -O` removes them, and their messages name neither the module path nor the tensor.
+    found = [
+        f"{at(file, node)}: assert: raise an error of fuseops.errors instead"
+        for file in FILES
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_environment_variables_are_documented() -> None:
+    documented = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    for file in FILES:
+        for name in re.findall(r"FUSEOPS_[A-Z][A-Z_]*[A-Z]", file.read_text(encoding="utf-8")):
+            assert f"`{name}`" in documented, f"{name} ({file}) is missing in docs/environment.md"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no file modes")
+@pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh"])
+def test_scripts_are_executable(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK), f"chmod +x {script}"

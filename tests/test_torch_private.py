@@ -1,0 +1,240 @@
+"""Every private torch name that fuseops uses exists and does what fuseops wants of it."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuseops import torch_private
+
+
+class DispatchMode(TorchDispatchMode): ...
+
+
+class FunctionMode(TorchFunctionMode): ...
+
+
+FUNCTIONS = {n for n, f in inspect.getmembers(torch_private, inspect.isfunction)}
+
+
+def test_every_name_has_a_test_here() -> None:
+    tested = {
+        n for n in FUNCTIONS if f"torch_private.{n}(" in inspect.getsource(inspect.getmodule(asked))
+    }
+    assert tested == FUNCTIONS, f"no test of {sorted(FUNCTIONS - tested)}"
+
+
+class Doubled(torch.autograd.Function):
+    """y = 2x; says in which state its methods ran."""
+
+    asked: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Doubled.asked.append(torch_private.in_backward())
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        Doubled.asked.append(torch_private.in_backward())
+        (x,) = ctx.saved_tensors
+        return 2 * dy.view_as(x)
+
+
+@pytest.fixture
+def asked() -> list[bool]:
+    Doubled.asked = []
+    return Doubled.asked
+
+
+def test_in_backward_is_true_in_a_backward_only(asked: list[bool]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = Doubled.apply(x)
+    assert asked == [False]
+    y.sum().backward()
+    assert asked == [False, True] and not torch_private.in_backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_backward_is_true_in_a_recomputation(asked: list[bool], reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(Doubled.apply, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert asked[0] is False and all(asked[1:]) and len(asked) >= 3
+
+
+def test_in_backward_ends_with_an_error() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert not torch_private.in_backward()
+
+
+def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
+    packed: list[str] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append("packed")
+        return t
+
+    def unpack(t: Tensor) -> Tensor:
+        return t
+
+    def save() -> int:
+        torch.ones(2, requires_grad=True).square()
+        return len(packed)
+
+    assert torch_private.top_saved_tensor_hooks() is None
+    with saved_tensors_hooks(pack, unpack):
+        assert torch_private.top_saved_tensor_hooks() == (pack, unpack)
+        assert save() == 1
+        torch_private.pop_saved_tensor_hooks()
+        assert torch_private.top_saved_tensor_hooks() is None and save() == 1
+        torch_private.push_saved_tensor_hooks(pack, unpack)
+        assert save() == 2
+    assert torch_private.top_saved_tensor_hooks() is None
+
+
+def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
+    def first(t: Any) -> Any:
+        return t
+
+    def second(t: Any) -> Any:
+        return t
+
+    with saved_tensors_hooks(first, first), saved_tensors_hooks(second, second):
+        assert torch_private.top_saved_tensor_hooks() == (second, second)
+
+
+def test_inside_functorch_is_true_inside_a_transform_only() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.inside_functorch())
+        return x.sum()
+
+    for transform in (torch.func.grad(f), torch.vmap(f), torch.func.jacrev(f)):
+        transform(torch.ones(2, 2))
+    assert len(seen) == 3 and all(seen) and not torch_private.inside_functorch()
+
+
+def test_assume_constant_result_is_torchs() -> None:
+    def ours() -> None: ...
+
+    def torchs() -> None: ...
+
+    marked = torch_private.assume_constant_result(ours)
+    torch.compiler.assume_constant_result(torchs)
+    assert marked is ours and vars(ours) == vars(torchs) != {}
+
+
+def test_direct_apply_is_apply(asked: list[bool]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    apply = torch_private.direct_apply(Doubled)
+    (dx,) = torch.autograd.grad(apply(x).sum(), x)
+    assert dx.tolist() == [2, 2] and asked == [False, True]
+    with torch.no_grad():
+        assert not apply(x).requires_grad
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_storage_id_is_that_of_the_storage(device: str) -> None:
+    base, other = torch.ones(4, device=device), torch.ones(4, device=device)
+    for view in (base[1:], base.view(2, 2), base.detach()):
+        assert torch_private.storage_id(view) == torch_private.storage_id(base)
+    assert torch_private.storage_id(other) != torch_private.storage_id(base)
+
+
+def test_modes_are_counted() -> None:
+    before = torch_private.num_dispatch_modes(), torch_private.num_function_modes()
+    with DispatchMode(), FunctionMode():
+        assert torch_private.num_dispatch_modes() == before[0] + 1
+        assert torch_private.num_function_modes() == before[1] + 1
+
+
+def test_is_fake() -> None:
+    real = torch.ones(2)
+    assert torch_private.is_fake(FakeTensorMode().from_tensor(real))
+    assert not torch_private.is_fake(real) and not torch_private.is_fake(real.to("meta"))
+
+
+def test_the_hooks_of_checkpoint_are_known() -> None:
+    seen: list[tuple[Any, Any] | None] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.top_saved_tensor_hooks())
+        return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2  # the forward and the recomputation
+    assert all(torch_private.is_checkpoint_hook(pair and pair[0]) for pair in seen)
+    assert not torch_private.is_checkpoint_hook(f)
+
+
+def test_a_weak_storage_keeps_no_memory_and_gives_the_storage_back() -> None:
+    t = torch.arange(4.0)
+    weak = torch_private.WeakStorage(t.untyped_storage())
+    found = weak.storage()
+    assert not weak.expired() and found is not None and found.data_ptr() == t.data_ptr()
+    assert torch_private.storage_key(found) == torch_private.storage_key(t[1:].untyped_storage())
+    del t, found
+    assert weak.expired() and weak.storage() is None
+
+
+def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
+    compiling: list[bool] = []
+
+    def inner() -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    def hook(t: Tensor) -> Tensor:
+        inner()
+        return t.detach()
+
+    torch_private.never_compile(hook)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: x.sin(), backend="eager", fullgraph=True)
+    with saved_tensors_hooks(hook, hook):
+        run(torch.ones(2, requires_grad=True))
+    assert compiling == [False]
+
+
+def test_levels_of_torch_func_are_known() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_functorch_wrapped(x))
+        return x
+
+    torch.vmap(f)(f(torch.ones(2)))
+    assert seen == [False, True]
+
+
+def test_base_of_a_view_is_what_it_views() -> None:
+    t = torch.ones(4, requires_grad=True) * 1
+    assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t
+
+
+def test_shared_version_counters_are_told_from_others_and_left_as_they_were() -> None:
+    t = torch.ones(4)
+    t.add_(1)
+    assert torch_private.share_version_counter(t, t.detach())
+    assert torch_private.share_version_counter(t[1:], t)
+    assert not torch_private.share_version_counter(t, t.data)
+    assert t._version == 1
+
+
+def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
+    t = torch.ones(2)
+    n = torch_private.negated_view(t)
+    assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]
