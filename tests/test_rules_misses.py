@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.bias_act import BiasAct
-from fuseops.fusions.linear_act import LinearAct
+from fuseops.fusions.fused.bias_act import BiasAct
+from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
