@@ -15,7 +15,7 @@ import fuseops as fo
 from fuseops import demo
 from fuseops.demo import charts, checks, data, train
 from fuseops.demo.model import ByteModel, Config
-from fuseops.fusions.grouped_mlp import GroupedMLP
+from fuseops.fusions.fused.grouped_mlp import GroupedMLP
 from fuseops.ops import GroupedLinear, ScaledSwiGLU
 
 SMALL = Config(dim=16, heads=2, layers=2, ffn=32, experts=4, expert_ffn=16, context=32)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import torch_private
-from fuseops.fusions.explain_html import page
+from fuseops.fusions.explain.html import page
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.bias_act import BiasAct
-from fuseops.fusions.linear_act import LinearAct
-from fuseops.fusions.norm_linear import NormLinear
+from fuseops.fusions.fused.bias_act import BiasAct
+from fuseops.fusions.fused.linear_act import LinearAct
+from fuseops.fusions.fused.norm_linear import NormLinear
 from fuseops.fusions.tables import FORWARD, JOINT, TABLES
 from fuseops.ops import scopes
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed

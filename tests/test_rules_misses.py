@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.bias_act import BiasAct
-from fuseops.fusions.linear_act import LinearAct
+from fuseops.fusions.fused.bias_act import BiasAct
+from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -258,3 +258,15 @@ def test_a_class_defined_anew_is_named_as_such() -> None:
     Linear = type("Linear", (Op,), {"fwd": lambda self, x: x})
     found = planned(fo.Sequential(Linear(), fo.ops.SiLU()), torch.randn(3, 4))
     assert "same name, other class object" in found.misses["linear_act"][0]
+
+
+def test_a_reason_is_that_of_the_call_and_not_of_the_first_one() -> None:
+    def few_rows(ops: Any, c: fo.Conditions) -> str | None:
+        return fo.require(c.rows < 2, f"{c.rows} rows")
+
+    rule = fo.Rule("few", (fo.ops.Linear, fo.ops.SiLU), LinearAct, when=(few_rows,))
+    model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU())
+    with fo.rules(rule):
+        for rows in (3, 9):
+            reasons = [m.reason for m in model.plan(torch.randn(rows, 4)).misses if m.rule == "few"]
+            assert reasons == [f"{rows} rows"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fuseops.fusions.config import fusion, reference
-from fuseops.fusions.layout import plural
+from fuseops.fusions.explain.layout import plural
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops import Linear
 

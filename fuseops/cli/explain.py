@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = load(args.target)
     from fuseops.fusions.explain import plans
-    from fuseops.fusions.explain_html import page
-    from fuseops.fusions.explain_text import report
+    from fuseops.fusions.explain.html import page
+    from fuseops.fusions.explain.text import report
 
     found = plans(target.model, *target.args, **target.side)
     if args.html is not None:

@@ -6,8 +6,8 @@ from html import escape
 from torch import Tensor, nn
 
 from fuseops.fusions.explain import plans
-from fuseops.fusions.explain_html import fragment
-from fuseops.fusions.layout import groups, plural
+from fuseops.fusions.explain.html import fragment
+from fuseops.fusions.explain.layout import groups, plural
 from fuseops.fusions.plan import FusionPlan
 
 

@@ -126,16 +126,16 @@ class FusionPlan:
 
     def to_html(self) -> str:
         """A self-contained page with a drawing; no network, no script."""
-        from .explain_html import page
+        from .explain.html import page
 
         return page([self])
 
     def _repr_html_(self) -> str:
-        from .explain_html import fragment
+        from .explain.html import fragment
 
         return fragment(self)
 
     def __str__(self) -> str:
-        from .explain_text import text
+        from .explain.text import text
 
         return text(self)

@@ -6,11 +6,11 @@ from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import RMSNorm
 
-from .bias_act import BiasAct
 from .conditions import glu_widths, no_biases, no_recipe, one_bias, same_groups
-from .grouped_mlp import GroupedMLP
-from .linear_act import LinearAct
-from .norm_linear import NormLinear
+from .fused.bias_act import BiasAct
+from .fused.grouped_mlp import GroupedMLP
+from .fused.linear_act import LinearAct
+from .fused.norm_linear import NormLinear
 from .rule import Rule, maybe
 
 # fmt: off

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
+from fuseops.fusions.plan import SavedTensor
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
-
-from .plan import SavedTensor
 
 Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fuseops.fusions.build import RunPlan
+from fuseops.fusions.plan import Edge, FusionPlan, Miss, SavedTensor, Span
+from fuseops.fusions.run import Run
+from fuseops.fusions.sequential import Sequential, runner_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
-from .build import RunPlan
-from .plan import Edge, FusionPlan, Miss, SavedTensor, Span
-from .run import Run
 from .saved import Where
-from .sequential import Sequential, runner_of
 
 
 class Seen(NamedTuple):

@@ -1,7 +1,7 @@
 """The drawing of a plan: ops as boxes, forward spans above, backward spans below, misses under
 those.  Inline SVG.
 
-Colours come from the style sheet of explain_html, so that light and dark need no second drawing.
+Colours come from the style sheet of html.py, so that light and dark need no second drawing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from fuseops.fusions.plan import FusionPlan, Miss, Span
+
 from .layout import Column, columns, why
-from .plan import FusionPlan, Miss, Span
 
 GUTTER, GAP, PADDING = 76, 14, 12
 BOLD, PLAIN = 7.8, 6.8  # widths of a character, on the safe side: nobody measures text here

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fuseops.fusions.config import WRAPPERS, set_root
+from fuseops.fusions.plan import FusionPlan, SavedTensor
+from fuseops.fusions.sequential import Sequential
 from fuseops.ops import names
 from fuseops.ops.op import Op
 
-from . import explain_text
-from .config import WRAPPERS, set_root
+from . import text
 from .layout import glob
 from .observe import Observer, plan_from
-from .plan import FusionPlan, SavedTensor
 from .saved import Ledger, storages, tensors_by_owner
-from .sequential import Sequential
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -38,7 +38,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     random states are left as they were. Names of saved tensors become absolute, relative to
     `model`.
     """
-    return explain_text.report(plans(model, *args, **kwargs))
+    return text.report(plans(model, *args, **kwargs))
 
 
 def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from fuseops.fusions.plan import FusionPlan
+
 from .drawing import svg
 from .layout import (
     Group,
@@ -22,7 +24,6 @@ from .layout import (
     size,
     summary,
 )
-from .plan import FusionPlan
 
 STYLE = """
 .fuseops{--ink:#1b2430;--soft:#5d6b7c;--line:#d5dce4;--paper:#fff;--back:#f3f5f8;--op:#f7f9fb;

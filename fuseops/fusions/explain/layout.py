@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .plan import FusionPlan, Miss, SavedTensor, Span
+from fuseops.fusions.plan import FusionPlan, Miss, SavedTensor, Span
 
 LONG = 24  # rows from which equal ones, of other layers, share a line
 

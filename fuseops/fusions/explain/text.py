@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fuseops.fusions.plan import FusionPlan, Span
+
 from .layout import (
     Group,
     SavedRow,
@@ -16,7 +18,6 @@ from .layout import (
     span_rows,
     summary,
 )
-from .plan import FusionPlan, Span
 
 
 def text(plan: FusionPlan) -> str:

@@ -1,0 +1,5 @@
+"""Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON."""
+
+from .plans import explain as explain
+from .plans import plan_of as plan_of
+from .plans import plans as plans
