@@ -164,7 +164,8 @@ class Run:
         if plan is None:
             self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
-        if reasons and scopes.current().watchers:  # who reads the misses gets the reasons of this call
+        # Who reads the misses gets the reasons of this call.
+        if reasons and scopes.current().watchers:
             plan = plan._replace(misses=choose(entry.scan, reasons, len(self.ops)).misses)
         return plan
 
