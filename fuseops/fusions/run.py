@@ -165,8 +165,11 @@ class Run:
             self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
         # Who reads the misses gets the reasons of this call.
-        if reasons and scopes.current().watchers:
-            plan = plan._replace(misses=choose(entry.scan, reasons, len(self.ops)).misses)
+        if (
+            reasons and scopes.current().watchers
+        ):  # who reads the misses gets the reasons of this call
+            misses = choose(entry.scan, reasons, len(self.ops)).misses
+            plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
 
     def numbered(self, item: Any) -> int:
