@@ -145,17 +145,24 @@ HEAVY = {
 }
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(tmp_path: Path) -> None:
+    # A user's second import: with bytecode, whatever this environment says of writing it.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     runs = []
-    for _ in range(3):
+    for _ in range(4):
         out = subprocess.run(
-            [sys.executable, "-c", IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-c", IMPORT_PROBE],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         assert out.returncode == 0, out.stderr
         runs.append(json.loads(out.stdout))
     loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
     assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
-    seconds = statistics.median(run["seconds"] for run in runs)
+    seconds = statistics.median(run["seconds"] for run in runs[1:])  # the first one compiled
     assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
 
 
