@@ -14,6 +14,7 @@ replay. A case whose results differ from its reference is reported as wrong, wit
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import time
@@ -506,7 +507,12 @@ def main() -> None:
 def environment() -> dict[str, Any]:
     """What the figures belong to."""
     device = torch.cuda.get_device_properties(0)
-    return {**configs.versions(), "gpu": device.name, "sms": device.multi_processor_count}
+    return {
+        "date": datetime.date.today().isoformat(),
+        **configs.versions(),
+        "gpu": device.name,
+        "sms": device.multi_processor_count,
+    }
 
 
 if __name__ == "__main__":
