@@ -82,10 +82,12 @@ def test_fp8_launches_the_quantize_kernel():
     with fo.recipe(fo.recipes.Float8CurrentScaling()), watching() as launched:
         y = model(x)
         y.backward(torch.ones_like(y))
-    assert "quantize_tensor" in {op.name for op, *_ in launched}
-    assert {args[2] for op, args, _ in launched if op.name == "quantize_tensor" and args[2:]} == {
-        "both"
-    }
+    quantized = [
+        (args, keywords) for op, args, keywords in launched if op.name == "quantize_tensor"
+    ]
+    assert len(quantized) >= 3  # x, weight, dy
+    # rowwise only: the columnwise data is transposed from it (recipes/gemm.py says why)
+    assert all(len(args) == 2 and not keywords for args, keywords in quantized)
     with torch.no_grad():
         high = model(x)
     assert (y - high).norm() < 0.1 * high.norm()
