@@ -220,7 +220,6 @@ class _Builder:
             needs_grad=needed,
             device=self.facts.device.type,
             autocast=self.facts.compute is not None,
-            note="" if mode == "node" else self.facts.notes[start],
         )
 
     def _outside_reads(self, start: int, stop: int) -> list[str]:

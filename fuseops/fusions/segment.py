@@ -73,7 +73,6 @@ class Segment:
     needs_grad: bool = False
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
-    note: str = ""
     checked: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
 

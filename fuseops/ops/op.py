@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
-from fuseops.recipes import Quantized, Roles
+from fuseops.recipes import Roles
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -263,11 +263,6 @@ class FusedOp:
 
     def bwd(self, *args: Any) -> tuple[Grads, ...]:
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
-
-
-def is_tensor(value: Any) -> bool:
-    """A tensor or a quantized tensor."""
-    return isinstance(value, (Tensor, Quantized))
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:

@@ -4,7 +4,7 @@ So checkpointing, saved-tensor hooks and offload see real storages, and a compon
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,4 +76,3 @@ class Roles:
     input: Format | None = None
     weight: Format | None = None
     grad_output: Format | None = None
-    names: tuple[str, ...] = field(default=("input", "weight", "grad_output"), repr=False)
