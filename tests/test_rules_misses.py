@@ -270,3 +270,20 @@ def test_a_reason_is_that_of_the_call_and_not_of_the_first_one() -> None:
         for rows in (3, 9):
             reasons = [m.reason for m in model.plan(torch.randn(rows, 4)).misses if m.rule == "few"]
             assert reasons == [f"{rows} rows"]
+
+
+def test_an_overridden_op_is_a_miss_although_the_rule_fired_elsewhere() -> None:
+    odd = overridden(fo.ops.Linear(4, 4), "fwd")
+    model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU(), odd, fo.ops.SiLU())
+    found = planned(model, torch.randn(3, 4))
+    assert found == Found(("linear_act",), {"linear_act": ["op 2: MyLinear overrides fwd"]})
+
+
+def test_positions_count_from_the_start_of_the_sequential() -> None:
+    ops = (fo.ops.Linear(4, 4), fo.ops.Bias(4), torch.nn.Tanh(), fo.ops.RMSNorm(4))
+    model = fo.Sequential(*ops, fo.ops.Linear(4, 4), fo.ops.SiLU())
+    found = planned(model, torch.randn(3, 4))
+    assert "overlaps 3:5 of norm_linear" in found.misses["linear_act"]
+    with pytest.raises(fo.FusionMissError, match="at 4:6: overlaps 3:5 of norm_linear"):
+        with fo.fusion(strict=["linear_act"]):
+            model(torch.randn(3, 4))

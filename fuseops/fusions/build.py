@@ -30,6 +30,7 @@ class Facts(NamedTuple):
     compute: torch.dtype | None  # autocast dtype
     device: torch.device
     live: frozenset[str]  # side names read after the run, or returned
+    offset: int  # of the run in its Sequential: spans count from there
 
 
 class RunPlan(NamedTuple):
@@ -71,7 +72,7 @@ def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Fac
         cover.misses,
         tuple(builder.edges),
     )
-    _verify(plan, len(ops))
+    _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
 
 
@@ -103,15 +104,17 @@ def _span(u: _Unit, names: Sequence[str], facts: Facts) -> Span:
     mode = facts.modes[u.start] if u.rule is None else ""
     note = facts.notes[u.start] if mode else ""
     runs = type(u.target).__name__
-    return Span(u.start, u.stop, tuple(names[u.start : u.stop]), runs, u.rule, mode or u.kind, note)
+    ops = tuple(names[u.start : u.stop])
+    at = facts.offset
+    return Span(u.start + at, u.stop + at, ops, runs, u.rule, mode or u.kind, note)
 
 
-def _verify(plan: RunPlan, size: int) -> None:
+def _verify(plan: RunPlan, positions: range) -> None:
     for direction, spans in (("forward", plan.forward), ("backward", plan.backward)):
         covered = [i for s in spans for i in range(s.start, s.stop)]
-        if covered != list(range(size)):
+        if covered != list(positions):
             raise FuseOpsError(
-                f"{direction} spans cover ops {covered}, not 0..{size - 1} in order."
+                f"{direction} spans cover ops {covered}, not {positions.start}..{positions.stop - 1} in order."
             )
 
 

@@ -8,25 +8,31 @@ from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
 
 from .plan import Miss
-from .rule import Conditions, Match, Rule, match
+from .rule import Conditions, Match, Place, Rule, match
 
 Reason = str | None
 
 
 class Candidate(NamedTuple):
-    """A place where the pattern of a rule matches."""
+    """A place where the pattern of a rule matches; positions in the run."""
 
     rule: Rule
     start: int
     stop: int
+
+    def miss(self, reason: str, offset: int) -> Miss:
+        """Why it does not fire; positions in the whole Sequential."""
+        return Miss(self.rule.name, (self.start + offset, self.stop + offset), reason)
 
 
 class Scan(NamedTuple):
     """What can be said of a run before any shape is known."""
 
     candidates: tuple[Candidate, ...]  # in the order that the cover tries them
-    near: tuple[Miss, ...]  # rules whose pattern matches nowhere, with their longest prefix
-    opaque: tuple[Reason, ...]
+    near: tuple[
+        Miss, ...
+    ]  # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
+    offset: int  # of the run in its Sequential
 
 
 class Cover(NamedTuple):
@@ -42,29 +48,35 @@ class Cover(NamedTuple):
         return self.joint + self.forward + self.backward
 
 
-def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], opaque: Sequence[Reason], end: str) -> Scan:
+def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
     """Match every rule everywhere."""
     candidates: list[Candidate] = []
     near: list[Miss] = []
     for rule in rules:
-        matches = [match(rule, ops, start, opaque, end) for start in range(len(ops))]
-        found = [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
-        candidates += found
-        if not found:
-            near += _nearest(rule, matches)
-    return Scan(tuple(candidates), tuple(near), tuple(opaque))
+        matches = [match(rule, ops, start, place) for start in range(len(ops))]
+        candidates += [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
+        near += [
+            Candidate(rule, i, i + max(matches[i].prefix, 1)).miss(matches[i].why, place.offset)
+            for i in _nearest(matches)
+        ]
+    return Scan(tuple(candidates), tuple(near), place.offset)
 
 
-def _nearest(rule: Rule, matches: Sequence[Match]) -> list[Miss]:
-    """The longest prefix that matched anywhere, and an op that is nearly what the pattern wants (it overrides a method,
-    has hooks, or is of another class of that name): such an op must not be hidden by a longer prefix elsewhere.
+def _nearest(matches: Sequence[Match]) -> list[int]:
+    """Where the longest prefix of a pattern that matched nowhere begins, and every op that is nearly what it wants (it
+    overrides a method, has hooks, or is of another class of that name): neither a longer prefix nor a match elsewhere
+    may hide such an op.
     """
-    nearly = [start for start, m in enumerate(matches) if ": " in m.why or "same name" in m.why]
-    longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
-    starts = [longest] if matches and matches[longest].prefix > 0 else []
-    starts += [start for start in nearly[:1] if start not in starts]
-    spans = ((start, start + max(matches[start].prefix, 1)) for start in starts)
-    return [Miss(rule.name, span, matches[span[0]].why) for span in spans]
+    starts = []
+    if not any(m.length for m in matches):
+        longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
+        starts += [longest] if matches and matches[longest].prefix > 0 else []
+    told = {matches[start].why for start in starts}
+    for start, m in enumerate(matches):
+        if (": " in m.why or "same name" in m.why) and m.why not in told:
+            starts.append(start)
+            told.add(m.why)
+    return starts
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
@@ -74,11 +86,11 @@ def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
     forward = _leftmost(able, "forward", size, joint)
     backward = _leftmost(able, "backward", size, joint)
     misses = [
-        Miss(c.rule.name, (c.start, c.stop), reason)
+        c.miss(reason, scanned.offset)
         for c, reason in zip(scanned.candidates, reasons, strict=True)
         if reason is not None
     ]
-    misses += _overlaps(able, joint, forward, backward)
+    misses += _overlaps(able, joint, forward, backward, scanned.offset)
     return Cover(joint, forward, backward, (*misses, *scanned.near))
 
 
@@ -107,6 +119,7 @@ def _overlaps(
     joint: tuple[Candidate, ...],
     forward: tuple[Candidate, ...],
     backward: tuple[Candidate, ...],
+    offset: int,
 ) -> list[Miss]:
     rivals = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
     misses = []
@@ -114,8 +127,8 @@ def _overlaps(
         if c in joint + forward + backward:
             continue
         winner = next(r for r in rivals[c.rule.kind] if r.start < c.stop and c.start < r.stop)
-        reason = f"overlaps {winner.start}:{winner.stop} of {winner.rule.name}"
-        misses.append(Miss(c.rule.name, (c.start, c.stop), reason))
+        span = f"{winner.start + offset}:{winner.stop + offset}"
+        misses.append(c.miss(f"overlaps {span} of {winner.rule.name}", offset))
     return misses
 
 
@@ -164,7 +177,7 @@ def check_strict(
     """
     if settings.strict is True:
         pairs = zip(scanned.candidates, reasons, strict=True)
-        misses = [Miss(c.rule.name, (c.start, c.stop), why) for c, why in pairs if why is not None]
+        misses = [c.miss(why, scanned.offset) for c, why in pairs if why is not None]
     else:
         names = settings.strict or frozenset()
         misses = [m for m in found if m.rule in names and m not in scanned.near]

@@ -130,6 +130,14 @@ def obstacle(op: Any, element: Any) -> str | None:
     return closest or f"is {type(op).__name__}, wanted {names}"
 
 
+class Place(NamedTuple):
+    """Where a run of ops stands, for the sentences about it."""
+
+    opaque: Sequence[str | None]  # of each op, why no rule may match it
+    end: str  # what follows the run
+    offset: int = 0  # of its first op in the whole Sequential: sentences and spans count from there
+
+
 class Match(NamedTuple):
     """Where a pattern got to, from one start."""
 
@@ -138,10 +146,8 @@ class Match(NamedTuple):
     why: str  # the obstacle
 
 
-def match(
-    rule: Rule, ops: Sequence[Any], start: int, opaque: Sequence[str | None], end: str
-) -> Match:
-    """Match the rule at `start`. `opaque[i]` says why op i is matched by no rule; `end` names what follows the run."""
+def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
+    """Match the rule at `start`, a position in the run."""
     best = Match(0, -1, "")
 
     def walk(element: int, position: int) -> int | None:
@@ -149,7 +155,7 @@ def match(
         if element == len(rule.pattern):
             return position - start
         wanted = rule.pattern[element]
-        why = _why_not(ops, position, wanted, opaque, end)
+        why = _why_not(ops, position, wanted, place)
         if why is None and (length := walk(element + 1, position + 1)) is not None:
             return length
         if isinstance(wanted, Maybe):
@@ -162,15 +168,14 @@ def match(
     return best if length is None else Match(length, length, "")
 
 
-def _why_not(
-    ops: Sequence[Any], position: int, wanted: Any, opaque: Sequence[str | None], end: str
-) -> str | None:
+def _why_not(ops: Sequence[Any], position: int, wanted: Any, place: Place) -> str | None:
     if position >= len(ops):
         names = " | ".join(t.__name__ for t in types_of(wanted))
-        return f"{end}, wanted {names}"
+        return f"{place.end}, wanted {names}"
     why = obstacle(ops[position], wanted)
-    if why is None and opaque[position] is not None:
-        why = f"{type(ops[position]).__name__} {opaque[position]}"
+    if why is None and place.opaque[position] is not None:
+        why = f"{type(ops[position]).__name__} {place.opaque[position]}"
     if why is None:
         return None
-    return f"op {position} {why}" if why.startswith("is ") else f"op {position}: {why}"
+    at = place.offset + position
+    return f"op {at} {why}" if why.startswith("is ") else f"op {at}: {why}"

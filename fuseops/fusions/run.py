@@ -23,7 +23,7 @@ from . import bridge, traced
 from .bridge import Live, describe
 from .build import Facts, RunPlan, build, needs_of
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
-from .rule import Conditions
+from .rule import Conditions, Place
 from .segment import Segment
 from .tables import TABLES
 from .traced import TABLE
@@ -103,9 +103,15 @@ class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
     def __init__(
-        self, ops: Sequence[Op[Any]], names: Sequence[str], end: str, alone: bool = False
+        self,
+        ops: Sequence[Op[Any]],
+        names: Sequence[str],
+        end: str,
+        offset: int = 0,
+        alone: bool = False,
     ) -> None:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
+        self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
@@ -164,10 +170,8 @@ class Run:
         if plan is None:
             self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
-        # Who reads the misses gets the reasons of this call.
-        if (
-            reasons and scopes.current().watchers
-        ):  # who reads the misses gets the reasons of this call
+        if reasons and scopes.current().watchers:
+            # who reads the misses gets the reasons of this call
             misses = choose(entry.scan, reasons, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
@@ -221,11 +225,13 @@ class Run:
             compute=key.autocast,
             device=key.device,
             live=frozenset(key.live),
+            offset=self.offset,
         )
         rules = () if settings.reference else (*settings.rules, *TABLES)
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
-        entry = self.entries[key] = Entry(scan(self.ops, rules, opaque, self.end), facts, {})
+        place = Place(opaque, self.end, self.offset)
+        entry = self.entries[key] = Entry(scan(self.ops, rules, place), facts, {})
         return entry
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:

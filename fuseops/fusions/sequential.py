@@ -86,24 +86,20 @@ def _pieces(
     pieces: list[tuple[str, Run | nn.Module]] = []
     pending: list[tuple[str, Op[Any]]] = []
 
-    def flush(end: str) -> None:
+    def flush(end: str, stop: int) -> None:
         if pending:
-            pieces.append(
-                (
-                    pending[0][0],
-                    Run([op for _, op in pending], [name for name, _ in pending], end, alone),
-                )
-            )
+            names, ops = zip(*pending, strict=True)
+            pieces.append((names[0], Run(ops, names, end, stop - len(ops), alone)))
             pending.clear()
 
-    for name, module in children:
+    for position, (name, module) in enumerate(children):
         if isinstance(module, Op):
             pending.append((name, module))
         else:
             kind = "a nested Sequential" if isinstance(module, Sequential) else "a plain module"
-            flush(f"{name!r} is {type(module).__name__}, {kind}")
+            flush(f"{name!r} is {type(module).__name__}, {kind}", position)
             pieces.append((name, module))
-    flush("the sequence ends")
+    flush("the sequence ends", len(children))
     return pieces
 
 

@@ -7,7 +7,6 @@ differently.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,7 +165,7 @@ def _seen(x: Any) -> Seen | None:
 
 
 def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
-    """The public plan of a call: positions count the children of the whole Sequential."""
+    """The public plan of a call."""
     forward: list[Span] = []
     backward: list[Span] = []
     misses: list[Miss] = []
@@ -187,9 +186,9 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            forward += [_placed(s, piece, offset) for s in plan.forward]
-            backward += [_placed(s, piece, offset) for s in plan.backward]
-            misses += [_miss_moved(m, offset) for m in plan.misses]
+            forward += [_typed(s, piece) for s in plan.forward]
+            backward += [_typed(s, piece) for s in plan.backward]
+            misses += plan.misses
             edges += plan.edges
             segments += [(s.start + offset, s.stop + offset) for s in plan.segments]
             notes += _notes_of(plan)
@@ -215,22 +214,9 @@ def _within(owner: Call | None, call: Call) -> bool:
     return owner is call
 
 
-def _placed(span: Span, run: Run, offset: int) -> Span:
-    types = tuple(type(op).__name__ for op in run.ops[span.start : span.stop])
-    return span._replace(start=span.start + offset, stop=span.stop + offset, types=types)
-
-
-_POSITIONS = re.compile(r"^op \d+(?= is |: )|^overlaps \d+:\d+(?= of )")
-
-
-def _miss_moved(miss: Miss, offset: int) -> Miss:
-    """The planner counts from the start of a run, in the sentences that it writes too."""
-    reason = miss.reason
-    if offset and (found := _POSITIONS.match(reason)):
-        shifted = re.sub(r"\d+", lambda n: str(int(n[0]) + offset), found[0])
-        reason = shifted + reason[found.end() :]
-    start, stop = miss.span
-    return Miss(miss.rule, (start + offset, stop + offset), reason)
+def _typed(span: Span, run: Run) -> Span:
+    ops = run.ops[span.start - run.offset : span.stop - run.offset]
+    return span._replace(types=tuple(type(op).__name__ for op in ops))
 
 
 _RUNS = {"call": "is called through its own __call__", "plain": "runs as plain torch"}
@@ -266,10 +252,11 @@ def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: se
     shape = x.shape
     for span, cast in zip(plan.forward, casts, strict=False):
         itemsize = itemsize if cast is None else cast.itemsize
-        for op in run.ops[span.start : span.stop]:
+        stop = span.stop - run.offset
+        for op in run.ops[span.start - run.offset : stop]:
             shape = op.out_shape(shape)
-        following = run.names[span.stop] if span.stop < len(run.names) else None
-        if f"{prefix}{following}.x" not in kept and not run.ops[span.stop - 1].alias:
+        following = run.names[stop] if stop < len(run.names) else None
+        if f"{prefix}{following}.x" not in kept and not run.ops[stop - 1].alias:
             size = itemsize
             for n in shape:
                 size *= n
