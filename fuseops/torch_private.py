@@ -53,6 +53,11 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
+def is_dtensor(cls: type) -> bool:
+    """Is it torch.distributed's DTensor?  By name, since its import takes a second."""
+    return cls.__name__ == "DTensor"
+
+
 def is_fake(t: torch.Tensor) -> bool:
     """A fake tensor: shapes without data."""
     return isinstance(t, torch._subclasses.FakeTensor)

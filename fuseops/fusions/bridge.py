@@ -1,7 +1,8 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
-from . import checks, second_order
+from . import checks, second_order, weight_grads
 from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
 from .traced import TABLE
@@ -57,7 +58,7 @@ def run_forward(
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
-                keywords["call"] = _live_call(step, 0, scratch) if step.live else step.calls[0]
+                keywords["call"] = _calls(step, scratch)[0] if step.live else step.calls[0]
             if step.pure:
                 with _autocast_of(step.calls[0], x.device.type):
                     out = step.target.fwd(x, **keywords)
@@ -89,8 +90,11 @@ def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if compute is None else torch.autocast(device, compute)
 
 
-def _live_call(step: Step, k: int, scratch: Any) -> Any:
-    return step.calls[k]._replace(scratch=scratch)
+def _calls(step: Step, scratch: Any, out: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+    """The calls of a step with what lives for one call only."""
+    outs: Sequence[Any] = out or [None] * len(step.calls)
+    pairs = zip(step.calls, outs, strict=True)
+    return tuple([call._replace(scratch=scratch, out=out) for call, out in pairs])
 
 
 def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
@@ -100,11 +104,7 @@ def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
 
 def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
     members = tuple({name: t[position] for name, position in args} for args in step.args)
-    calls = (
-        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
-        if step.live
-        else step.calls
-    )
+    calls = _calls(step, scratch) if step.live else step.calls
     if step.kind == "joint":
         out: Out = step.target.fwd(x, members, calls, step.keep)
     else:
@@ -137,10 +137,10 @@ def run_backward(
             continue
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
-        if step.kind == "op":
-            results: Sequence[Grads] = (_op_bwd(step, saved[step.members[0]], dy, dside, scratch),)
+        if step.later is None and not step.main:
+            results = _results(step, saved, dy, dside, scratch)
         else:
-            results = _fused_bwd(step, saved, dy, dside or {}, scratch)
+            results = _weights_elsewhere(seg, step, saved, dy, dside, scratch)
         try:
             for member, name, position in step.params:
                 grads[position] = results[member].params[name]  # type: ignore[index]
@@ -159,16 +159,52 @@ def run_backward(
     return [dy, *grads[: seg.inputs]]
 
 
-def _op_bwd(step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, scratch: Any) -> Grads:
+def _results(
+    step: Step,
+    saved: list[Any],
+    dy: Any,
+    dside: dict[str, Any] | None,
+    scratch: Any,
+    out: Sequence[Mapping[str, Tensor]] | None = None,
+) -> Sequence[Grads]:
+    """The Grads of every member of a step."""
+    if step.kind == "op":
+        return (_op_bwd(step, saved[step.members[0]], dy, dside, scratch, out),)
+    return _fused_bwd(step, saved, dy, dside or {}, scratch, out)
+
+
+def _op_bwd(
+    step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, scratch: Any, out: Any
+) -> Grads:
     if step.pure:
         return bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
     keywords = step.keywords
     if step.takes_dside:
         keywords = {**keywords, "dside": dside or {}}
     if step.live:
-        keywords = {**keywords, "call": _live_call(step, 0, scratch)}
+        keywords = {**keywords, "call": _calls(step, scratch, out)[0]}
     grads: Grads = step.target.bwd(saved or step.empty[0], dy, **keywords)
     return grads
+
+
+def _weights_elsewhere(
+    seg: Segment, step: Step, saved: list[Any], dy: Any, dside: Any, scratch: Any
+) -> list[Grads]:
+    """`_results` of a step whose parameter gradients do not all go through autograd (see weight_grads)."""
+    ops = [seg.ops[i] for i in step.members]
+    if step.later is not None:  # rules leave such an op alone: it is the only member
+        put_off = partial(_op_bwd, step.later, saved[step.members[0]], dy, dside, scratch, None)
+        weight_grads.delay(ops[0], put_off, step.later.calls[0].needs)
+        if not step.calls[0].needs:
+            return [Grads()]
+    buffers = {(k, name): weight_grads.buffer_of(ops[k], name) for k, name in step.main}
+    out = [{n: b for (k, n), b in buffers.items() if k == member} for member in range(len(ops))]
+    results = list(_results(step, saved, dy, dside, scratch, out))
+    for (k, name), buffer in buffers.items():
+        params = dict(results[k].params or {})
+        weight_grads.accept(ops[k], name, buffer, params.get(name))
+        results[k] = results[k]._replace(params={**params, name: None})
+    return results
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -176,13 +212,9 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _fused_bwd(
-    step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any
+    step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any, out: Any
 ) -> Sequence[Grads]:
-    calls = (
-        tuple(_live_call(step, k, scratch) for k in range(len(step.calls)))
-        if step.live
-        else step.calls
-    )
+    calls = _calls(step, scratch, out) if step.live else step.calls
     if step.kind == "joint":
         mine = saved[step.members[0]]
     else:

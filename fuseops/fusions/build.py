@@ -1,36 +1,19 @@
 """From a cover to executable segments: needs, kept fields, formats on edges, cuts, positions."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
-from fuseops.ops.scopes import Settings
 from fuseops.recipes import Format, Roles
 
+from . import weight_grads
 from .cover import Candidate, Cover
+from .facts import NOTHING, Facts, kept_fields, needs_of
 from .plan import Edge, Miss, Span
 from .segment import Args, Segment, Slot, Step
-
-NOTHING: frozenset[str] = frozenset()
-
-
-class Facts(NamedTuple):
-    """Everything about a call that its plan depends on, besides the ops and the cover."""
-
-    settings: Settings
-    x_needs: bool  # does the input of the run want a gradient
-    grads: frozenset[tuple[int, str]]  # (op, parameter) pairs that want one
-    side_grads: frozenset[str]  # side inputs of the run that want one
-    modes: tuple[str, ...]  # of each op: "" (in a node), "plain" or "call"
-    notes: tuple[str, ...]  # why, where a mode is not ""
-    compute: torch.dtype | None  # autocast dtype
-    device: torch.device
-    live: frozenset[str]  # side names read after the run, or returned
-    offset: int  # of the run in its Sequential: spans count from there
 
 
 class RunPlan(NamedTuple):
@@ -118,38 +101,6 @@ def _verify(plan: RunPlan, positions: range) -> None:
             )
 
 
-# --- needs ---------------------------------------------------------------------------------------------------------
-
-
-def needs_of(ops: Sequence[Op[Any]], facts: Facts) -> tuple[frozenset[str], ...]:
-    """Which gradients each op must give: fixed before apply, along the chain."""
-    x_needs, sides = facts.x_needs, set(facts.side_grads)
-    result = []
-    for i, op in enumerate(ops):
-        wanted = {name for name in op.parameter_names() if (i, name) in facts.grads}
-        wanted |= {name for name in op.side_names() if name in sides}
-        if x_needs:
-            wanted.add("x")
-        result.append(frozenset(wanted))
-        if wanted:
-            x_needs = True
-            sides |= set(op.writes)
-        else:
-            sides -= set(op.writes)
-    return tuple(result)
-
-
-def kept_fields(
-    saves_for: Mapping[str, tuple[str, ...]] | None, fields: tuple[str, ...], needs: frozenset[str]
-) -> frozenset[str]:
-    """Saved fields that some needed gradient reads; a need that is not listed reads all."""
-    if not needs:
-        return NOTHING
-    if saves_for is None:
-        return frozenset(fields)
-    return frozenset(name for need in needs for name in saves_for.get(need, fields))
-
-
 # --- cuts ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +168,7 @@ class _Builder:
             exports=exports,
             export_positions=tuple(position[("side", name)] for name in exports),
             forward=tuple(steps),
-            backward=tuple(step for step in backs if any(call.needs for call in step.calls)),
+            backward=tuple(s for s in backs if s.later or any(call.needs for call in s.calls)),
             slots=tuple(self._slots(start, stop, forward)),
             size=size,
             needs_grad=needed,
@@ -265,26 +216,29 @@ class _Builder:
     def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
-        return Step(
+        calls, later = weight_grads.split(
+            self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
+        )
+        wanted = [(i - u.start, i, name) for i in members for name in self.ops[i].parameter_names()]
+        step = Step(
             members=tuple(i - base for i in members),
             target=u.target,
             kind=u.kind,
             args=(),
-            calls=tuple(self._call(i) for i in members),
+            calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
                 op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
             ),
             form=self._grad_format(u.stop - 1) if u.kind != "joint" else None,
-            keywords={"call": self._call(u.start)} if last.signature.bwd_call else {},
+            keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             live=last.live_call,
             writes=self._writes(u, position),
             params=tuple(
-                (i - u.start, name, position[("param", i - base, name)])
-                for i in members
-                for name in self.ops[i].parameter_names()
-                if name in self.needs[i]
+                (k, name, position[("param", i - base, name)])
+                for k, i, name in wanted
+                if name in calls[k].needs
             ),
             sides=tuple(
                 (i - u.start, name, position[("side", name)])
@@ -292,7 +246,16 @@ class _Builder:
                 for name in self.ops[i].side_names()
                 if name in self.needs[i]
             ),
+            main=tuple(
+                (k, name)
+                for k, i, name in wanted
+                if self.ops[i].accumulate_into_main_grad and name in calls[k].needs
+            ),
         )
+        if not later:
+            return step
+        keywords = {"call": later[0]} if step.keywords else {}
+        return replace(step, later=replace(step, calls=later, keywords=keywords))
 
     def _writes(self, u: _Unit, position: dict[Any, int]) -> tuple[tuple[str, int], ...]:
         names = [name for op in self.ops[u.start : u.stop] for name in op.writes]

@@ -97,7 +97,9 @@ def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: 
 def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
     if results[0].x is None and "x" in step.calls[0].needs:
         return True
-    return any(gradient is None for _, gradient, _ in _given(step, results))
+    elsewhere = {position for k, name, position in step.params if (k, name) in step.main}
+    given = _given(step, results)
+    return any(gradient is None and place not in elsewhere for _, gradient, place in given)
 
 
 def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:

@@ -145,6 +145,8 @@ def reasons_against(
             answers.append("fusion is off")
         elif c.rule.name in settings.disable:
             answers.append("disabled")
+        elif c.rule.kind != "forward" and (delayed := _delayed(ops[c.start : c.stop])):
+            answers.append(delayed)
         elif not c.rule.when:
             answers.append(None)
         else:
@@ -152,6 +154,11 @@ def reasons_against(
                 c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
             )
     return tuple(answers)
+
+
+def _delayed(ops: Sequence[Op[Any]]) -> Reason:
+    """A fused backward has one pass over what the gradients share; a delayed part would run it twice."""
+    return next((f"{type(op).__name__} delays {list(op.delays)}" for op in ops if op.delays), None)
 
 
 # --- what settings forbid --------------------------------------------------------------------------------------------

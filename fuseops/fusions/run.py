@@ -18,11 +18,13 @@ from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape
 from fuseops.ops.scopes import Settings
+from fuseops.torch_private import is_dtensor
 
 from . import bridge, traced
 from .bridge import Live, describe
-from .build import Facts, RunPlan, build, needs_of
+from .build import RunPlan, build
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
+from .facts import Facts, needs_of
 from .rule import Conditions, Place
 from .segment import Segment
 from .tables import TABLES
@@ -93,10 +95,6 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         p = registered[name] if name in registered else getattr(op, name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
     return tuple(facts)
-
-
-def _is_dtensor(cls: type) -> bool:
-    return cls.__name__ == "DTensor"
 
 
 class Run:
@@ -246,10 +244,15 @@ class Run:
         why = None if self.alone else opaque_reason(op)
         if why is not None:
             return "call", why
-        if _is_dtensor(key.x_class) or any(_is_dtensor(type(p)) for p in op._parameters.values()):
+        if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
             return "plain", "works on DTensors"
         if settings.reference:
             return "plain", "reference"
+        if key.compiling and (op.delays or op.accumulate_into_main_grad):
+            raise FuseOpsError(
+                f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
+                "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
+            )
         if op.pure and key.compiling:
             return "plain", "level-1 op under torch.compile"
         return ("plain", "alias") if op.alias else ("", "")

@@ -46,6 +46,8 @@ class Step:
     # backward: what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
+    main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
+    later: Step | None = None  # the part that waits for backward_dw
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
-from . import traced
+from . import traced, weight_grads
 from .run import Run, Tokens
 from .sides import check_input, check_returns, described, side_inputs
 
@@ -278,6 +278,15 @@ class Sequential(nn.Sequential):
             if entered:
                 naming.thread.outermost = None
         return (x, *(env[name] for name in returns)) if returns else x
+
+    def backward_dw(self) -> int:
+        """Compute the weight gradients that ops with `delays` have put off, oldest backward first, and add them to
+        `.grad` or main_grad: a schedule runs them where a pipeline would wait.   -> how many there were
+
+        Until then the activations that they read stay alive.  Raises FuseOpsError for a parameter that FSDP2 has
+        sharded again since.
+        """
+        return weight_grads.run_delayed(self)
 
     def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Any:
         """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""

@@ -64,6 +64,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     """One linear map a group, over rows sorted by group.  weight (num_groups, out_features, in_features).
 
     Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`.
+    accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
+    contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
+    delay_wgrad: the weight's gradient waits for `Sequential.backward_dw()`; the bias' does not.
     """
 
     reads = ("offs",)
@@ -78,6 +81,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         out_features: int,
         bias: bool = True,
         *,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,6 +95,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
                 raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delays = ("weight",) if delay_wgrad else ()
         self.weight = nn.Parameter(
             torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         )

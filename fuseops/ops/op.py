@@ -66,8 +66,10 @@ class Call(NamedTuple):
     emit_dx: frozenset[Any] = frozenset()  # formats wanted for dx
     precision: Precision = Precision()
     training: bool = True
-    out: Mapping[str, Tensor] | None = None  # destination buffers by name, for ops with `live_call`
-    scratch: dict[str, Any] | None = None  # shared by all ops of one call, for ops with `live_call`
+    # For ops with `live_call`.  out: in bwd, the main_grad of each parameter that has one; an op that adds its gradient
+    # there itself returns None for it.
+    out: Mapping[str, Tensor] | None = None
+    scratch: dict[str, Any] | None = None  # shared by all ops of one call and its backward
 
 
 class Signature(NamedTuple):
@@ -119,6 +121,9 @@ class Op(nn.Module, Generic[S]):
         None  # of its operands under a recipe; None: no recipe applies
     )
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
+    # Set on an instance, before its first call:
+    delays: tuple[str, ...] = ()  # parameters whose gradients wait for Sequential.backward_dw()
+    accumulate_into_main_grad: bool = False  # add parameter gradients to `parameter.main_grad`
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op

@@ -77,12 +77,15 @@ def resolve(*tokens: int) -> Settings:
     return settings
 
 
+OF_THIS_PROCESS = frozenset({"_runner", "_delayed_gradients"})
+
+
 def portable(state: dict[str, Any]) -> dict[str, Any]:
     """A module's state for copies and pickles: no plans, and settings by content (a token means nothing elsewhere).
 
     A rule is pickled by the import path of its functions, or pickling raises.
     """
-    state = {name: value for name, value in state.items() if name != "_runner"}
+    state = {name: value for name, value in state.items() if name not in OF_THIS_PROCESS}
     if "_settings" in state:
         state["_settings"] = tuple(overrides(state["_settings"]))
     return state

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuseops.fusions.build import kept_fields
+from fuseops.fusions.facts import kept_fields
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
 

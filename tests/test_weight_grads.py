@@ -1,0 +1,203 @@
+"""Weight gradients that do not go through autograd: main_grad buffers, and `backward_dw()`."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.ops.op import Op
+
+E, D, F = 3, 6, 4
+
+
+class Scaled(fo.Op):
+    """A level-1 op: its gradients come from autograd over `fwd`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.linspace(0.5, 1.5, D))
+
+    def fwd(self, x: Tensor, *, gain: Tensor) -> Tensor:
+        return x * gain
+
+
+def model(**options: Any) -> fo.Sequential:
+    torch.manual_seed(0)
+    return fo.Sequential(
+        {
+            "gain": Scaled(),
+            "fc1": fo.ops.GroupedLinear(E, D, 2 * F, bias=False, **options),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(E, F, D, **options),
+        }
+    ).double()
+
+
+def call(seq: fo.Sequential, counts: list[int], x: Tensor) -> Tensor:
+    probs = torch.linspace(0.1, 1, len(x), dtype=torch.float64)
+    routing = fo.Routing.from_counts(counts, probs=probs)
+    y: Tensor = seq(x, routing)
+    return y
+
+
+def data(rows: int) -> Tensor:
+    return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+
+
+def plain(counts: list[int], x: Tensor, times: int = 1) -> dict[str, Tensor]:
+    """The gradients of the same model where autograd accumulates them."""
+    seq = model()
+    for _ in range(times):
+        call(seq, counts, x).square().sum().backward()
+    return {name: p.grad for name, p in seq.named_parameters()}  # type: ignore[misc]
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=1e-12, atol=1e-12)
+
+
+COUNTS = st.lists(st.integers(0, 3), min_size=E, max_size=E)
+
+
+@given(COUNTS, st.booleans(), st.integers(1, 3))
+def test_main_grad_accumulates_what_grad_would(counts: list[int], fused: bool, times: int) -> None:
+    seq, x = model(accumulate_into_main_grad=True), data(sum(counts) + 1)
+    for op in (seq["fc1"], seq["fc2"]):
+        for p in op.parameters():
+            p.main_grad = torch.zeros_like(p)
+            p.grad_added_to_main_grad = False
+    for _ in range(times):
+        with fo.fusion(fused):
+            y = call(seq, counts, x)
+        y.square().sum().backward()
+    expected = plain(counts, x, times)
+    close(seq["gain"].gain.grad, expected["gain.gain"])
+    for name, p in seq.named_parameters():
+        if name.startswith("fc"):
+            assert p.grad is None and p.grad_added_to_main_grad
+            close(p.main_grad, expected[name])
+
+
+def test_main_grad_is_overwritten_where_the_parameter_says_so() -> None:
+    seq, x = model(accumulate_into_main_grad=True), data(5)
+    for op in (seq["fc1"], seq["fc2"]):
+        for p in op.parameters():
+            p.main_grad, p.overwrite_main_grad = torch.full_like(p, torch.nan), True
+    call(seq, [2, 0, 3], x).square().sum().backward()
+    close(seq["fc1"].weight.main_grad, plain([2, 0, 3], x)["fc1.weight"])
+
+
+def test_main_grad_is_asked_for_where_it_is_made_on_demand() -> None:
+    op, x = (
+        fo.ops.GroupedLinear(E, D, D, bias=False, accumulate_into_main_grad=True),
+        torch.randn(4, D),
+    )
+    buffer = torch.zeros_like(op.weight)
+    op.weight.get_main_grad = lambda: buffer
+    op(x, fo.Routing.from_counts([1, 1, 2])).sum().backward()
+    assert buffer.abs().sum() > 0 and op.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("buffer", "why"),
+    [
+        (None, "which is NoneType: set it to a float32 tensor"),
+        (torch.zeros(E, D, D + 1), r"shape \(3, 6, 7\)"),
+        (torch.zeros(E, D, D, dtype=torch.float16), "torch.float16"),
+        (torch.zeros(D, D, E).permute(2, 0, 1), "non-contiguous"),
+        (torch.zeros(E, D, D, device="meta"), "on meta"),
+    ],
+)
+def test_a_buffer_that_cannot_hold_the_gradient_is_refused(buffer: Any, why: str) -> None:
+    seq = fo.Sequential(
+        {"fc": fo.ops.GroupedLinear(E, D, D, bias=False, accumulate_into_main_grad=True)}
+    )
+    seq["fc"].weight.main_grad = buffer
+    y = seq(torch.randn(4, D), fo.Routing.from_counts([1, 1, 2]))
+    with pytest.raises(fo.FuseOpsError, match=why) as caught:
+        y.sum().backward()
+    assert any("'fc' (GroupedLinear)" in note for note in caught.value.__notes__)
+
+
+def test_an_op_writes_into_the_buffer_itself() -> None:
+    class Into(fo.ops.GroupedLinear):
+        live_call = True
+
+        def bwd(self, saved: Any, dy: Any, *, call: Any) -> Any:
+            grads = super().bwd(saved, dy, call=call)
+            call.out["weight"].add_(grads.params["weight"])
+            return grads._replace(params={"weight": None})
+
+    op, x = Into(E, D, D, bias=False, accumulate_into_main_grad=True), torch.randn(4, D)
+    op.weight.main_grad = torch.zeros_like(op.weight)
+    op(x, fo.Routing.from_counts([1, 1, 2])).sum().backward()
+    usual = fo.ops.GroupedLinear(E, D, D, bias=False)
+    usual.load_state_dict(op.state_dict())
+    usual(x, fo.Routing.from_counts([1, 1, 2])).sum().backward()
+    torch.testing.assert_close(op.weight.main_grad, usual.weight.grad)
+
+
+# --- delayed
+
+
+@given(COUNTS, st.integers(1, 3), st.booleans())
+def test_backward_dw_gives_what_the_backward_left_out(
+    counts: list[int], times: int, main: bool
+) -> None:
+    seq, x = model(delay_wgrad=True, accumulate_into_main_grad=main), data(sum(counts) + 1)
+    for op in (seq["fc1"], seq["fc2"]):
+        for p in op.parameters():
+            p.main_grad = torch.zeros_like(p)
+    for _ in range(times):
+        call(seq, counts, x).square().sum().backward()
+    weights = [seq["fc1"].weight, seq["fc2"].weight]
+    assert all(p.grad is None and not p.main_grad.any() for p in weights)
+    assert seq.backward_dw() == 2 * times and seq.backward_dw() == 0
+    expected = plain(counts, x, times)
+    for name, p in seq.named_parameters():
+        close(p.main_grad if main and name.startswith("fc") else p.grad, expected[name])
+
+
+def test_any_parameter_of_any_op_can_wait() -> None:
+    seq, x = model(), data(5)
+    seq["gain"].delays = ("gain",)
+    call(seq, [2, 0, 3], x).square().sum().backward()
+    assert seq["gain"].gain.grad is None and seq["fc1"].weight.grad is not None
+    seq.backward_dw()
+    close(seq["gain"].gain.grad, plain([2, 0, 3], x)["gain.gain"])
+
+
+def test_a_frozen_weight_waits_for_nothing() -> None:
+    seq, x = model(delay_wgrad=True), data(5)
+    seq["fc1"].weight.requires_grad_(False)
+    call(seq, [2, 0, 3], x).sum().backward()
+    assert seq.backward_dw() == 1
+
+
+def test_a_delayed_op_is_in_no_fused_backward_and_says_so() -> None:
+    seq, x = model(delay_wgrad=True), data(5)
+    routing = fo.Routing.from_counts([2, 0, 3], probs=torch.ones(5, dtype=torch.float64))
+    plan = seq.plan(x, routing)
+    assert ("grouped_mlp", (1, 4), "GroupedLinear delays ['weight']") in plan.misses
+
+
+def test_the_queue_is_not_copied_and_not_pickled() -> None:
+    op = fo.ops.GroupedLinear(E, D, D, delay_wgrad=True)
+    op(torch.randn(4, D), fo.Routing.from_counts([1, 1, 2])).sum().backward()
+    for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert fo.Sequential(twin).backward_dw() == 0
+    assert fo.Sequential(op).backward_dw() == 1
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad", "accumulate_into_main_grad"])
+def test_compile_is_refused_by_name(option: str) -> None:
+    op: Op[Any] = fo.ops.GroupedLinear(E, D, D, **{option: True})
+    run = torch.compile(op, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"GroupedLinear under torch\.compile"):
+        run(torch.randn(4, D), fo.Routing.from_counts([1, 1, 2]))
