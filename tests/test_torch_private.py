@@ -238,3 +238,9 @@ def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
     t = torch.ones(2)
     n = torch_private.negated_view(t)
     assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]
+
+
+def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert torch_private.is_dtensor(DTensor) and not torch_private.is_dtensor(Tensor)
