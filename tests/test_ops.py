@@ -174,7 +174,9 @@ def test_every_dtype_agrees_with_double(op: type[Op[Any]], data: st.DataObject) 
     got = training_step(case.model, (case.x,), case.side, all_inputs=True)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in case.side.items()}
     expected = training_step(case.model.double(), (case.x.double(),), wide, all_inputs=True)
-    tol = 16 * torch.finfo(dtype).eps
+    # Every sum is accumulated in float32: one over n terms errs by about sqrt(n) roundings of its partial sums.
+    longest = max(case.x.shape) ** 0.5
+    tol = 16 * torch.finfo(dtype).eps + 8 * longest * torch.finfo(torch.float32).eps
     for mine, theirs in ((got.outputs, expected.outputs), (got.grads, expected.grads)):
         for name, t in theirs.items():
             one = mine[name]

@@ -8,6 +8,7 @@ from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
 from .op import Call, Grads, Op, Out, Shape
+from .routing import check_probs
 
 
 class SwiGLUSaved(NamedTuple):
@@ -26,14 +27,6 @@ def halved(op: Op[Any], shape: Shape) -> Shape:
             f"{type(op).__name__} expects [gate | up] on the last axis, got shape {tuple(shape)}."
         )
     return (*shape[:-1], shape[-1] // 2)
-
-
-def check_probs(x: Tensor, probs: Tensor) -> None:
-    """Raise ShapeError unless there is one probability a row."""
-    if probs.shape != x.shape[:-1]:
-        raise ShapeError(
-            f"ScaledSwiGLU expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
-        )
 
 
 class SwiGLU(Op[SwiGLUSaved]):
@@ -61,7 +54,7 @@ class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
         return halved(self, shape)
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
-        check_probs(x, probs)
+        check_probs("ScaledSwiGLU", x, probs)
         return Out(K.scaled_act_fwd(x, probs, "swiglu"), ScaledSwiGLUSaved(x, probs))
 
     def bwd(self, saved: ScaledSwiGLUSaved, dy: Tensor, *, call: Call) -> Grads:

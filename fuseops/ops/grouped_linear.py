@@ -1,6 +1,7 @@
-"""GroupedLinear: one weight a group of rows.   y[rows of e] = x[rows of e] W[e]^T + b[e].
+"""GroupedLinear: one weight a group of rows.   y[rows of e] = x[rows of e] W[e]^T + b[e] (* probs[row]).
 
-Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device -> (R, out).
+Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device, probs (R,)
+-> (R, out).
 Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient takes anything from there.
 """
 
@@ -16,40 +17,40 @@ from fuseops.recipes import Quantized, gemm
 
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
+from .routing import check_offs, check_probs
 
 
 class GroupedLinearSaved(NamedTuple):
     x: Tensor | Quantized | None  # (R, in)
     weight: Tensor | None  # the parameter itself
     offs: Tensor | None  # (E,) int32
+    bias: Tensor | None  # the parameter itself, where it is scaled
+    probs: Tensor | None  # (R,), which scales it
 
 
-def check_offs(offs: Tensor, groups: int) -> None:
-    """Raise unless `offs` is what can be checked without a host synchronisation."""
-    if offs.shape != (groups,) or offs.dtype is not torch.int32:
-        raise ShapeError(
-            f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
-            f"got {offs.dtype} of shape {tuple(offs.shape)}. Routing.from_counts(tokens_per_expert) builds it."
-        )
-
-
-def grouped_linear(x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call) -> Tensor:
+def grouped_linear(
+    x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, probs: Tensor | None, call: Call
+) -> Tensor:
     """The grouped product in the precision of the call."""
     if isinstance(x, Quantized):
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
         y = K.grouped_mm(x, call.precision.cast(weight), offs)  # type: ignore[arg-type]
-    return y if bias is None else K.grouped_bias_fwd(y, bias, offs)
+    if probs is not None:
+        check_probs("GroupedLinear", y, probs)
+    return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
 
 
 def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
     """The gradients of `grouped_linear` that `call.needs` names."""
-    x, weight, offs = saved
-    needs, params = call.needs, {}
+    x, weight, offs, bias, probs = saved
+    needs, params, side = call.needs, {}, {}
     dx: Tensor | None = None
     quantized = isinstance(dy, Quantized)
-    if "bias" in needs:
-        params["bias"] = K.grouped_bias_bwd(dy.high if quantized else dy, offs)[0]  # type: ignore[arg-type]
+    if "bias" in needs or "probs" in needs:
+        shift = bias if "probs" in needs else None
+        high = dy.high if quantized else dy
+        params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, shift)  # type: ignore[arg-type]
     if "x" in needs:
         if quantized:
             dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
@@ -57,20 +58,27 @@ def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
             dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
     if "weight" in needs:
         params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs)  # type: ignore[arg-type]
-    return Grads(dx, params)
+    return Grads(dx, params, side)
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):
     """One linear map a group, over rows sorted by group.  weight (num_groups, out_features, in_features).
 
     Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`.
+    scale_bias: the bias is multiplied by `probs`, one a row, which the op then reads too: an expert's output times its
+    probability, where the probability is applied before the bias.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
     contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
     delay_wgrad: the weight's gradient waits for `Sequential.backward_dw()`; the bias' does not.
     """
 
-    reads = ("offs",)
-    saves_for = {"x": ("weight", "offs"), "weight": ("x", "offs"), "bias": ("offs",)}
+    reads: tuple[str, ...] = ("offs",)
+    saves_for = {
+        "x": ("weight", "offs"),
+        "weight": ("x", "offs"),
+        "bias": ("offs", "probs"),
+        "probs": ("offs", "bias"),
+    }
     autocast = True
     granularity = "group"
 
@@ -81,6 +89,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         out_features: int,
         bias: bool = True,
         *,
+        scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         device: torch.device | str | None = None,
@@ -95,6 +104,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
                 raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.scale_bias = scale_bias and bias
+        if self.scale_bias:
+            self.reads = ("offs", "probs")
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
         self.weight = nn.Parameter(
@@ -118,6 +130,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
+            + (", scale_bias=True" if self.scale_bias else "")
         )
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -131,12 +144,20 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
         return gemm_layouts(role, needs)
 
-    def fwd(self, x: Any, *, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call) -> Out:
+    def fwd(
+        self,
+        x: Any,
+        *,
+        weight: Tensor,
+        bias: Tensor | None,
+        offs: Tensor,
+        probs: Tensor | None = None,
+        call: Call,
+    ) -> Out:
         check_offs(offs, self.num_groups)
-        return Out(
-            grouped_linear(x, weight, bias, offs, call),
-            GroupedLinearSaved(saved_operand(x), weight, offs),
-        )
+        y = grouped_linear(x, weight, bias, offs, probs, call)
+        scaled = None if probs is None else bias
+        return Out(y, GroupedLinearSaved(saved_operand(x), weight, offs, scaled, probs))
 
     def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
         return grouped_linear_bwd(saved, dy, call)

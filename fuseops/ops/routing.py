@@ -96,3 +96,20 @@ class Routing(NamedTuple):
         where = torch.nonzero_static(by_expert, size=size, fill_value=0)
         expert, token = where.unbind(1)
         return cls(offs, probs[token, expert].float(), token)
+
+
+def check_offs(offs: Tensor, groups: int) -> None:
+    """Raise unless `offs` is what can be checked without a host synchronisation."""
+    if offs.shape != (groups,) or offs.dtype is not torch.int32:
+        raise ShapeError(
+            f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
+            f"got {offs.dtype} of shape {tuple(offs.shape)}. Routing.from_counts(tokens_per_expert) builds it."
+        )
+
+
+def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
+    """Raise ShapeError unless there is one probability a row of x."""
+    if probs.shape != x.shape[:-1]:
+        raise ShapeError(
+            f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
+        )

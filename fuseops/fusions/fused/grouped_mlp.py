@@ -11,9 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.ops.glu import check_probs
-from fuseops.ops.grouped_linear import check_offs
 from fuseops.ops.op import Call, FusedOp, Grads, Out
+from fuseops.ops.routing import check_offs, check_probs
 
 
 class GroupedMLPSaved(NamedTuple):
@@ -54,7 +53,7 @@ class GroupedMLP(FusedOp):
     ) -> Out:
         fc1, fc2, offs, probs = t[0]["weight"], t[2]["weight"], t[0]["offs"], t[1]["probs"]
         check_offs(offs, fc1.shape[0])
-        check_probs(x, probs)
+        check_probs("ScaledSwiGLU", x, probs)
         h = K.grouped_mm(x, calls[0].precision.cast(fc1), offs)  # type: ignore[arg-type]
         a = K.scaled_act_fwd(h, probs, "swiglu")
         y = K.grouped_mm(a, calls[2].precision.cast(fc2), offs)  # type: ignore[arg-type]
