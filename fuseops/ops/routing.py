@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.kernels import accumulator
 
 
 class Routing(NamedTuple):
     """Rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
 
     offs   (E,) int32: cumulative row end of each expert, on the device of the rows
-    probs  (R,) float32: routing probability of each row, or None
+    probs  (R,) float32, or float64 for weights in float64: routing probability of each row, or None
     index  (R,) int64: the token that each row is a copy of, or None
     """
 
@@ -74,7 +75,8 @@ class Routing(NamedTuple):
         order = torch.argsort(flat, stable=True)
         edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
         offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)
-        return cls(offs, weights.reshape(-1)[order].float(), order // experts.shape[1])
+        probs = weights.reshape(-1)[order].to(accumulator(weights.dtype))
+        return cls(offs, probs, order // experts.shape[1])
 
     @classmethod
     def from_multihot(cls, chosen: Tensor, probs: Tensor, *, rows: int | None = None) -> "Routing":
@@ -95,4 +97,4 @@ class Routing(NamedTuple):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         where = torch.nonzero_static(by_expert, size=size, fill_value=0)
         expert, token = where.unbind(1)
-        return cls(offs, probs[token, expert].float(), token)
+        return cls(offs, probs[token, expert].to(accumulator(probs.dtype)), token)
