@@ -20,6 +20,7 @@ class Port(Protocol):
     """One model, twice. Parameters and gradients are compared under the stock model's state_dict keys."""
 
     name: str
+    lora: tuple[str, ...]  # names of the linear layers that get an adapter, of both models
 
     def stock(self) -> nn.Module:
         """The stock model, the same weights at every call."""
