@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import rank_features
 import torch
 from port import Feature, Port
 from torch import Tensor, nn
@@ -205,6 +206,7 @@ FEATURES = (
     Feature("pickle", partial(copied, copy=pickled), 4, on_stock=False),
     Feature("user's rule", around=user_rules, on_stock=False),
     Feature("user's op", user_op, on_stock=False),
+    *rank_features.FEATURES,
 )
 # fmt: on
 

@@ -1,24 +1,20 @@
 """Port 2: a transformer-MoE in torchtitan's style, beside the same model with its norms, linears and experts as ops.
 
-Attention, router and the exchange of rows are plain torch, the same classes in both models. Keys of a state_dict are
+Attention and router are plain torch, the same classes in both models. Keys of a state_dict are
 those of the stock model: `w1` (gate), `w3` (up) and `w2` (down) of the experts, which the port packs as `[gate | up]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from port import Tensors
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import fuseops as fo
-
-from .port import Tensors
 
 DIM, HIDDEN, EXPERTS, TOP_K, HEADS, VOCAB, BLOCKS = 16, 16, 4, 2, 2, 32, 2
 SEQUENCES, LENGTH = 2, 6
@@ -81,57 +77,50 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(-2))
 
 
-class Exchange:
-    """Expert parallelism: every row travels to the rank of its expert and back, in uneven splits."""
+class StockExperts(nn.Module):
+    """SwiGLU experts as a loop over rows sorted by hand."""
 
-    def __init__(self, group: Any, counts: Tensor) -> None:
-        """counts (E,): this rank's rows of every expert."""
-        self.group, world = group, dist.get_world_size(group)
-        local = len(counts) // world
-        received = torch.empty_like(counts)  # of every rank: rows of the experts that live here
-        dist.all_to_all_single(received, counts, group=group)
-        self.sent = counts.view(world, local).sum(1).tolist()
-        self.received = received.view(world, local).sum(1).tolist()
-        self.counts = received.view(world, local).sum(0)  # (E / world,): rows of the experts here
-        expert = torch.arange(local, device=counts.device).repeat(world)
-        self.order = torch.argsort(expert.repeat_interleave(received), stable=True)
-        self.back = torch.argsort(self.order)
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, DIM) / DIM**0.5)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, DIM, HIDDEN) / HIDDEN**0.5)
+        self.w3 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, DIM) / DIM**0.5)
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Rows by expert on the rank of their token -> rows by expert on the rank of their expert."""
-        rows = all_to_all_single_autograd(rows, self.received, self.sent, self.group)
-        return rows[self.order]
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x (T, D), chosen (T, K), weights (T, K) -> (T, D)"""
+        order = torch.argsort(chosen.flatten(), stable=True)
+        counts = F.one_hot(chosen.flatten(), EXPERTS).sum(0).tolist()
+        parts = x[order // TOP_K].split(counts)
+        y = torch.cat(
+            [
+                F.linear(F.silu(F.linear(part, w1)) * F.linear(part, w3), w2)
+                for part, w1, w2, w3 in zip(parts, self.w1, self.w2, self.w3, strict=True)
+            ]
+        )
+        y = (y * weights.flatten()[order, None]).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, order // TOP_K, y)
 
-    def home(self, rows: Tensor) -> Tensor:
-        """The way back."""
-        return all_to_all_single_autograd(
-            rows[self.back].contiguous(), self.sent, self.received, self.group
+
+class PortedExperts(fo.Sequential):
+    """The same as ops; fo.Routing sorts the rows, and the probabilities go into the activation."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            {
+                "fc1": fo.ops.GroupedLinear(EXPERTS, DIM, 2 * HIDDEN, bias=False),
+                "act": fo.ops.ScaledSwiGLU(),
+                "fc2": fo.ops.GroupedLinear(EXPERTS, HIDDEN, DIM, bias=False),
+            }
         )
 
-
-class StockExperts(nn.Module):
-    """SwiGLU experts as a loop."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(experts, HIDDEN, DIM) / DIM**0.5)
-        self.w2 = nn.Parameter(torch.randn(experts, DIM, HIDDEN) / HIDDEN**0.5)
-        self.w3 = nn.Parameter(torch.randn(experts, HIDDEN, DIM) / DIM**0.5)
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        y, start = torch.zeros_like(x), torch.zeros_like(offs[0])
-        row = torch.arange(len(x), device=x.device)[:, None]
-        for w1, w2, w3, end in zip(self.w1, self.w2, self.w3, offs, strict=True):
-            mine = F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-            y = torch.where((row >= start) & (row < end), mine.to(y.dtype), y)
-            start = end
-        return y
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        routing = fo.Routing.from_topk(chosen, weights, num_experts=EXPERTS)
+        y = super().forward(x[routing.index], routing)
+        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
 
 
 class MoE(nn.Module):
-    """Router, experts, weighted sum. Subclasses say how rows go through the experts."""
-
-    group: Any = None  # of expert parallelism
+    """Router and experts."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -139,46 +128,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        weights, experts = self.router(tokens, aux_scale)
-        return self.routed(tokens, weights, experts).to(x.dtype).view_as(x)
-
-    def routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class StockMoE(MoE):
-    """Sorts rows by hand."""
-
-    def routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        flat = experts.flatten()
-        order = torch.argsort(flat, stable=True)
-        token, rows = order // TOP_K, x[order // TOP_K]
-        counts = F.one_hot(flat, EXPERTS).sum(0)
-        if self.group is None:
-            y = self.experts(rows, counts.cumsum(0))
-        else:
-            exchange = Exchange(self.group, counts)
-            y = exchange.home(self.experts(exchange.there(rows), exchange.counts.cumsum(0)))
-        return torch.zeros_like(x).index_add(
-            0, token, (y * weights.flatten()[order, None]).to(x.dtype)
-        )
-
-
-class PortedMoE(MoE):
-    """fo.Routing sorts the rows; the probabilities travel with them."""
-
-    def routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        routing = fo.Routing.from_topk(experts, weights, num_experts=EXPERTS)
-        rows = x[routing.index]
-        if self.group is None:
-            y = self.experts(rows, routing)
-        else:
-            counts = routing.offs.diff(prepend=routing.offs.new_zeros(1)).long()
-            exchange = Exchange(self.group, counts)
-            probs = exchange.there(routing.probs[:, None]).squeeze(1)
-            here = fo.Routing.from_counts(exchange.counts, probs)
-            y = exchange.home(self.experts(exchange.there(rows), here))
-        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
+        weights, chosen = self.router(tokens, aux_scale)
+        return self.experts(tokens, chosen, weights).view_as(x)
 
 
 class StockBlock(nn.Module):
@@ -189,21 +140,11 @@ class StockBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(DIM, eps=1e-6)
         self.attention = Attention(nn.Linear)
         self.ffn_norm = nn.RMSNorm(DIM, eps=1e-6)
-        self.moe = StockMoE(StockExperts(EXPERTS))
+        self.moe = MoE(StockExperts())
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.moe(self.ffn_norm(x), aux_scale)
-
-
-def ported_experts(experts: int) -> fo.Sequential:
-    return fo.Sequential(
-        {
-            "fc1": fo.ops.GroupedLinear(experts, DIM, 2 * HIDDEN, bias=False),
-            "act": fo.ops.ScaledSwiGLU(),
-            "fc2": fo.ops.GroupedLinear(experts, HIDDEN, DIM, bias=False),
-        }
-    )
 
 
 class PortedBlock(nn.Module):
@@ -215,7 +156,7 @@ class PortedBlock(nn.Module):
             {"norm": fo.ops.RMSNorm(DIM, eps=1e-6), "attention": Attention(fo.ops.Linear)}
         )
         self.ffn_norm = fo.ops.RMSNorm(DIM, eps=1e-6)
-        self.moe = PortedMoE(ported_experts(EXPERTS))
+        self.moe = MoE(PortedExperts())
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         x = self.attention(x)
@@ -247,7 +188,8 @@ KEYS = (  # of the port, of the stock model
 class MoEBlock:
     """The port, as the matrix sees it."""
 
-    name = "torchtitan MoE"
+    name = "moe_block"
+    lora = ("wq", "wv")
 
     def stock(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -313,20 +255,4 @@ class MoEBlock:
         return ported
 
 
-def split_experts(model: nn.Module, group: Any) -> nn.Module:
-    """Keep this rank's experts alone, and exchange rows with the other ranks of the group."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    build = partial(_local, count=EXPERTS // world, first=rank * (EXPERTS // world))
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.group, module.experts = group, build(module.experts)
-    return model
-
-
-def _local(experts: nn.Module, count: int, first: int) -> nn.Module:
-    """Experts first to first + count, as a module of that size."""
-    some = ported_experts(count) if isinstance(experts, fo.Sequential) else StockExperts(count)
-    weights = {k: t[first : first + count] for k, t in experts.state_dict().items()}
-    some.to(next(iter(weights.values())))
-    some.load_state_dict(weights)
-    return some
+PORT = MoEBlock()

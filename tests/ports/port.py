@@ -68,6 +68,7 @@ class Feature:
     order: int = 0  # of two features the lower one prepares first: weights, then wrappers, then compile
     around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()  # the forward
     call: Callable[[nn.Module, Callable[[nn.Module], Any]], Any] | None = None  # how the forward is called
+    synchronised: Callable[[nn.Module, bool], AbstractContextManager[Any]] = lambda model, last: nullcontext()  # the forward of a micro-batch, and whether it is the last
     micro_batches: int = 1
     ranks: int = 1
     on_stock: bool = True  # False where only fuseops has it: the stock model then runs without

@@ -37,6 +37,7 @@ def train(port: Port, model: nn.Module, features: Sequence[Feature]) -> Step:
         with ExitStack() as scopes:
             for feature in features:
                 scopes.enter_context(feature.around(model))
+                scopes.enter_context(feature.synchronised(model, index + 1 == count))
             out, loss = _called(features, model, partial(port.loss, batch=port.batch(index)))
         (loss / count).backward()
         outputs.append(out.detach())
