@@ -19,7 +19,7 @@ class Experts(fo.Sequential):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         routing = fo.Routing.from_topk(chosen, weights, num_experts=self["fc1"].num_groups)
         y = super().forward(x[routing.index], routing)
-        return torch.zeros_like(x).index_add(0, routing.index, y)
+        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
 
 
 def experts(config: Qwen3MoeConfig) -> Experts:
@@ -45,8 +45,8 @@ def ported(stock: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, fo.ops.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     model.model.norm = fo.ops.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    model.load_state_dict(hf.to_fuseops(stock.state_dict()))
-    return model.to(stock.dtype)
+    model.to(stock.dtype).load_state_dict(hf.to_fuseops(stock.state_dict()))
+    return model
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels import accumulator
 
 
 class Routing(NamedTuple):
     """Rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
 
     offs   (E,) int32: cumulative row end of each expert, on the device of the rows
-    probs  (R,) float32, or float64 for weights in float64: routing probability of each row, or None
+    probs  (R,) float32, or float64 in a float64 model: routing probability of each row, or None
     index  (R,) int64: the token that each row is a copy of, or None
     """
 
@@ -75,8 +74,7 @@ class Routing(NamedTuple):
         order = torch.argsort(flat, stable=True)
         edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
         offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)
-        probs = weights.reshape(-1)[order].to(accumulator(weights.dtype))
-        return cls(offs, probs, order // experts.shape[1])
+        return cls(offs, _wide(weights.reshape(-1)[order]), order // experts.shape[1])
 
     @classmethod
     def from_multihot(cls, chosen: Tensor, probs: Tensor, *, rows: int | None = None) -> "Routing":
@@ -97,4 +95,9 @@ class Routing(NamedTuple):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         where = torch.nonzero_static(by_expert, size=size, fill_value=0)
         expert, token = where.unbind(1)
-        return cls(offs, probs[token, expert].to(accumulator(probs.dtype)), token)
+        return cls(offs, _wide(probs[token, expert]), token)
+
+
+def _wide(probs: Tensor) -> Tensor:
+    """Probabilities in float32, wherever the router works in half; float64 is not rounded."""
+    return probs.to(torch.promote_types(probs.dtype, torch.float32))

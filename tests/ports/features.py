@@ -42,6 +42,9 @@ class _Recomputed:
     how: dict[str, Any]
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self.how["use_reentrant"] and not any(a.requires_grad for a in args):
+            # torch's own condition for any gradient; what transformers' enable_input_require_grads() does
+            args = (args[0].detach().requires_grad_(), *args[1:])
         return checkpoint(partial(self.forward, **keywords), *args, **self.how)
 
 
@@ -145,9 +148,13 @@ class UserScaledSwiGLU(fo.Op):
 
     reads = ("probs",)
 
+    def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // 2)
+
     def fwd(self, x: Tensor, *, probs: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up * probs[:, None]
+        wide = torch.promote_types(x.dtype, torch.float32)  # one rounding, as in every op
+        gate, up = x.to(wide).chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up * probs[:, None]).to(x.dtype)
 
 
 def user_op(port: Port, model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from port import Tensors
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 import fuseops as fo
 from fuseops.integrations import hf
@@ -24,6 +25,7 @@ def _example() -> Any:
     spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[EXAMPLE.stem] = module  # pickle and dynamo import a class by the name of its module
     spec.loader.exec_module(module)
     return module
 
@@ -61,6 +63,15 @@ def _replace(model: nn.Module, kind: type[nn.Module], new: Any) -> None:
                 setattr(parent, name, made)
 
 
+class Router(Qwen3MoeTopKRouter):
+    """The stock router in the dtype of its weight: transformers' takes the softmax in float32."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states, self.weight)
+        weights, chosen = logits.softmax(-1).topk(self.top_k)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
 class Qwen3MoE:
     name = "qwen3_moe"
     lora = ("q_proj", "v_proj")
@@ -72,7 +83,8 @@ class Qwen3MoE:
             for weight in model.parameters():
                 if weight.dim() == 1:  # norms begin as ones, which hide a gradient's mistakes
                     nn.init.uniform_(weight, 0.5, 1.5)
-        # transformers' norms round to float32 whatever the dtype of the model; torch's are the same formula
+        # Norms and routers of transformers round to float32 whatever the dtype of the model.
+        _replace(model, Qwen3MoeTopKRouter, lambda router: Router(model.config))
         _replace(
             model,
             Qwen3MoeRMSNorm,
