@@ -29,8 +29,8 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
-        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only:
-        a look at device memory would synchronise).
+        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only, in
+        eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
         """
         counts = torch.as_tensor(tokens_per_expert)
         if (
@@ -43,7 +43,8 @@ class Routing(NamedTuple):
                 f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
                 f"{tuple(counts.shape)}."
             )
-        if counts.device.type == "cpu" and counts.numel() and int(counts.min()) < 0:
+        checkable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if checkable and counts.numel() and int(counts.min()) < 0:
             raise ShapeError(
                 f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
             )
