@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,14 +11,14 @@ import fuseops as fo
 
 
 class Exchange:
-    """Who gets how many rows of whom, for one micro-batch."""
+    """Who gets how many rows of whom, for one micro-batch, among all ranks."""
 
-    def __init__(self, group: Any, counts: Tensor) -> None:
+    def __init__(self, counts: Tensor) -> None:
         """counts (E,) int64: this rank's rows of every expert."""
-        self.group, world = group, dist.get_world_size(group)
+        self.group, world = dist.group.WORLD, dist.get_world_size()
         local = len(counts) // world
         received = torch.empty_like(counts)  # of every rank: rows of the experts that live here
-        dist.all_to_all_single(received, counts, group=group)
+        dist.all_to_all_single(received, counts)
         self.sent = counts.view(world, local).sum(1).tolist()
         self.received = received.view(world, local).sum(1).tolist()
         self.counts = received.view(world, local).sum(0)  # (E / world,): rows of the experts here
@@ -41,22 +39,21 @@ class Exchange:
 class ExpertParallel(fo.Sequential):
     """This rank's experts.   x (T, D), chosen (T, K) of all experts, weights (T, K) -> (T, D)"""
 
-    group: Any
     experts: int  # of all ranks
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         routing = fo.Routing.from_topk(chosen, weights, num_experts=self.experts)
         counts = routing.offs.diff(prepend=routing.offs.new_zeros(1)).long()
-        exchange = Exchange(self.group, counts)
+        exchange = Exchange(counts)
         probs = exchange.there(routing.probs[:, None]).squeeze(1)
         here = fo.Routing.from_counts(exchange.counts, probs)
         y = exchange.home(super().forward(exchange.there(x[routing.index]), here))
         return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
 
 
-def split(experts: fo.Sequential, group: Any) -> ExpertParallel:
+def split(experts: fo.Sequential) -> ExpertParallel:
     """The part of all experts that lives on this rank."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = dist.get_rank(), dist.get_world_size()
     children = dict(experts.named_children())
     for name, op in children.items():
         if isinstance(op, fo.ops.GroupedLinear):
@@ -67,27 +64,28 @@ def split(experts: fo.Sequential, group: Any) -> ExpertParallel:
             )
             children[name].weight = nn.Parameter(mine, requires_grad=op.weight.requires_grad)
     made = ExpertParallel(children)
-    made.group, made.experts = group, total
+    made.experts = total
     return made
 
 
-def expert_parallel(model: nn.Module, group: Any) -> nn.Module:
-    """Every run of experts of a model, split over the ranks of the group."""
+def expert_parallel(model: nn.Module) -> nn.Module:
+    """Every run of experts of a model, split over all ranks."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             grouped = isinstance(child, fo.Sequential) and any(
                 isinstance(op, fo.ops.GroupedLinear) for op in child
             )
             if grouped:
-                setattr(parent, name, split(child, group))
+                setattr(parent, name, split(child))
     return model
 
 
+def split_experts(model: nn.Module) -> dict[str, ExpertParallel]:
+    """The experts of which every rank has a part of its own."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallel)}
+
+
 def split_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of which every rank has a part of its own."""
-    return {
-        f"{path}.{name}": weight
-        for path, module in model.named_modules()
-        if isinstance(module, ExpertParallel)
-        for name, weight in module.named_parameters()
-    }
+    """Their parameters."""
+    found = split_experts(model).items()
+    return {f"{path}.{n}": p for path, experts in found for n, p in experts.named_parameters()}

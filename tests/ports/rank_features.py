@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from expert_parallel import expert_parallel, split_weights
+from expert_parallel import expert_parallel, split_experts, split_weights
 from port import Feature, Port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,17 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @cache
-def mesh() -> DeviceMesh:
-    """Both ranks."""
+def meshes() -> DeviceMesh:
+    """All ranks, and each rank alone."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),))
+    return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("all", "alone"))
 
 
 def sharded(port: Port, model: nn.Module, **policy: Any) -> nn.Module:
-    """FSDP2: each block by itself, then the rest. Experts that are split already stay as they are."""
-    ignored = set(split_weights(model).values())
+    """FSDP2: each block by itself, then the rest. Experts that are split already have one rank a shard."""
+    for experts in split_experts(model).values():
+        fully_shard(experts, mesh=meshes()["alone"], **policy)
     for module in (*port.blocks(model), model):
-        fully_shard(module, mesh=mesh(), ignored_params=ignored, **policy)
+        fully_shard(module, mesh=meshes()["all"], **policy)
     return model
 
 
@@ -54,7 +55,7 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 
 def split(port: Port, model: nn.Module) -> nn.Module:
-    return expert_parallel(model, dist.group.WORLD)
+    return expert_parallel(model)
 
 
 def whole(t: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     """The model's weights. Split experts are what they are: shards of one tensor."""
     local = split_weights(model)
     return {
-        name: DTensor.from_local(t, mesh(), [Shard(0)]) if name in local else t
+        name: DTensor.from_local(whole(t), meshes()["all"], [Shard(0)]) if name in local else t
         for name, t in model.state_dict().items()
     }
 
@@ -98,10 +99,17 @@ def distributed_checkpoint(port: Port, model: nn.Module) -> nn.Module:
         for weight in model.parameters():
             weight.fill_(float("nan"))
     local = split_weights(inner)
-    inner.load_state_dict(
-        {n: t.to_local() if n in local else t for n, t in port.to_ported(again).items()}
-    )
+    loaded = {n: like(local[n], t) if n in local else t for n, t in port.to_ported(again).items()}
+    inner.load_state_dict(loaded)
     return model
+
+
+def like(weight: Tensor, part: DTensor) -> Tensor:
+    """This rank's part of all experts, in the form that its weight has."""
+    mine = part.to_local()
+    if isinstance(weight, DTensor):
+        return DTensor.from_local(mine, weight.device_mesh, weight.placements)
+    return mine
 
 
 SINGLE_PRECISION = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)

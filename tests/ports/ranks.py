@@ -127,7 +127,10 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     want = expected(port, cell)
     got = run_step(port, prepared(port, port.ported(), cell), cell)
     dtype = coarsest(titles)
-    pairs = [*zip(got.outputs, want.outputs, strict=True), *zip(got.losses, want.losses, strict=True)]
+    pairs = [
+        *zip(got.outputs, want.outputs, strict=True),
+        *zip(got.losses, want.losses, strict=True),
+    ]
     pairs += [(got.grads.get(n), g) for n, g in want.grads.items()]
     worst = max(float("inf") if a is None else _distance(a, b) for a, b in pairs)
     return Outcome(differences(got, want, dtype), worst, None, "")
@@ -228,7 +231,9 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((port, titles))
         outcomes = [self._answer(rank, pipe) for rank, pipe in enumerate(self._pipes)]
-        if any(outcome.error is not None for outcome in outcomes):
+        if len({type(outcome.error) for outcome in outcomes}) > 1 or any(
+            isinstance(outcome.error, TimeoutError) for outcome in outcomes
+        ):
             self.stop()  # one rank may wait in a collective that the other one never entered
         return outcomes
 
