@@ -15,11 +15,13 @@ import rank_features
 import torch
 from port import Feature, Port
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.errors import RecomputationError
 
 PORTS = ("qwen3_moe", "moe_block")  # modules of this folder, each with a PORT
 
@@ -50,7 +52,7 @@ class _Recomputed:
 
 def configured_checkpoint(port: Port, model: nn.Module) -> nn.Module:
     """What is configured belongs to the model: the recomputation needs no context_fn."""
-    fo.configure(model, disable=["norm_linear"], rules=[user_rule])
+    fo.configure(model, disable=["grouped_mlp"], rules=[user_rule])
     return checkpointed(port, model, use_reentrant=False)
 
 
@@ -58,7 +60,7 @@ def configured_checkpoint(port: Port, model: nn.Module) -> nn.Module:
 
 
 def compiled(port: Port, model: nn.Module, backend: str = "inductor") -> nn.Module:
-    torch.compiler.reset()  # at most two blocks are alive: no cell may meet another one's recompile limit
+    torch.compiler.reset()  # no cell may meet the recompile limit of another one
     for block in port.blocks(model):
         block.compile(fullgraph=True, backend=backend)
     return model
@@ -217,12 +219,16 @@ FEATURES = (
 )
 # fmt: on
 
+# In pairs: the graph, its joint backward and its partition, without the minutes of C++ that inductor writes.
+IN_PAIRS = {"compile": Feature("compile", partial(compiled, backend="aot_eager"), 7, on_stock=False)}
+
 Cell = tuple[Feature, ...]  # one feature alone, or a pair
 
 
 def cells() -> list[Cell]:
     """Every feature alone, then every pair."""
-    return [(f,) for f in FEATURES] + list(itertools.combinations(FEATURES, 2))
+    paired = [IN_PAIRS.get(f.name, f) for f in FEATURES]
+    return [(f,) for f in FEATURES] + list(itertools.combinations(paired, 2))
 
 
 def title(cell: Cell) -> str:
@@ -240,9 +246,41 @@ class Refusal:
     ports: tuple[str, ...] = PORTS
 
 
-REFUSED: tuple[Refusal, ...] = ()
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        ("checkpoint", "compile"),
+        BackendCompilerFailed,
+        r"In torch\.compile mode, `context_fn` arg passed to `torch\.utils\.checkpoint`",
+        "torch takes no `context_fn` of scopes inside a compiled region. Leave it out there: what was traced is what "
+        "is recomputed (see `checkpoint, configured`), or checkpoint the compiled block.",
+    ),
+    Refusal(
+        ("checkpoint, reentrant", "user's rule"),
+        RecomputationError,
+        r"recomputed under other settings than its forward.*rules was .*user_act",
+        "a reentrant checkpoint cannot re-enter the `fo.rules` scope of its forward. `fo.configure(model, rules=...)`, "
+        "or a non-reentrant one with `context_fn=fo.checkpoint_contexts`.",
+    ),
+    Refusal(
+        ("checkpoint, configured", "user's rule"),
+        RecomputationError,
+        r"recomputed under other settings than its forward.*rules was .*user_act",
+        "the recomputation has no `context_fn` here, so it would leave the `fo.rules` scope of its forward. "
+        "`fo.configure(model, rules=...)`, or `context_fn=fo.checkpoint_contexts`.",
+    ),
+)
 
-NOTES = ("compile runs each block under `fullgraph=True` with inductor.",)
+NOTES = (
+    "compile: every block under `fullgraph=True`, alone with inductor, in pairs with `aot_eager` (the same graph, joint "
+    "backward and partition; generated code only alone).",
+    "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
+    "disable=...)` and no context_fn.",
+    "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as transformers' "
+    "`enable_input_require_grads()` does; without, torch itself gives no gradients.",
+    "autocast: float32 parameters, compared within 8 units of bfloat16: fused ops keep in float32 what unfused ones round.",
+    "LoRA: PEFT's adapters on linear layers that are ops, all else frozen.",
+    "user's rule: in a `fo.rules` scope; user's op: a level-1 op in the place of `ScaledSwiGLU`.",
+)
 
 
 def refusal(port: str, cell: Cell) -> Refusal | None:

@@ -20,7 +20,7 @@ data (`python tests/ports/table.py`); CI fails when it is stale.
 - **equal**: equal to the stock implementation, in float64 within rounding. For autocast and FP8, which round, to the
   ported model with fusion off under the same numerics.
 - **refused**: an error says so and names both sides; the number says why, below.
-- The diagonal is the feature alone. Where a feature is not named under a port, it runs as described in the notes.
+- The diagonal is the feature alone.
 """
 
 
