@@ -1,6 +1,7 @@
 """torch.compile(fullgraph=True) runs a Sequential as eager does, with no recompile per row count."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -182,3 +183,22 @@ def test_a_compiled_call_sees_the_scope_and_the_replaced_op() -> None:
     torch.testing.assert_close(run(x), model(x))
     model[1] = fo.ops.SiLU()
     torch.testing.assert_close(run(x), model(x))
+
+
+def test_a_thread_that_ran_nothing_yet_compiles() -> None:
+    """Nothing that is set in a thread for the first time, while it is traced, may be guarded on as absent."""
+    for _ in range(2):  # dynamo's own first call in a process hides it
+        torch.compiler.reset()
+        model = fo.Residual(nn.Linear(8, 8))  # two runs of alias ops, which are plain torch
+        x = torch.randn(3, 8, requires_grad=True)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            y = thread.submit(compiled, x).result()
+        torch.testing.assert_close(y, x + model[0](x))
+
+
+def test_a_routing_of_counts_compiles() -> None:
+    """Rows that another rank sent are counted in traced code, too."""
+    torch.compiler.reset()
+    counted = torch.compile(fo.Routing.from_counts, fullgraph=True, backend="aot_eager")
+    assert counted(torch.tensor([2, 0, 3])).offs.tolist() == [2, 2, 5]

@@ -383,6 +383,16 @@ def test_bf16_autocast_is_that_of_nn_sequential(enabled: bool) -> None:
         torch.testing.assert_close(mine, torchs, **tolerance)
 
 
+def test_autocast_leaves_float64_alone_as_torch_does() -> None:
+    ours, theirs, x = mlp().double(), mlp(nn.Sequential, nn).double(), data(5, 8).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = ours(x), theirs(x)
+        a, b = grads_of(ours, x), grads_of(theirs, x)
+    torch.testing.assert_close(y, z)
+    for mine, torchs in zip(a, b, strict=True):
+        torch.testing.assert_close(mine, torchs)
+
+
 def test_autocast_ends_with_its_scope() -> None:
     seq, x = mlp(), data(2, 8)
     before = seq(x)

@@ -361,6 +361,17 @@ def test_routing_probabilities_keep_their_graph() -> None:
     torch.testing.assert_close(weights.grad, 2 * weights.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_probabilities_are_in_float32_and_never_rounded(dtype: torch.dtype) -> None:
+    """A float64 model stays one: rounded probabilities made its router's gradients wrong by 1e-8."""
+    weights = torch.rand(1, 2, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    topk = fo.Routing.from_topk(torch.tensor([[0, 1]]), weights, num_experts=2)
+    multihot = fo.Routing.from_multihot(torch.ones(1, 2, dtype=torch.bool), weights)
+    for routing in (topk, multihot):
+        assert routing.probs.dtype is wide and torch.equal(routing.probs, weights[0].to(wide))
+
+
 def test_from_topk_counts_the_experts_where_nobody_says_how_many() -> None:
     routing = fo.Routing.from_topk(torch.tensor([[0, 2]]), torch.ones(1, 2))
     assert routing.offs.tolist() == [1, 1, 2]

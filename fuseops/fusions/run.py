@@ -153,7 +153,7 @@ class Run:
             x.device,
             grad and x.requires_grad,
             x.__class__,
-            bridge.autocast_dtype(kind),
+            None if x.dtype is torch.float64 else bridge.autocast_dtype(kind),  # torch's own rule
             torch.compiler.is_compiling(),
         )
 

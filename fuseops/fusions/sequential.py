@@ -51,14 +51,16 @@ class Runner:
 
         Raises SideInputError when a Tap is read by nobody.
         """
-        if returns not in self._live:
-            self._check_published(returns)
-            reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
-            later = [
-                tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))
-            ]
-            self._live[returns] = tuple(later)
-        return self._live[returns]
+        if returns in self._live:
+            return self._live[returns]
+        self._check_published(returns)
+        reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
+        live = tuple(
+            [tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))]
+        )
+        if not torch.compiler.is_compiling():  # a checkpoint inside compiled code may not write
+            self._live[returns] = live
+        return live
 
     def _check_published(self, returns: tuple[str, ...]) -> None:
         read = {name for _, piece in self.pieces for name in getattr(piece, "reads", ())} | set(
@@ -301,6 +303,10 @@ class Sequential(nn.Sequential):
 
 def _enter(module: Sequential) -> tuple[str, bool]:
     """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
+    if (
+        torch.compiler.is_compiling()
+    ):  # the partitioner decides what is saved there: it has no names
+        return "", False
     if not naming.thread.observers:
         return module.__dict__.get("_prefix", ""), False
     if "_prefix" in module.__dict__:

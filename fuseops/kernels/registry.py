@@ -57,7 +57,9 @@ _watched: list[Call] | None = None
 class _Thread(threading.local):
     """What this thread asked for."""
 
-    reference_only: bool = False
+    def __init__(self) -> None:
+        # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet
+        self.reference_only = False
 
 
 thread = _Thread()

@@ -12,7 +12,7 @@ class Routing(NamedTuple):
     """Rows sorted by expert. A NamedTuple, so it is a pytree; fields are side inputs by name.
 
     offs   (E,) int32: cumulative row end of each expert, on the device of the rows
-    probs  (R,) float32: routing probability of each row, or None
+    probs  (R,) float32, or float64 in a float64 model: routing probability of each row, or None
     index  (R,) int64: the token that each row is a copy of, or None
     """
 
@@ -29,8 +29,8 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
-        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only:
-        a look at device memory would synchronise).
+        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only, in
+        eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
         """
         counts = torch.as_tensor(tokens_per_expert)
         if (
@@ -43,7 +43,8 @@ class Routing(NamedTuple):
                 f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
                 f"{tuple(counts.shape)}."
             )
-        if counts.device.type == "cpu" and counts.numel() and int(counts.min()) < 0:
+        checkable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+        if checkable and counts.numel() and int(counts.min()) < 0:
             raise ShapeError(
                 f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
             )
@@ -74,7 +75,7 @@ class Routing(NamedTuple):
         order = torch.argsort(flat, stable=True)
         edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
         offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)
-        return cls(offs, weights.reshape(-1)[order].float(), order // experts.shape[1])
+        return cls(offs, _wide(weights.reshape(-1)[order]), order // experts.shape[1])
 
     @classmethod
     def from_multihot(cls, chosen: Tensor, probs: Tensor, *, rows: int | None = None) -> "Routing":
@@ -95,7 +96,7 @@ class Routing(NamedTuple):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
         where = torch.nonzero_static(by_expert, size=size, fill_value=0)
         expert, token = where.unbind(1)
-        return cls(offs, probs[token, expert].float(), token)
+        return cls(offs, _wide(probs[token, expert]), token)
 
 
 def check_offs(offs: Tensor, groups: int) -> None:
@@ -113,3 +114,8 @@ def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
         raise ShapeError(
             f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
         )
+
+
+def _wide(probs: Tensor) -> Tensor:
+    """Probabilities in float32, wherever the router works in half; float64 is not rounded."""
+    return probs.to(torch.promote_types(probs.dtype, torch.float32))

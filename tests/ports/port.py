@@ -20,6 +20,7 @@ class Port(Protocol):
     """One model, twice. Parameters and gradients are compared under the stock model's state_dict keys."""
 
     name: str
+    lora: tuple[str, ...]  # names of the linear layers that get an adapter, of both models
 
     def stock(self) -> nn.Module:
         """The stock model, the same weights at every call."""
@@ -63,17 +64,17 @@ class Feature:
     """One row and one column of the table."""
 
     name: str
-    prepare: Callable[[Port, nn.Module], nn.Module] = (
-        _same  # wraps or changes a model before its step
-    )
-    order: int = (
-        0  # of two features the lower one prepares first: weights, then wrappers, then compile
-    )
-    around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: (
+    # wraps or changes a model before its step; of two features the one of the lower order does first:
+    # weights, then wrappers, then compile
+    prepare: Callable[[Port, nn.Module], nn.Module] = _same
+    order: int = 0
+    # entered for the forward
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()
+    # how the forward is called
+    call: Callable[[nn.Module, Callable[[nn.Module], Any]], Any] | None = None
+    # entered for each micro-batch, told whether it is the last
+    synchronised: Callable[[nn.Module, bool], AbstractContextManager[Any]] = lambda m, last: (
         nullcontext()
-    )  # the forward
-    call: Callable[[nn.Module, Callable[[nn.Module], Any]], Any] | None = (
-        None  # how the forward is called
     )
     micro_batches: int = 1
     ranks: int = 1

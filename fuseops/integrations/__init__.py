@@ -1,0 +1,1 @@
+"""Bridges to other libraries' models and checkpoints. Nothing here is imported by fuseops itself."""

@@ -1,0 +1,130 @@
+"""Features that need a second rank: ways to spread a model, and checkpoints between one rank and two."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from expert_parallel import expert_parallel, split_experts, split_weights
+from port import Feature, Port
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+@cache
+def meshes() -> DeviceMesh:
+    """All ranks, and each rank alone."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("all", "alone"))
+
+
+def sharded(port: Port, model: nn.Module, **policy: Any) -> nn.Module:
+    """FSDP2: each block by itself, then the rest. Experts that are split already have one rank a shard."""
+    for experts in split_experts(model).values():
+        fully_shard(experts, mesh=meshes()["alone"], **policy)
+    for module in (*port.blocks(model), model):
+        fully_shard(module, mesh=meshes()["all"], **policy)
+    return model
+
+
+def replicated(port: Port, model: nn.Module) -> nn.Module:
+    """DDP. Experts that are split are no replicas of each other."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, list(split_weights(model))
+    )
+    return DistributedDataParallel(model)
+
+
+def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Gradients are averaged over the ranks after the last micro-batch alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    elif isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def split(port: Port, model: nn.Module) -> nn.Module:
+    return expert_parallel(model)
+
+
+def whole(t: Tensor) -> Tensor:
+    """A tensor of all ranks."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights. Split experts are what they are: shards of one tensor."""
+    local = split_weights(model)
+    return {
+        name: DTensor.from_local(whole(t), meshes()["all"], [Shard(0)]) if name in local else t
+        for name, t in model.state_dict().items()
+    }
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder of all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        path = [mine]
+        dist.broadcast_object_list(path, src=0)
+        yield Path(path[0])
+        dist.barrier()
+
+
+def distributed_checkpoint(port: Port, model: nn.Module) -> nn.Module:
+    """Two ranks save, one loads and saves, two load: the weights come back, under the stock keys."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    stock = port.to_stock(state(inner))
+    with shared_folder() as folder:
+        dcp.save(stock, checkpoint_id=folder / "two")
+        if dist.get_rank() == 0:
+            alone = {n: torch.full(t.shape, float("nan"), dtype=t.dtype) for n, t in stock.items()}
+            dcp.load(alone, checkpoint_id=folder / "two", no_dist=True)
+            dcp.save(alone, checkpoint_id=folder / "one", no_dist=True)
+        dist.barrier()
+        again = {n: torch.full_like(t, float("nan")) for n, t in stock.items()}
+        dcp.load(again, checkpoint_id=folder / "one")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(float("nan"))
+    local = split_weights(inner)
+    loaded = {n: like(local[n], t) if n in local else t for n, t in port.to_ported(again).items()}
+    inner.load_state_dict(loaded)
+    return model
+
+
+def like(weight: Tensor, part: DTensor) -> Tensor:
+    """This rank's part of all experts, in the form that its weight has."""
+    mine = part.to_local()
+    if isinstance(weight, DTensor):
+        return DTensor.from_local(mine, weight.device_mesh, weight.placements)
+    return mine
+
+
+SINGLE_PRECISION = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+EP, FSDP, FSDP_MIXED = "EP=2", "FSDP2", "FSDP2, mixed precision"
+FEATURES = (
+    Feature(EP, split, 2, ranks=2, on_stock=False),
+    Feature(FSDP, sharded, 2, synchronised=synchronised, ranks=2, on_stock=False),
+    Feature(
+        FSDP_MIXED,
+        partial(sharded, mp_policy=SINGLE_PRECISION),
+        2,
+        synchronised=synchronised,
+        ranks=2,
+        on_stock=False,
+    ),
+    Feature("DDP", replicated, 2, synchronised=synchronised, ranks=2, on_stock=False),
+    Feature("distributed checkpoint", distributed_checkpoint, 3, ranks=2, on_stock=False),
+)
