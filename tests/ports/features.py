@@ -276,6 +276,7 @@ REFUSED: tuple[Refusal, ...] = (
         "the recomputation has no `context_fn` here, so it would leave the `fo.rules` scope of its forward. "
         "`fo.configure(model, rules=...)`, or `context_fn=fo.checkpoint_contexts`.",
     ),
+    *rank_features.refusals(Refusal),
 )
 
 NOTES = (
