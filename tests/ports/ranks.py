@@ -96,10 +96,11 @@ def expected(port: Any, cell: Sequence[Any]) -> Any:
 
     Where a feature changes the numerics it is the ported model with fusion off, under the same features.
     """
-    import fuseops as fo
     from features import single_precision
     from rank_features import FSDP_MIXED
     from run import prepared
+
+    import fuseops as fo
 
     if any(f.changes_numerics for f in cell):
         model = prepared(port, port.ported(), cell)
@@ -117,8 +118,8 @@ def expected(port: Any, cell: Sequence[Any]) -> Any:
 def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcome:
     """Run one cell on this rank."""
     import features
-    from fuseops.testing.compare import difference
     from run import differences, prepared
+
 
     by_name = {f.name: f for f in features.FEATURES}
     if len(titles) > 1 and device.type == "cpu":
