@@ -120,10 +120,9 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     import features
     from run import differences, prepared
 
-
     by_name = {f.name: f for f in features.FEATURES}
-    if len(titles) > 1 and device.type == "cpu":
-        by_name |= features.IN_PAIRS
+    if len(titles) > 1 and device.type == "cpu":  # as the single-process matrix does
+        by_name |= getattr(features, "IN_PAIRS", {})
     cell = [by_name[title] for title in titles]
     count = max(f.micro_batches for f in cell)
     port = RankPort(_port(name), dist.get_rank(), count, device)
