@@ -19,7 +19,8 @@ class Experts(fo.Sequential):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         routing = fo.Routing.from_topk(chosen, weights, num_experts=self["fc1"].num_groups)
         y = super().forward(x[routing.index], routing)
-        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
+        by_token = routing.index.argsort(stable=True)
+        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
 def experts(config: Qwen3MoeConfig) -> Experts:

@@ -219,18 +219,24 @@ FEATURES = (
 )
 # fmt: on
 
-# In pairs: the graph, its joint backward and its partition, without the minutes of C++ that inductor writes.
-IN_PAIRS = {
-    "compile": Feature("compile", partial(compiled, backend="aot_eager"), 7, on_stock=False)
-}
+# In pairs: the graph, its joint backward and its partition, without the minutes of C++ that inductor writes; inductor
+# where other tensors are saved, so that other kernels are fused.
+TRACED = Feature("compile", partial(compiled, backend="aot_eager"), 7, on_stock=False)
+WITH_INDUCTOR = {"LoRA", "frozen experts"}
 
 Cell = tuple[Feature, ...]  # one feature alone, or a pair
 
 
 def cells() -> list[Cell]:
     """Every feature alone, then every pair."""
-    paired = [IN_PAIRS.get(f.name, f) for f in FEATURES]
-    return [(f,) for f in FEATURES] + list(itertools.combinations(paired, 2))
+    return [(f,) for f in FEATURES] + [pair(a, b) for a, b in itertools.combinations(FEATURES, 2)]
+
+
+def pair(a: Feature, b: Feature) -> Cell:
+    """Two features, with the backend of `compile` that the pair is run with."""
+    if {a.name, b.name} & WITH_INDUCTOR:
+        return a, b
+    return tuple(TRACED if f.name == TRACED.name else f for f in (a, b))
 
 
 def title(cell: Cell) -> str:
@@ -270,11 +276,14 @@ REFUSED: tuple[Refusal, ...] = (
         "the recomputation has no `context_fn` here, so it would leave the `fo.rules` scope of its forward. "
         "`fo.configure(model, rules=...)`, or `context_fn=fo.checkpoint_contexts`.",
     ),
+    *rank_features.refusals(Refusal),
 )
 
 NOTES = (
-    "compile: every block under `fullgraph=True`, alone with inductor, in pairs with `aot_eager` (the same graph, joint "
-    "backward and partition; generated code only alone).",
+    "compile: every block under `fullgraph=True`; alone, with LoRA and with frozen experts by inductor, in the other "
+    "pairs by `aot_eager` (the same graph, joint backward and partition, without generated code).",
+    "compile: torch 2.13's inductor may read the result of `index_add` into zeros before it is written (a CPU kernel "
+    "fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a gather.",
     "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
     "disable=...)` and no context_fn.",
     "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as transformers' "

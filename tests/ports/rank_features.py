@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -128,3 +129,29 @@ FEATURES = (
     Feature("DDP", replicated, 2, synchronised=synchronised, ranks=2, on_stock=False),
     Feature("distributed checkpoint", distributed_checkpoint, 3, ranks=2, on_stock=False),
 )
+
+
+def refusals(refusal: Callable[..., Any]) -> list[Any]:
+    """Pairs that torch refuses."""
+    deepcopy, pickled, twice, both = (
+        "FSDP2 does not copy a sharded model: copy it before `fully_shard`, or its state_dict.",
+        "`fully_shard` makes a class at run time, which pickle does not find: pickle the model before, or use "
+        "`torch.distributed.checkpoint`.",
+        "`fully_shard` takes a module once, with one policy.",
+        "both spread the same parameters, and DDP meets FSDP2's DTensors: one of the two, or FSDP2 over a mesh of "
+        "two dimensions.",
+    )
+    return [
+        *(
+            entry
+            for name in (FSDP, FSDP_MIXED)
+            for entry in (
+                refusal(
+                    ("deepcopy", name), AssertionError, "FSDP does not support deepcopy", deepcopy
+                ),
+                refusal(("pickle", name), PicklingError, "Can't pickle .*fsdp", pickled),
+                refusal((name, "DDP"), Exception, "DTensor|sharding strategy", both),
+            )
+        ),
+        refusal((FSDP, FSDP_MIXED), AssertionError, "fully_shard has already been applied", twice),
+    ]

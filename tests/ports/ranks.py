@@ -27,8 +27,9 @@ class Outcome(NamedTuple):
 
     differences: list[str]
     worst: float  # the largest distance, in units of the mean of its tensor
-    error: Exception | None
-    trace: str
+    error: str | None = None
+    kinds: tuple[str, ...] = ()  # classes of the error
+    trace: str = ""
 
 
 # --- in a rank -----------------------------------------------------------------------------------------------------
@@ -95,10 +96,11 @@ def expected(port: Any, cell: Sequence[Any]) -> Any:
 
     Where a feature changes the numerics it is the ported model with fusion off, under the same features.
     """
-    import fuseops as fo
     from features import single_precision
     from rank_features import FSDP_MIXED
     from run import prepared
+
+    import fuseops as fo
 
     if any(f.changes_numerics for f in cell):
         model = prepared(port, port.ported(), cell)
@@ -116,10 +118,11 @@ def expected(port: Any, cell: Sequence[Any]) -> Any:
 def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcome:
     """Run one cell on this rank."""
     import features
-    from fuseops.testing.compare import difference
     from run import differences, prepared
 
     by_name = {f.name: f for f in features.FEATURES}
+    if len(titles) > 1 and device.type == "cpu":  # as the single-process matrix does
+        by_name |= getattr(features, "IN_PAIRS", {})
     cell = [by_name[title] for title in titles]
     count = max(f.micro_batches for f in cell)
     port = RankPort(_port(name), dist.get_rank(), count, device)
@@ -133,7 +136,7 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     ]
     pairs += [(got.grads.get(n), g) for n, g in want.grads.items()]
     worst = max(float("inf") if a is None else _distance(a, b) for a, b in pairs)
-    return Outcome(differences(got, want, dtype), worst, None, "")
+    return Outcome(differences(got, want, dtype), worst)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -179,17 +182,9 @@ def _outcome(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     try:
         return compared(name, titles, device)
     except Exception as error:
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        return Outcome([], float("nan"), _sendable(error, text), traceback.format_exc())
-
-
-def _sendable(error: Exception, text: str) -> Exception:
-    """An error of the same built-in or fuseops class that can travel."""
-    kind = next(k for k in type(error).__mro__ if k.__module__ in ("builtins", "fuseops.errors"))
-    try:
-        return kind(text)
-    except TypeError:
-        return RuntimeError(text)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        return Outcome([], float("nan"), text, kinds, traceback.format_exc())
 
 
 # --- outside -------------------------------------------------------------------------------------------------------
@@ -231,9 +226,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((port, titles))
         outcomes = [self._answer(rank, pipe) for rank, pipe in enumerate(self._pipes)]
-        if len({type(outcome.error) for outcome in outcomes}) > 1 or any(
-            isinstance(outcome.error, TimeoutError) for outcome in outcomes
-        ):
+        if outcomes[0].kinds != outcomes[1].kinds or "TimeoutError" in outcomes[0].kinds:
             self.stop()  # one rank may wait in a collective that the other one never entered
         return outcomes
 
@@ -245,4 +238,4 @@ class Ranks:
             text = f"rank {rank} gave no answer in {CELL} s"
         except EOFError:
             text = f"rank {rank} died"
-        return Outcome([], float("nan"), TimeoutError(text), text)
+        return Outcome([], float("nan"), text, ("TimeoutError",), text)

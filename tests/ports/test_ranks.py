@@ -25,8 +25,8 @@ def test_cell(ranks: Ranks, name: str, cell: Cell) -> None:
     refused = refusal(name, cell)
     for rank, outcome in enumerate(ranks.run(name, tuple(f.name for f in cell))):
         if refused is not None:
-            assert isinstance(outcome.error, refused.error), outcome
-            assert re.search(refused.match, str(outcome.error)), outcome.trace
+            assert refused.error.__name__ in outcome.kinds, outcome.trace
+            assert re.search(refused.match, outcome.error or ""), outcome.trace
             continue
         assert outcome.error is None, f"rank {rank}: {outcome.trace}"
         assert not outcome.differences, f"rank {rank}"
