@@ -116,7 +116,9 @@ class Qwen3MoE:
         return list(model.model.layers)
 
     def experts(self, model: nn.Module) -> list[nn.Parameter]:
-        layers = (layer.mlp.experts for layer in self.blocks(model) if hasattr(layer.mlp, "experts"))
+        layers = (
+            layer.mlp.experts for layer in self.blocks(model) if hasattr(layer.mlp, "experts")
+        )
         return list(itertools.chain.from_iterable(e.parameters() for e in layers))
 
     def to_stock(self, tensors: Tensors) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import functools
 import importlib
 
 import pytest
-import torch
 import table
+import torch
 from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, refusal, title
 from port import Port, Step
 from run import differences, ported, reference
