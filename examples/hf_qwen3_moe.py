@@ -1,9 +1,7 @@
-"""A stock Hugging Face Qwen3-MoE with its experts, MLPs and norms replaced by fuseops, under stock checkpoint keys.
-
-Run it: python examples/hf_qwen3_moe.py        (needs `pip install fuseops[hf]`; downloads nothing)
-"""
+"""A stock Hugging Face Qwen3-MoE with its experts, MLPs and norms replaced by fuseops, under stock checkpoint keys."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,16 @@ class Experts(fo.Sequential):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         routing = fo.Routing.from_topk(chosen, weights, num_experts=self["fc1"].num_groups)
         y = super().forward(x[routing.index], routing)
-        by_token = routing.index.argsort(stable=True)
+        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
         return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
 def experts(config: Qwen3MoeConfig) -> Experts:
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    fc1, fc2 = fo.ops.GroupedLinear(e, d, 2 * f, bias=False), fo.ops.GroupedLinear(e, f, d, bias=False)
+    fc1, fc2 = (
+        fo.ops.GroupedLinear(e, d, 2 * f, bias=False),
+        fo.ops.GroupedLinear(e, f, d, bias=False),
+    )
     return Experts({"fc1": fc1, "act": fo.ops.ScaledSwiGLU(), "fc2": fc2})
 
 
@@ -38,6 +39,7 @@ def mlp(config: Qwen3MoeConfig) -> fo.Sequential:
 def ported(stock: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
     """A copy of the stock model, built of fuseops, with the same weights."""
     model, config = copy.deepcopy(stock), stock.config
+    weights = hf.to_fuseops(model.state_dict())
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts = experts(config)
@@ -46,7 +48,7 @@ def ported(stock: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, fo.ops.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     model.model.norm = fo.ops.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    model.to(stock.dtype).load_state_dict(hf.to_fuseops(stock.state_dict()))
+    model.load_state_dict(weights, assign=True)  # in the stock model's dtype
     return model
 
 
@@ -56,10 +58,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, moe_intermediate_size=32, intermediate_size=96, head_dim=16)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
-    moe = dict(num_experts=8, num_experts_per_tok=2, mlp_only_layers=[1])
-    stock = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=128, **sizes, **heads, **moe))
+    sizes: dict[str, Any] = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, intermediate_size=96, moe_intermediate_size=32)
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[1])
+    stock = Qwen3MoeForCausalLM(config)
     model, tokens = ported(stock), torch.randint(128, (2, 16))
 
     expected, got = stock(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss
@@ -71,5 +73,7 @@ if __name__ == "__main__":
     print(f"loss {got.item():.4f}; loss and {len(grads)} gradients equal the stock model's")
 
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    stock.load_state_dict(hf.to_hf(model.state_dict()))  # a trained model under the stock keys again
+    stock.load_state_dict(
+        hf.to_hf(model.state_dict())
+    )  # a trained model under the stock keys again
     print(fo.explain(model, tokens))

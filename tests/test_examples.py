@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-EXPECTED = {"custom_op": "Swish", "custom_rule": "the width 9 is odd"}
+EXPECTED = {
+    "custom_op": "Swish",
+    "custom_rule": "the width 9 is odd",
+    "hf_qwen3_moe": "equal the stock model's",
+}
 
 
 def test_there_are_examples() -> None:
@@ -22,14 +26,16 @@ def test_an_example_runs(example: Path) -> None:
     source = example.read_text(encoding="utf-8")
     if "explain(" in source and importlib.util.find_spec("fuseops.fusions.explain") is None:
         pytest.skip("explain() is not built yet")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "error", str(example)]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert EXPECTED.get(example.stem, "") in ran.stdout
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_an_example_is_under_60_lines(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, limit", [("custom_op", 60), ("custom_rule", 60), ("hf_qwen3_moe", 80)]
+)
+def test_an_example_is_short(name: str, limit: int) -> None:
     lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 60
+    assert len(lines) < limit

@@ -1,12 +1,15 @@
 """Weights between Hugging Face's keys for gated MLPs and experts, and those of fuseops Sequentials.
 
-Two layouts are in use for one layer, and fuseops has one of its own for each of the two kinds:
+Of experts, D wide with F hidden units:
 
-| | Hugging Face | fuseops |
-|---|---|---|
-| experts in a transformers 5 model | `experts.gate_up_proj` (E, 2F, D), `experts.down_proj` (E, D, F) | `experts.fc1.weight`, `experts.fc2.weight` |
-| experts in a checkpoint file | `experts.<e>.gate_proj.weight` and `up_proj` (F, D), `down_proj` (D, F) | the same |
-| a dense MLP | `mlp.gate_proj.weight` and `up_proj` (F, D), `down_proj` (D, F) | `mlp.fc1.weight` (2F, D), `mlp.fc2.weight` (D, F) |
+    in a transformers 5 model   experts.gate_up_proj (E, 2F, D), experts.down_proj (E, D, F)
+    in a checkpoint file        experts.<e>.gate_proj.weight and up_proj (F, D), down_proj (D, F)
+    in fuseops                  experts.fc1.weight (E, 2F, D), experts.fc2.weight (E, D, F)
+
+Of a dense `mlp` or a `shared_expert`:
+
+    Hugging Face                mlp.gate_proj.weight and up_proj (F, D), down_proj (D, F)
+    in fuseops                  mlp.fc1.weight (2F, D), mlp.fc2.weight (D, F)
 
 fc1 is `[gate | up]`: the gate is the first half, as in transformers' packed weights. Nothing is transposed.
 All other keys pass through. Tensors may be weights, their gradients, or optimizer state.

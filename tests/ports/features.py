@@ -50,6 +50,10 @@ class _Recomputed:
         return checkpoint(partial(self.forward, **keywords), *args, **self.how)
 
 
+def with_contexts(port: Port, model: nn.Module) -> nn.Module:
+    return checkpointed(port, model, use_reentrant=False, context_fn=fo.checkpoint_contexts)
+
+
 def configured_checkpoint(port: Port, model: nn.Module) -> nn.Module:
     """What is configured belongs to the model: the recomputation needs no context_fn."""
     fo.configure(model, disable=["grouped_mlp"], rules=[user_rule])
@@ -199,7 +203,7 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
 
 # fmt: off
 FEATURES = (
-    Feature("checkpoint", partial(checkpointed, use_reentrant=False, context_fn=fo.checkpoint_contexts), 5, on_stock=False),
+    Feature("checkpoint", with_contexts, 5, on_stock=False),
     Feature("checkpoint, reentrant", partial(checkpointed, use_reentrant=True), 5, on_stock=False),
     Feature("checkpoint, configured", configured_checkpoint, 5, on_stock=False),
     Feature("compile", compiled, 7, on_stock=False),
@@ -286,9 +290,10 @@ NOTES = (
     "fused past the mutation, seen with LoRA: wrong outputs, no error). The ports sum a token's rows by a gather.",
     "checkpoint: non-reentrant, with `context_fn=fo.checkpoint_contexts`; configured: `fo.configure(model, rules=..., "
     "disable=...)` and no context_fn.",
-    "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as transformers' "
-    "`enable_input_require_grads()` does; without, torch itself gives no gradients.",
-    "autocast: float32 parameters, compared within 8 units of bfloat16: fused ops keep in float32 what unfused ones round.",
+    "checkpoint, reentrant, where the input of a block has no gradient (LoRA): it is made to want one, as by "
+    "transformers' `enable_input_require_grads()`; without, torch itself gives no gradients.",
+    "autocast: float32 parameters, compared within 8 units of bfloat16: fused ops keep in float32 what unfused "
+    "ones round.",
     "LoRA: PEFT's adapters on linear layers that are ops, all else frozen.",
     "user's rule: in a `fo.rules` scope; user's op: a level-1 op in the place of `ScaledSwiGLU`.",
 )

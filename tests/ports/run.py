@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from port import Feature, Port, Step
 from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.testing.compare import difference
-
-from port import Feature, Port, Step
 
 # Names that wrappers put into the path of a parameter.
 WRAPPERS = {"_orig_mod", "module"}

@@ -7,11 +7,14 @@ import functools
 import importlib
 
 import pytest
-import torch
 import table
+import torch
 from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, refusal, title
 from port import Port, Step
 from run import differences, ported, reference
+
+# dynamo looks at .grad of every input that it makes a fake of, leaf or not
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 SINGLE = [cell for cell in cells() if all(feature.ranks == 1 for feature in cell)]
 

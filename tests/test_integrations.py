@@ -1,0 +1,73 @@
+"""Weights go from Hugging Face's keys to fuseops' and back, unchanged, in both of its layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.integrations import hf
+
+
+def dense(prefix: str, hidden: int, width: int) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.gate_proj.weight": torch.randn(hidden, width),
+        f"{prefix}.up_proj.weight": torch.randn(hidden, width),
+        f"{prefix}.down_proj.weight": torch.randn(width, hidden),
+    }
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
+def test_there_and_back_changes_nothing(experts: int, hidden: int, width: int) -> None:
+    """Twelve experts: their numbers do not sort as text."""
+    file = dense("layers.1.mlp", hidden, width) | dense("layers.1.mlp.shared_expert", hidden, width)
+    file["layers.0.mlp.gate.weight"] = torch.randn(experts, width)  # a router, not a projection
+    for e in range(experts):
+        file |= dense(f"layers.0.mlp.experts.{e}", hidden, width)
+    ours = hf.to_fuseops(file)
+    assert ours["layers.0.mlp.experts.fc1.weight"].shape == (experts, 2 * hidden, width)
+    assert same(hf.to_hf(ours, experts="separate"), file)
+    packed = hf.to_hf(ours)
+    assert packed["layers.0.mlp.experts.gate_up_proj"] is ours["layers.0.mlp.experts.fc1.weight"]
+    assert same(hf.to_fuseops(packed), ours)
+
+
+def test_the_gate_is_the_first_half() -> None:
+    file = dense("mlp.experts.0", 3, 2) | dense("mlp", 3, 2)
+    ours = hf.to_fuseops(file)
+    for weight, prefix in (
+        (ours["mlp.experts.fc1.weight"][0], "mlp.experts.0"),
+        (ours["mlp.fc1.weight"], "mlp"),
+    ):
+        assert torch.equal(weight[:3], file[f"{prefix}.gate_proj.weight"])
+        assert torch.equal(weight[3:], file[f"{prefix}.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    "missing, said",
+    [
+        ("mlp.up_proj.weight", "mlp.fc1.weight .*up_proj is missing"),
+        ("mlp.experts.1.down_proj.weight", "down_proj of expert 1 is missing"),
+    ],
+)
+def test_a_missing_part_is_named(missing: str, said: str) -> None:
+    file = dense("mlp", 3, 2)
+    for e in range(3):
+        file |= dense(f"mlp.experts.{e}", 3, 2)
+    del file[missing]
+    with pytest.raises(fo.FuseOpsError, match=said):
+        hf.to_fuseops(file)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(fo.FuseOpsError, match="'packed' or 'separate', got 'rows'"):
+        hf.to_hf({}, experts="rows")  # type: ignore[arg-type]
+    with pytest.raises(fo.FuseOpsError, match=r"two halves, got shape \(3, 2\)"):
+        hf.to_hf({"mlp.fc1.weight": torch.ones(3, 2)})
