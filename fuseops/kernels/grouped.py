@@ -112,10 +112,12 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     require(offs.dim() == 1 and 0 < len(offs) <= MAX_GROUPS,
             f"offs is {tuple(offs.shape)}, expected (E,) with 1 to {MAX_GROUPS} groups.")  # fmt: skip
     require(offs.dtype == torch.int32, f"offs is {offs.dtype}, expected torch.int32.")
-    tiles = torch.empty(table_size(rows, len(offs)), dtype=torch.int32, device=offs.device)
+    groups, offs = len(offs), offs.contiguous()
+    tiles = torch.empty(table_size(rows, groups), dtype=torch.int32, device=offs.device)
+    block_e = pow2(groups)
     launch(
-        device("grouped_mm").group_tiles_kernel, (len(offs),),
-        offs.contiguous(), tiles, rows, len(offs), BLOCK_E=pow2(len(offs)), num_warps=4,
+        device("grouped_mm").group_tiles_kernel, (groups,), offs, tiles, rows, groups,
+        key=None if offs.data_ptr() % 16 else (block_e,), BLOCK_E=block_e, num_warps=4,
     )  # fmt: skip
     return tiles
 

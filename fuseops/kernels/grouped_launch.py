@@ -71,7 +71,8 @@ def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Square tiles read less, which shows where K is so short that loads do not hide."""
-    return _pingpong_candidates(dims, itemsize)[dims[-1] <= 256]
+    groups, _, k = dims
+    return _pingpong_candidates(dims, itemsize)[k <= 768 and rows >= 1024 * groups]
 
 
 MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default)
@@ -126,39 +127,45 @@ def launch_mm(
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     path = mm_path(x, weight, bias)
     config = dict(MM_SPACES[path].pick(rows, (groups, n, k), x))
-    block_m, block_n, block_k = (config[f"BLOCK_{axis}"] for axis in "MNK")
-    transposed = weight.stride(2) != 1
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    transposed, strides = weight.stride(2) != 1, (x.stride(0), *weight.stride())
     programs = min(
         config.pop("PER_SM", 1) * num_sms(x.device), (rows // block_m + groups) * cdiv(n, block_n)
     )
     sizes = (first_entry(rows, groups, block_m), rows, groups, n, k)
+    options: Config
     if path == "pingpong":
         module = device("grouped_pingpong")
-        w = (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
-        w_block = [block_k, block_n] if transposed else [block_n, block_k]
+        inner = n if transposed else k
+        w_shape, w_block = [weight.numel() // inner, inner], [64 if transposed else block_n, 64]
+        operands: tuple[Any, ...] = (
+            module.Descriptor(x, x.shape, x.stride(), [block_m, block_k]),
+            module.Descriptor(weight, w_shape, [inner, 1], w_block),
+            module.Descriptor(y, y.shape, y.stride(), [block_m, 64]),
+        )
+        options = {"TRANSPOSED": transposed, "BLOCK_N": block_n, "GROUP": config["GROUP"],
+                   "STAGES": config["STAGES"], "num_warps": 4, "maxnreg": 168}  # fmt: skip
         launch(
-            module.grouped_mm_pingpong_kernel, (programs,), y,
-            module.descriptor(x, [block_m, block_k]), module.descriptor(w, w_block),
-            module.descriptor(y, [block_m, 64]), offs, tiles, *sizes,
-            TRANSPOSED=transposed, GROUP=config["GROUP"], STAGES=config["STAGES"],
-            num_warps=4, maxnreg=168,
+            module.grouped_mm_pingpong_kernel, (programs,), y, *operands, offs, tiles, *sizes,
+            key=_key((offs, tiles), x.dtype, n, k, block_m, *options.values()), **options,
         )  # fmt: skip
         return y
-    operands: tuple[Any, ...] = (x, weight, y)
+    module, operands = device("grouped_mm"), (x, weight, y)
     if path == "tma":
-        module = device("grouped_mm")
         w = weight.transpose(1, 2) if transposed else weight
         w_block = [1, block_k, block_n] if transposed else [1, block_n, block_k]
         operands = (
-            module.TensorDescriptor.from_tensor(x, [block_m, block_k]),
-            module.TensorDescriptor.from_tensor(w, w_block),
-            module.create_ragged_descriptor(y, [block_m, block_n // config["SUBTILES"]]),
+            module.describe(x, [block_m, block_k]),
+            module.describe(w, w_block),
+            module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
         )
+    bias = y if bias is None else bias
+    options = {"HAS_BIAS": bias is not y, "TRANSPOSED": transposed, "TMA": path == "tma",
+               "PRECISION": precision(x), **config}  # fmt: skip
     launch(
-        device("grouped_mm").grouped_mm_kernel, (programs,),
-        y, *operands, y if bias is None else bias, offs, tiles, *sizes, x.stride(0), *weight.stride(),
-        HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=path == "tma",
-        PRECISION=precision(x), **config,
+        module.grouped_mm_kernel, (programs,), y, *operands, bias, offs, tiles, *sizes, *strides,
+        key=_key((x, weight, bias, offs, tiles), x.dtype, n, k, *strides, *options.values()),
+        **options,
     )  # fmt: skip
     return y
 
@@ -171,23 +178,31 @@ def launch_wgrad(
     path = wgrad_path(dy, x)
     space = WGRAD_TMA if path == "tma" else WGRAD_POINTER
     config = dict(space.pick(rows, (groups, n, k), x))
-    block_m, block_n, block_k = (config[f"BLOCK_{axis}"] for axis in "MNK")
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     programs = min(
         config.pop("PER_SM") * num_sms(x.device), groups * cdiv(n, block_m) * cdiv(k, block_n)
     )
-    operands: tuple[Any, ...] = (dy, x, dw)
+    module, operands = device("grouped_mm"), (dy, x, dw)
     if path == "tma":
-        module, part = device("grouped_mm"), block_n // config["SUBTILES"]
+        part = block_n // config["SUBTILES"]
         operands = (
-            module.create_ragged_descriptor(dy, [block_k, block_m]),
-            module.create_ragged_descriptor(x, [block_k, block_n]),
-            dw if accumulate else module.TensorDescriptor.from_tensor(dw, [1, block_m, part]),
+            module.describe_ragged(dy, [block_k, block_m]),
+            module.describe_ragged(x, [block_k, block_n]),
+            dw if accumulate else module.describe(dw, [1, block_m, part]),
         )
+    strides = dy.stride(0), x.stride(0)
+    options = {"ACCUMULATE": accumulate, "TMA": path == "tma", "PRECISION": precision(x), **config}
     launch(
-        device("grouped_mm").grouped_wgrad_kernel, (programs,),
-        dw, *operands, offs, tiles, rows, groups, n, k, dy.stride(0), x.stride(0),
-        ACCUMULATE=accumulate, TMA=path == "tma", PRECISION=precision(x), **config,
+        module.grouped_wgrad_kernel, (programs,),
+        dw, *operands, offs, tiles, rows, groups, n, k, *strides,
+        key=_key((dw, dy, x, offs, tiles), x.dtype, dw.dtype, n, k, *strides, *options.values()),
+        **options,
     )  # fmt: skip
+
+
+def _key(tensors: tuple[Tensor, ...], *values: Any) -> tuple[Any, ...] | None:
+    """What the compiled code depends on, for tensors that are aligned as Triton likes them."""
+    return None if any(t.data_ptr() % 16 for t in tensors) else values
 
 
 def table_size(rows: int, groups: int) -> int:

@@ -9,6 +9,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_launch
+from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
 ROWS = st.sampled_from([0, 1, 63, 65, 127, 200])
@@ -153,9 +154,73 @@ def test_errors_name_what_was_given():
         k.grouped_mm.launcher(x, w, offs[:1])
     with pytest.raises(FuseOpsError, match=r"x is \(6, 4\) and weight \(2, 4, 3\)"):
         k.grouped_mm.launcher(x, w.transpose(1, 2), offs)
-    with pytest.raises(FuseOpsError, match="operands are torch.float32 and torch.bfloat16"):
+    with pytest.raises(FuseOpsError, match=r"operands are torch\.float32 and torch\.bfloat16"):
         k.grouped_mm.launcher(x, w.bfloat16(), offs)
     with pytest.raises(FuseOpsError, match=r"expected group_tiles\(offs, 6\)"):
         k.grouped_mm.launcher(x, w, offs, offs)
-    with pytest.raises(FuseOpsError, match="main_grad is torch.bfloat16"):
+    with pytest.raises(FuseOpsError, match=r"main_grad is torch\.bfloat16"):
         k.grouped_wgrad_into.launcher(w.bfloat16(), x[:, :3], x, offs)
+
+
+MM = [
+    (path, number)
+    for path, space in grouped_launch.MM_SPACES.items()
+    for number in range(len(space.candidates((40, 2048, 1024), 2)))
+]
+
+
+def many_tiles(seed=0):
+    """More than ten tiles a program of any configuration: x, dy, weight, offs, bounds."""
+    torch.manual_seed(seed)
+    rows, n, size, groups = 40000, 2048, 1024, 40
+    offs = splits(rows, groups, seed, padding=77)
+    offs[3:6] = offs[3]
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy, weight = make(rows, size), make(rows, n), make(groups, n, size)
+    bounds = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+    return poison(x, offs), poison(dy, offs), weight, offs.cuda(), bounds
+
+
+def close(got, want):
+    """Relative error of a group; an empty one is all zero."""
+    error = (got.float() - want).norm() / want.norm().clamp(min=1e-20)
+    assert got.numel() == 0 or error < 4e-3, error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("path", "number"), MM)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_many_tiles_a_program(path, number, transposed, monkeypatch):
+    x, dy, weight, offs, bounds = many_tiles()
+    a, w = (dy, weight.transpose(1, 2)) if transposed else (x, weight)
+    if path == "pingpong" and grouped_launch.mm_path(a, w) != "pingpong":
+        pytest.skip("needs Hopper and a Triton whose Gluon is tested")
+    monkeypatch.setattr(grouped_launch, "mm_path", lambda *_: path)
+    space = grouped_launch.MM_SPACES[path]
+    with forced(space, space.candidates((40, *w.shape[1:]), 2)[number]):
+        y = k.grouped_mm(a, w, offs)
+        for _ in range(3):
+            assert torch.equal(y.view(torch.int16), k.grouped_mm(a, w, offs).view(torch.int16))
+    for e, (start, end) in enumerate(bounds):
+        close(y[start:end], a[start:end].float() @ w[e].float().t())
+    assert not y[bounds[-1][1] :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("path", "number"), [("tma", 0), ("tma", 1), ("pointer", 0)])
+def test_many_tiles_of_weight_gradients(path, number, monkeypatch):
+    x, dy, weight, offs, bounds = many_tiles()
+    monkeypatch.setattr(grouped_launch, "wgrad_path", lambda *_: path)
+    space = grouped_launch.WGRAD_TMA if path == "tma" else grouped_launch.WGRAD_POINTER
+    main = torch.ones(weight.shape, device="cuda")
+    with forced(space, space.candidates(tuple(weight.shape), 2)[number]):
+        dw = k.grouped_wgrad(dy, x, offs)
+        assert torch.equal(dw, k.grouped_wgrad(dy, x, offs))
+        k.grouped_wgrad_into(main, dy, x, offs)
+        fresh = torch.full_like(main, float("nan"))
+        k.grouped_wgrad_into(fresh, dy, x, offs, None, False)
+    for e, (start, end) in enumerate(bounds):
+        want = dy[start:end].float().t() @ x[start:end].float()
+        close(dw[e], want)
+        close(main[e] - 1, want)
+        close(fresh[e], want)

@@ -63,11 +63,21 @@ class Feature:
     """One row and one column of the table."""
 
     name: str
-    prepare: Callable[[Port, nn.Module], nn.Module] = _same  # wraps or changes a model before its step
-    order: int = 0  # of two features the lower one prepares first: weights, then wrappers, then compile
-    around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()  # the forward
-    call: Callable[[nn.Module, Callable[[nn.Module], Any]], Any] | None = None  # how the forward is called
+    prepare: Callable[[Port, nn.Module], nn.Module] = (
+        _same  # wraps or changes a model before its step
+    )
+    order: int = (
+        0  # of two features the lower one prepares first: weights, then wrappers, then compile
+    )
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: (
+        nullcontext()
+    )  # the forward
+    call: Callable[[nn.Module, Callable[[nn.Module], Any]], Any] | None = (
+        None  # how the forward is called
+    )
     micro_batches: int = 1
     ranks: int = 1
     on_stock: bool = True  # False where only fuseops has it: the stock model then runs without
-    changes_numerics: bool = False  # reference: the ported model with fusion off under the same features
+    changes_numerics: bool = (
+        False  # reference: the ported model with fusion off under the same features
+    )

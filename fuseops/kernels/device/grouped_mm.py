@@ -6,12 +6,34 @@ With TMA, `x`, `weight`, `dy` and `y` are tensor descriptors, pointers otherwise
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import create_ragged_descriptor as create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GROUPS = tl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
-RAGGED_ROWS = tl.constexpr(1 << 30)  # of create_ragged_descriptor
+RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
+
+
+class Descriptor(TensorDescriptor):
+    """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
+
+    def __init__(self, base, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding = "zero"
+
+
+def describe(t, block):
+    """A descriptor of a tensor as it is."""
+    return Descriptor(t, t.shape, t.stride(), block)
+
+
+def describe_ragged(t, block):
+    """A descriptor of rows that form groups, used with `ragged` coordinates (the trick, and its
+    proof by 64-bit wraparound of addresses, is triton.tools.ragged_tma's).
+    """
+    rows = 1 << 30
+    stride = t.stride(0)
+    strides = [2**34 - stride, stride, stride, 1]
+    return Descriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
 
 
 @triton.jit

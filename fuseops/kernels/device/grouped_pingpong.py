@@ -20,10 +20,15 @@ MAX_GROUPS = gl.constexpr(2048)
 ZEROS = gl.constexpr(1024)
 
 
-def descriptor(tensor, block):
-    """A tensor descriptor for blocks of 16-bit elements."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+
+
+class Descriptor(TensorDescriptor):
+    """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
+
+    def __init__(self, base, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.layout, self.padding = SWIZZLED, "zero"
 
 
 @gluon.jit
@@ -49,8 +54,10 @@ def load_tiles(
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    BLOCK_N: gl.constexpr = weight.block_type.shape[1 if TRANSPOSED else 0]
-    BYTES: gl.constexpr = x.block_type.nbytes + weight.block_type.nbytes
+    BLOCK_N: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
+    BYTES: gl.constexpr = x.block_type.nbytes + BLOCK_N * BLOCK_K * 2
+    PANEL: gl.constexpr = weight.block_type.shape[1]
+    last = (gl.cdiv(N, PANEL) - 1) * PANEL  # read again for what lies beyond N: zero fill is slow
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         group, start, _, block_m, block_n = locate(
@@ -65,10 +72,13 @@ def load_tiles(
                 x, [start + block_m * BLOCK_M, k], full, x_ring.index(slot)
             )
             if TRANSPOSED:
-                at = [group * K + k, block_n * BLOCK_N]
+                for i in gl.static_range(BLOCK_N // PANEL):
+                    col = gl.minimum(block_n * BLOCK_N + i * PANEL, last)
+                    panel = w_ring.index(slot).slice(i * PANEL, PANEL, 1)
+                    tma.async_copy_global_to_shared(weight, [group * K + k, col], full, panel)
             else:
                 at = [group * N + block_n * BLOCK_N, k]
-            tma.async_copy_global_to_shared(weight, at, full, w_ring.index(slot))
+                tma.async_copy_global_to_shared(weight, at, full, w_ring.index(slot))
             step += 1
 
 
@@ -104,7 +114,7 @@ def multiply_tiles(
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    BLOCK_N: gl.constexpr = weight.block_type.shape[1 if TRANSPOSED else 0]
+    BLOCK_N: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
     PART: gl.constexpr = y.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -150,11 +160,10 @@ def multiply_tiles(
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_pingpong_kernel(
     y_ptr, x, weight, y, offs_ptr, tiles_ptr, first_entry, R, E, N, K,
-    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T; BLOCK_K divides K."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
-    BLOCK_N: gl.constexpr = weight.block_type.shape[1 if TRANSPOSED else 0]
     step = gl.arange(0, ZEROS, layout=gl.BlockedLayout([8], [32], [4], [0]))
     end = R.to(gl.int64) * N
     first = gl.load(offs_ptr + E - 1).to(gl.int64) * N + gl.program_id(0) * ZEROS
@@ -163,8 +172,10 @@ def grouped_mm_pingpong_kernel(
 
     num_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
-    w_ring = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_type.shape, weight.layout)
+    BLOCK_K: gl.constexpr = x.block_type.shape[1]
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
+    w_ring = gl.allocate_shared_memory(x.dtype, W_SHAPE, weight.layout)
     buffer0 = gl.allocate_shared_memory(y.dtype, y.block_type.shape, y.layout)
     buffer1 = gl.allocate_shared_memory(y.dtype, y.block_type.shape, y.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
