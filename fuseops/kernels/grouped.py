@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import launch_mm, launch_wgrad, table_size
 from fuseops.kernels.launch import device, launch
@@ -140,10 +141,12 @@ def grouped_mm(
 
     tiles: `group_tiles(offs, R)`, made here if not given.
     """
-    require(x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2],
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K).")  # fmt: skip
-    require(bias is None or bias.shape == weight.shape[:2],
-            f"bias is {bias is not None and tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")  # fmt: skip
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise FuseOpsError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
+        )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
     _check(x, weight, offs, len(weight))
     if not x.shape[0] or not weight.shape[1]:
         return x.new_empty(x.shape[0], weight.shape[1])
@@ -208,21 +211,22 @@ def _wgrad(
 
 
 def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
-    require(offs.shape == (groups,), f"offs is {tuple(offs.shape)}, expected ({groups},).")
-    require(
-        x.dtype in DTYPES and other.dtype == x.dtype,
-        f"operands are {x.dtype} and {other.dtype}, expected one of bfloat16, float16, float32.",
-    )
+    if offs.shape != (groups,):
+        raise FuseOpsError(f"offs is {tuple(offs.shape)}, expected ({groups},).")
+    if x.dtype not in DTYPES or other.dtype != x.dtype:
+        raise FuseOpsError(
+            f"operands are {x.dtype} and {other.dtype}, expected one of bfloat16, float16, float32."
+        )
 
 
 def _tiles(tiles: Tensor | None, offs: Tensor, x: Tensor) -> Tensor:
     if tiles is None:
-        return group_tiles(offs, len(x))
-    size = table_size(len(x), len(offs))
-    require(
-        tiles.shape == (size,) and tiles.dtype == torch.int32,
-        f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {len(x)}).",
-    )
+        return group_tiles(offs, x.shape[0])
+    size = table_size(x.shape[0], offs.shape[0])
+    if tiles.shape != (size,) or tiles.dtype != torch.int32:
+        raise FuseOpsError(
+            f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {x.shape[0]})."
+        )
     return tiles
 
 

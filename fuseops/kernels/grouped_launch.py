@@ -8,6 +8,7 @@ Paths, best first:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -70,9 +71,12 @@ def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Square tiles read less, which shows where K is so short that loads do not hide."""
-    groups, _, k = dims
-    return _pingpong_candidates(dims, itemsize)[k <= 768 and rows >= 1024 * groups]
+    """Square tiles read less, which shows where K is so short that loads do not hide, and waste
+    less at the edge of some N.
+    """
+    groups, n, k = dims
+    short = k <= 768 and rows >= 1024 * groups
+    return _pingpong_candidates(dims, itemsize)[short or 0 < n % 256 <= 128]
 
 
 MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default)
@@ -85,38 +89,51 @@ MM_SPACES = {"pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 
 def mm_path(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
     """Which kernel multiplies these: "pingpong", "tma" or "pointer"."""
-    if not (_tma_rows(x) and _tma_rows(weight) and weight.shape[1] * weight.itemsize % 16 == 0):
+    if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return "pointer"
-    packed = weight.transpose(1, 2) if weight.stride(2) != 1 else weight
-    gluon = (
-        current_arch(x.device) == 90
-        and not INTERPRET
-        and versions()["triton"].rpartition(".")[0] in GLUON_TESTED
-    )
-    fits = (
-        packed.is_contiguous()
-        and x.shape[1] % 64 == 0
-        and len(weight) * max(weight.shape[1:]) < 1 << 31
-    )
-    return "pingpong" if gluon and fits and bias is None else "tma"
+    arch, size = current_arch(x.device), x.itemsize
+    return _mm_path(arch, size, x.shape[1], x.stride(), weight.shape, weight.stride(), bias is None)
 
 
 def wgrad_path(dy: Tensor, x: Tensor) -> str:
     """Which kernel takes the weight gradient of these: "tma" or "pointer"."""
-    aligned = x.shape[1] * x.itemsize % 16 == 0
-    return "tma" if aligned and _tma_rows(dy) and _tma_rows(x) else "pointer"
+    if dy.data_ptr() % 16 or x.data_ptr() % 16 or x.shape[1] * x.itemsize % 16:
+        return "pointer"
+    arch, size = current_arch(x.device), x.itemsize
+    describable = _describable(arch, size, dy.stride()) and _describable(arch, size, x.stride())
+    return "tma" if describable else "pointer"
 
 
-def _tma_rows(t: Tensor) -> bool:
-    """Whether a descriptor can describe it: 16-bit, all strides but one a multiple of 16 bytes."""
-    strides = [s for s in t.stride() if s != 1]
-    return (
-        t.itemsize == 2
-        and current_arch(t.device) in TMA_ARCHS
-        and len(strides) == t.dim() - 1
-        and all(s > 0 and s % 8 == 0 for s in strides)
-        and t.data_ptr() % 16 == 0
-    )
+@functools.lru_cache(maxsize=4096)
+def _mm_path(
+    arch: int,
+    itemsize: int,
+    k: int,
+    x_strides: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    w_strides: tuple[int, ...],
+    plain: bool,
+) -> str:
+    groups, n, _ = w_shape
+    described = _describable(arch, itemsize, x_strides) and _describable(arch, itemsize, w_strides)
+    if not described or n * itemsize % 16:
+        return "pointer"
+    gluon = arch == 90 and not INTERPRET and _triton() in GLUON_TESTED
+    packed = w_strides in ((n * k, k, 1), (n * k, 1, n))
+    fits = k % 64 == 0 and groups * max(n, k) < 1 << 31
+    return "pingpong" if gluon and packed and fits and plain else "tma"
+
+
+@functools.lru_cache(maxsize=4096)
+def _describable(arch: int, itemsize: int, strides: tuple[int, ...]) -> bool:
+    """Whether TMA takes it: 16-bit, one contiguous axis, the others a multiple of 16 bytes apart."""
+    others = [s for s in strides if s != 1]
+    aligned = all(s > 0 and s % 8 == 0 for s in others)
+    return arch in TMA_ARCHS and itemsize == 2 and aligned and len(others) == len(strides) - 1
+
+
+def _triton() -> str:
+    return ".".join(versions()["triton"].split(".")[:2])
 
 
 def launch_mm(
