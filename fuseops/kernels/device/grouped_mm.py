@@ -13,7 +13,7 @@ RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
 
 
-class Descriptor(TensorDescriptor):
+class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
     def __init__(self, base, shape, strides, block_shape):

@@ -23,7 +23,7 @@ ZEROS = gl.constexpr(1024)
 SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 
 
-class Descriptor(TensorDescriptor):
+class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
     def __init__(self, base, shape, strides, block_shape):
