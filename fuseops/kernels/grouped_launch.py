@@ -150,7 +150,7 @@ def launch_mm(
         config.pop("PER_SM", 1) * num_sms(x.device), (rows // block_m + groups) * cdiv(n, block_n)
     )
     sizes = (first_entry(rows, groups, block_m), rows, groups, n, k)
-    options: Config
+    options: dict[str, Any]
     if path == "pingpong":
         module = device("grouped_pingpong")
         inner = n if transposed else k

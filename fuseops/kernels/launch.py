@@ -63,7 +63,7 @@ def launch(
     kernel: Any,
     grid: tuple[int, ...],
     *args: Any,
-    key: tuple[Any, ...] | None = None,
+    key: Any = None,
     **options: Any,
 ) -> None:
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
