@@ -155,6 +155,8 @@ def specialize(launch: Launch) -> tuple[dict[str, str], Fixed, Fixed]:
         elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
+        elif hasattr(value, "block_shape"):
+            signature[param.name] = _descriptor_type(value)
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         else:
@@ -162,6 +164,13 @@ def specialize(launch: Launch) -> tuple[dict[str, str], Fixed, Fixed]:
             if value % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     return signature, constants, attrs
+
+
+def _descriptor_type(descriptor: Any) -> str:
+    """As the JIT spells a tensor descriptor; Gluon's has a shared memory layout."""
+    layout = getattr(descriptor, "layout", None)
+    block = f"{_TYPES[descriptor.base.dtype]}{list(descriptor.block_shape)}"
+    return f"tensordesc<{block}{'' if layout is None else f',{layout!r}'}>"
 
 
 @functools.cache
@@ -195,7 +204,10 @@ def compile_row(row: Row) -> dict[str, Any]:
     signature, constants, attrs = specialize(row.launch)
     names = row.launch.kernel.arg_names
     options = {k: v for k, v in row.launch.options.items() if k not in names}
-    source = ASTSource(row.launch.kernel, signature, constants, attrs)
+    kernel = row.launch.kernel
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    source = ASTSource(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]

@@ -1,74 +1,233 @@
-"""Grouped GEMMs. CUDA runs `torch.nn.functional.grouped_mm` where it takes the dtype, otherwise a masked dense product
-a group: neither asks the host. The reference loop reads `offs`, so traced code and fake tensors see the registered ops.
+"""Grouped GEMMs over rows sorted by group, with the boundaries on the device: nothing asks the host.
 
-Maths: y[rows of e] = x[rows of e] @ weight[e].T;  dw[e] = dy[rows of e].T @ x[rows of e]. Padding rows are zero.
-Shapes: x (R, K), weight (E, N, K), dy and y (R, N), dw (E, N, K), offs (E,) int32 row ends on the device.
+Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]);  dw[e] (+)= dy[rows of e].T @ x[rows of e]
+Accumulated in float32 in a fixed order, rounded once at the store: bits repeat. Padding rows (at or
+beyond offs[-1]) give zero in y and are never read by dw; an empty group gives zero (or adds none).
+Shapes: x (R, K), weight (E, N, K), bias (E, N), dy and y (R, N), dw (E, N, K), offs (E,) int32 row
+ends on the device. The gradient of x is `grouped_mm(dy, weight.transpose(1, 2), offs)`.
+Layout: any strides; axes that no descriptor can describe are read by pointers, and a weight or rows
+without a contiguous axis are copied. No alignment of groups, N or K.
+Dtypes: bf16, fp16, float32 (in tf32 where `torch.backends.cuda.matmul.allow_tf32`).
+Launches: the tile table, shared by all GEMMs over the same offs (`tiles=`), and the GEMM.
+Hardware: sm_80 and later; `grouped_launch` says which kernel runs. The reference loop reads `offs`,
+so traced code and fake tensors see the registered ops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
-from fuseops.kernels.reference.grouped import group_of_row, padding_mask
+from fuseops.kernels.grouped_launch import launch_mm, launch_wgrad, table_size
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference.grouped import group_of_row
 from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, pow2, require
 
-_CUDA_NATIVE = torch.bfloat16  # the dtype that F.grouped_mm takes on every supported torch
+MAX_GROUPS = 1 << 11
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _mm_fake(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _tiles_fake(offs: Tensor, rows: int) -> Tensor:
+    return offs.new_empty(table_size(rows, len(offs)))
+
+
+def _mm_fake(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def _mm_flops(x: Any, weight: Any, offs: Any, **_: Any) -> int:
+def _mm_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     """Every row counts once, padding too: the counter sees shapes."""
     return int(2 * x[0] * x[1] * weight[1])
 
 
-def _wgrad_flops(dy: Any, x: Any, offs: Any, **_: Any) -> int:
+def _wgrad_flops(dy: Any, x: Any, *_: Any, **__: Any) -> int:
     return int(2 * x[0] * x[1] * dy[1])
 
 
-@kernel_op(twin=reference.grouped_mm, fake=_mm_fake, flops=_mm_flops, min_arch=0, traces_twin=False)
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """x[rows of e] @ weight[e].T, padding rows zero.   (R, K), (E, N, K), (E,) int32 -> (R, N)"""
-    padding = padding_mask(offs, x.shape[0])
-    if _native(x, weight) and weight.shape[1] % 8 == 0:
-        y = F.grouped_mm(x.contiguous(), weight.transpose(-2, -1), offs=offs)
-        return y.masked_fill(padding, 0)
-    member = _members(offs, x.shape[0])
-    y = x.new_zeros(x.shape[0], weight.shape[1])
-    for e in range(weight.shape[0]):
-        y = torch.where(member[:, e : e + 1], x @ weight[e].t(), y)
-    return y
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _offs(groups: int) -> Tensor:
+    return _meta(groups, dtype=torch.int32)
+
+
+def _tiles_cases() -> Iterator[tuple[Any, ...]]:
+    yield from ((_offs(groups), 65536) for groups in (8, 32, 64, 128, 1024))
+
+
+def _mm_cases() -> Iterator[tuple[Any, ...]]:
+    groups, rows, n, k = 8, 16384, 4096, 2048
+    offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
+    for dtype in DTYPES:
+        x, w = _meta(rows, k, dtype=dtype), _meta(groups, n, k, dtype=dtype)
+        yield x, w, offs, tiles
+        yield x, _meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
+    x, w, bias = _meta(rows, k + 32), _meta(groups, n, k + 32), _meta(groups, n)
+    yield x, w, offs, tiles
+    yield x, w, offs, tiles, bias
+    yield x, _meta(groups, k + 32, n).transpose(1, 2), offs, tiles
+    yield _meta(rows, 33), _meta(groups, 65, 33), offs, tiles
+
+
+def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
+    groups, rows, n, k = 8, 16384, 4096, 2048
+    offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
+    for dtype in DTYPES:
+        yield _meta(rows, n, dtype=dtype), _meta(rows, k, dtype=dtype), offs, tiles
+    yield _meta(rows, 65), _meta(rows, 33), offs, tiles
+
+
+def _add_cases() -> Iterator[tuple[Any, ...]]:
+    for dy, x, offs, tiles in _wgrad_cases():
+        yield _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32), dy, x, offs, tiles
+    dy, x, offs, tiles = next(_wgrad_cases())
+    main_grad = _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
+    yield main_grad, dy, x, offs, tiles, False
+
+
+@kernel_op(twin=reference.group_tiles, fake=_tiles_fake, traces_twin=False, cases=_tiles_cases)
+def group_tiles(offs: Tensor, rows: int) -> Tensor:
+    """The tile table of `rows` rows in groups that end at `offs`: pass it to every GEMM over them.
+
+    int32: the number of row blocks of 64, and of 128; the groups by falling size; then one entry
+    (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
+    and the same for 128, unused entries zero.
+    """
+    require(offs.dim() == 1 and 0 < len(offs) <= MAX_GROUPS,
+            f"offs is {tuple(offs.shape)}, expected (E,) with 1 to {MAX_GROUPS} groups.")  # fmt: skip
+    require(offs.dtype == torch.int32, f"offs is {offs.dtype}, expected torch.int32.")
+    groups, offs = len(offs), offs.contiguous()
+    tiles = torch.empty(table_size(rows, groups), dtype=torch.int32, device=offs.device)
+    block_e = pow2(groups)
+    launch(
+        device("grouped_mm").group_tiles_kernel, (groups,), offs, tiles, rows, groups,
+        key=None if offs.data_ptr() % 16 else (block_e,), BLOCK_E=block_e, num_warps=4,
+    )  # fmt: skip
+    return tiles
+
+
+@kernel_op(
+    twin=reference.grouped_mm,
+    fake=_mm_fake,
+    flops=_mm_flops,
+    traces_twin=False,
+    cases=_mm_cases,
+)
+def grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x[rows of e] @ weight[e].T + bias[e], padding rows zero.   -> (R, N)
+
+    tiles: `group_tiles(offs, R)`, made here if not given.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise FuseOpsError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
+        )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
+    _check(x, weight, offs, len(weight))
+    if not x.shape[0] or not weight.shape[1]:
+        return x.new_empty(x.shape[0], weight.shape[1])
+    if 1 not in weight.stride()[1:]:
+        weight = weight.contiguous()
+    tiles = _tiles(tiles, offs, x)
+    bias = None if bias is None else bias.contiguous()
+    return launch_mm(as_rows(x), weight, bias, offs.contiguous(), tiles)
 
 
 @kernel_op(
     twin=reference.grouped_wgrad,
     fake=_wgrad_fake,
     flops=_wgrad_flops,
-    min_arch=0,
     traces_twin=False,
+    cases=_wgrad_cases,
 )
-def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-    """dy[rows of e].T @ x[rows of e].   (R, N), (R, K), (E,) int32 -> (E, N, K)"""
-    padding = padding_mask(offs, x.shape[0])
-    dy, x = dy.masked_fill(padding, 0), x.masked_fill(padding, 0)
-    if _native(dy, x):
-        return F.grouped_mm(dy.t(), x, offs=offs)
-    member = _members(offs, x.shape[0])
-    zero = dy.new_zeros(())
-    return torch.stack(
-        [torch.where(member[:, e : e + 1], dy, zero).t() @ x for e in range(offs.shape[0])]
-    )
+def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
+    """dy[rows of e].T @ x[rows of e] in the dtype of x.   (R, N), (R, K), (E,) int32 -> (E, N, K)"""
+    dw = torch.empty(len(offs), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    _wgrad(dw, dy, x, offs, tiles, accumulate=False)
+    return dw
+
+
+@kernel_op(
+    twin=reference.grouped_wgrad_into,
+    fake=lambda *args, **kwargs: None,
+    flops=lambda main_grad, dy, x, *_, **__: _wgrad_flops(dy, x),
+    mutates=("main_grad",),
+    traces_twin=False,
+    cases=_add_cases,
+)
+def grouped_wgrad_into(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    """Add dy[rows of e].T @ x[rows of e] to the float32 `main_grad` (E, N, K), or overwrite it."""
+    require(main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+            f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
+            "expected a contiguous float32 buffer.")  # fmt: skip
+    _wgrad(main_grad, dy, x, offs, tiles, accumulate)
+
+
+def _wgrad(
+    dw: Tensor, dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None, accumulate: bool
+) -> None:
+    require(x.dim() == dy.dim() == 2 and len(dy) == len(x),
+            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K).")  # fmt: skip
+    shape = (len(offs), dy.shape[1], x.shape[1])
+    require(dw.shape == shape, f"main_grad is {tuple(dw.shape)}, expected {shape}.")
+    _check(x, dy, offs, len(offs))
+    if not len(x) and not accumulate:
+        dw.zero_()
+    elif len(x) and dw.numel():
+        launch_wgrad(
+            dw, as_rows(dy), as_rows(x), offs.contiguous(), _tiles(tiles, offs, x), accumulate
+        )
+
+
+def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
+    if offs.shape != (groups,):
+        raise FuseOpsError(f"offs is {tuple(offs.shape)}, expected ({groups},).")
+    if x.dtype not in DTYPES or other.dtype != x.dtype:
+        raise FuseOpsError(
+            f"operands are {x.dtype} and {other.dtype}, expected one of bfloat16, float16, float32."
+        )
+
+
+def _tiles(tiles: Tensor | None, offs: Tensor, x: Tensor) -> Tensor:
+    if tiles is None:
+        return group_tiles(offs, x.shape[0])
+    size = table_size(x.shape[0], offs.shape[0])
+    if tiles.shape != (size,) or tiles.dtype != torch.int32:
+        raise FuseOpsError(
+            f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {x.shape[0]})."
+        )
+    return tiles
 
 
 def scaled_grouped_mm(
@@ -86,13 +245,3 @@ def scaled_grouped_wgrad(
     """grouped_wgrad with one scale a group.   fp8 (R, N), (R, K), (E,) float32 -> (E, N, K)"""
     dw = grouped_wgrad(dy.to(torch.float32), x.to(torch.float32), offs)
     return (dw * scale[:, None, None]).to(dtype)
-
-
-def _native(*tensors: Tensor) -> bool:
-    """F.grouped_mm wants bf16 and rows of a multiple of 16 bytes."""
-    return all(t.dtype is _CUDA_NATIVE and t.shape[-1] % 8 == 0 for t in tensors)
-
-
-def _members(offs: Tensor, rows: int) -> Tensor:
-    group = group_of_row(offs, rows)
-    return group.unsqueeze(-1) == torch.arange(offs.shape[0], device=offs.device)

@@ -56,9 +56,22 @@ def device(name: str) -> ModuleType:
     return importlib.import_module(f"fuseops.kernels.device.{name}")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    key: Any = None,
+    **options: Any,
+) -> None:
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
     grid is empty.
+
+    ``key``, if given, names all that the compiled code depends on: types, alignment and the values
+    that Triton specializes. A second launch with it skips Triton's own look at every argument, which
+    costs more than the launch. Capitals come last, in the order of the kernel's signature.
     """
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, args, options))
@@ -68,10 +81,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with _interpreter().silent():
             kernel[grid](*args, **options)
     elif args[0].device.index == torch.cuda.current_device():
-        kernel[grid](*args, **options)
+        _run(kernel, grid, args, key, options)
     else:
         with torch.cuda.device(args[0].device):
-            kernel[grid](*args, **options)
+            _run(kernel, grid, args, key, options)
+
+
+def _run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    key: tuple[Any, ...] | None,
+    options: dict[str, Any],
+) -> None:
+    if key is None:
+        kernel[grid](*args, **options)
+        return
+    key = (kernel, args[0].device.index, *key)
+    found = _compiled.get(key)
+    if found is None:
+        constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = kernel[grid](*args, **options), constants
+    else:
+        found[0][(*grid, 1, 1)](*args, *found[1])
 
 
 @contextmanager

@@ -103,6 +103,7 @@ class KernelOp(Generic[P, R]):
         min_arch: int,
         traces_twin: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
+        mutates: Iterable[str],
     ) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
@@ -112,7 +113,7 @@ class KernelOp(Generic[P, R]):
         self.cases, self._nbytes = cases, nbytes
         if self.name in KERNEL_OPS:
             raise FuseOpsError(f"kernel op '{self.name}' is registered twice")
-        _library.define(self.name + torch.library.infer_schema(launcher, mutates_args=()))
+        _library.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
         _library.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         fake = _contiguous(fake or twin)
         torch.library.register_fake(self.label, fake, lib=_library)
@@ -187,14 +188,16 @@ def kernel_op(
     min_arch: int = 80,
     traces_twin: bool = True,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
+    mutates: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
     """Register the decorated launcher.
 
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
+    mutates: names of the tensors that it writes to.
     """
     return lambda launcher: KernelOp(
-        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, cases
+        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, cases, mutates
     )
 
 

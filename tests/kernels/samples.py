@@ -27,6 +27,8 @@ def samples() -> dict[str, tuple]:
         "grouped_bias_bwd": (y, offs, probs, bias),
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
         "grouped_wgrad": (dy, y, offs),
+        "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),
+        "group_tiles": (offs, 6),
         "rmsnorm_fwd": (y, w, 1e-6),
         "add_rmsnorm_fwd": (y, dy, w, 1e-6),
         "rmsnorm_bwd": (dy, y, w, rstd, dy),

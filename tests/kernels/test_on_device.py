@@ -19,7 +19,7 @@ def on_gpu(name):
 
 
 def bits(value):
-    return [t.reshape(-1).view(torch.uint8) for t in tree_leaves(value)]
+    return [t.reshape(-1).view(torch.uint8) for t in tree_leaves(value) if t is not None]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +60,8 @@ def test_shifted_pointers(name, request):
         tree_leaves(op(*args)),
         strict=True,
     ):
+        if got is None:  # an op that writes in place
+            continue
         torch.testing.assert_close(got.float(), want.float(), rtol=1e-5, atol=1e-6)
 
 

@@ -64,6 +64,8 @@ def test_compiles_whole_and_equals_eager(name):
     for got, want in zip(
         tree_leaves(compiled(*SAMPLES[name])), tree_leaves(op(*SAMPLES[name])), strict=True
     ):
+        if got is want is None:  # an op that writes in place
+            continue
         assert torch.equal(got.float(), want.float())
 
 

@@ -21,8 +21,10 @@ from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
+from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_wgrad as grouped_wgrad
+from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_mm as scaled_mm
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .precision import wide
+
 
 def group_of_row(offs: Tensor, rows: int) -> Tensor:
     """Group index of every row; padding rows (at or beyond offs[-1]) get E.   -> (R,) int64"""
@@ -21,17 +23,62 @@ def _bounds(offs: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """y[rows of e] = x[rows of e] @ weight[e].T, padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
+def group_tiles(offs: Tensor, rows: int) -> Tensor:
+    """See `fuseops.kernels.grouped.group_tiles`."""
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    table = [sizes.sort(descending=True, stable=True).indices]
+    counts = []
+    for block in (64, 128):
+        entries = [
+            group | mine << 11
+            for group, size in enumerate(sizes.tolist())
+            for mine in range(-(-size // block))
+        ]
+        unused = [0] * (rows // block + len(offs) - len(entries))
+        table.append(offs.new_tensor(entries + unused))
+        counts.append(len(entries))
+    return torch.cat([offs.new_tensor(counts), *table]).to(torch.int32)
+
+
+def grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
     bounds = _bounds(offs)
-    parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
+    if bias is None:
+        parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
+    else:
+        parts = [
+            (wide(x[start:end]) @ wide(weight[e]).t() + wide(bias[e])).to(x.dtype)
+            for e, (start, end) in enumerate(bounds)
+        ]
     padding = x.new_zeros(x.shape[0] - bounds[-1][1], weight.shape[1])
     return torch.cat([*parts, padding])
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
     """dw[e] = dy[rows of e].T @ x[rows of e], zeros for an empty group.   (R, N), (R, K), (E,) -> (E, N, K)"""
     return torch.stack([dy[start:end].t() @ x[start:end] for start, end in _bounds(offs)])
+
+
+def grouped_wgrad_into(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    """main_grad (+)= grouped_wgrad, unrounded."""
+    dw = grouped_wgrad(dy.to(main_grad.dtype), x.to(main_grad.dtype), offs)
+    if accumulate:
+        main_grad += dw
+    else:
+        main_grad.copy_(dw)
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
