@@ -29,8 +29,8 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
-        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only, in
-        eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
+        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only,
+        in eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
         """
         counts = torch.as_tensor(tokens_per_expert)
         if (

@@ -48,7 +48,8 @@ class ExpertParallel(fo.Sequential):
         probs = exchange.there(routing.probs[:, None]).squeeze(1)
         here = fo.Routing.from_counts(exchange.counts, probs)
         y = exchange.home(super().forward(exchange.there(x[routing.index]), here))
-        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
+        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
+        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
 def split(experts: fo.Sequential) -> ExpertParallel:

@@ -116,7 +116,8 @@ class PortedExperts(fo.Sequential):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         routing = fo.Routing.from_topk(chosen, weights, num_experts=EXPERTS)
         y = super().forward(x[routing.index], routing)
-        return torch.zeros_like(x).index_add(0, routing.index, y.to(x.dtype))
+        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
+        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
 
 
 class MoE(nn.Module):

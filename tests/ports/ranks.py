@@ -121,9 +121,9 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     from run import differences, prepared
 
     by_name = {f.name: f for f in features.FEATURES}
-    if len(titles) > 1 and device.type == "cpu":  # as the single-process matrix does
-        by_name |= getattr(features, "IN_PAIRS", {})
-    cell = [by_name[title] for title in titles]
+    cell = tuple(by_name[title] for title in titles)
+    if len(cell) == 2 and device.type == "cpu":  # as the single-process matrix does
+        cell = features.pair(*cell)
     count = max(f.micro_batches for f in cell)
     port = RankPort(_port(name), dist.get_rank(), count, device)
     torch.manual_seed(0)
