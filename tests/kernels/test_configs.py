@@ -25,14 +25,16 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("space", configs.SPACES.values(), ids=lambda s: s.name)
 def test_defaults_are_candidates(space):
+    grouped = space.name.startswith("grouped_")
     for n in WIDTHS:
+        dims = (4, n, n) if grouped else (n,)  # groups, N, K
         for itemsize in (2, 4):
-            allowed = list(space.candidates((n,), itemsize))
+            allowed = list(space.candidates(dims, itemsize))
             assert len(allowed) == len({json.dumps(c) for c in allowed}), (
                 "a configuration is listed twice"
             )
             for rows in (0, 1, 512, 1 << 18):
-                assert space.default(rows, (n,), itemsize) in allowed
+                assert space.default(rows, dims, itemsize) in allowed
 
 
 def test_shipped_table_holds_candidates_only():
