@@ -303,10 +303,8 @@ class Sequential(nn.Sequential):
 
 def _enter(module: Sequential) -> tuple[str, bool]:
     """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # the partitioner decides what is saved there: it has no names
-        return "", False
+    if torch.compiler.is_compiling():
+        return "", False  # the partitioner decides what is saved there: it has no names
     if not naming.thread.observers:
         return module.__dict__.get("_prefix", ""), False
     if "_prefix" in module.__dict__:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, Grads, Op
-
-QUEUE = "_delayed_gradients"  # in an op's __dict__
+from fuseops.ops.scopes import DELAYED
 
 
 def split(
@@ -38,9 +37,8 @@ def split(
 def buffer_of(op: Op[Any], name: str) -> Tensor:
     """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient."""
     parameter: Any = getattr(op, name)
-    get = getattr(
-        parameter, "get_main_grad", None
-    )  # Megatron's FSDP hands the buffer out on demand
+    # Megatron's FSDP hands the buffer out on demand
+    get = getattr(parameter, "get_main_grad", None)
     buffer = getattr(parameter, "main_grad", None) if get is None else get()
     what = f"{type(op).__name__} accumulates the gradient of {name!r} into {name}.main_grad"
     if not isinstance(buffer, Tensor):
@@ -79,7 +77,7 @@ def accept(op: Op[Any], name: str, buffer: Tensor, gradient: Tensor | None) -> N
 
 def delay(op: Op[Any], bwd: Callable[[], Grads], names: frozenset[str]) -> None:
     """Put the gradients of these parameters off until `backward_dw`."""
-    op.__dict__.setdefault(QUEUE, []).append((bwd, names))
+    op.__dict__.setdefault(DELAYED, []).append((bwd, names))
 
 
 def run_delayed(module: nn.Module) -> int:
@@ -89,7 +87,7 @@ def run_delayed(module: nn.Module) -> int:
     """
     done = 0
     for path, op in reversed(list(module.named_modules())):
-        queue = op.__dict__.get(QUEUE, [])
+        queue = op.__dict__.get(DELAYED, [])
         while queue:
             bwd, names = queue.pop(0)
             with torch.no_grad():

@@ -77,7 +77,8 @@ def resolve(*tokens: int) -> Settings:
     return settings
 
 
-OF_THIS_PROCESS = frozenset({"_runner", "_delayed_gradients"})
+DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
+OF_THIS_PROCESS = frozenset({"_runner", DELAYED})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:

@@ -208,7 +208,7 @@ FEATURES = (
     Feature("checkpoint, configured", configured_checkpoint, 5, on_stock=False),
     Feature("compile", compiled, 7, on_stock=False),
     Feature("gradient accumulation", micro_batches=2),
-    Feature("autocast bf16", single_precision, around=autocast, changes_numerics=True),
+    Feature("autocast bf16", single_precision, around=autocast, rounds_to=torch.bfloat16, changes_numerics=True),
     Feature("FP8 recipe", quantized, 4, on_stock=False, changes_numerics=True),
     Feature("offload to host", around=to_host, on_stock=False),
     Feature("frozen experts", frozen_experts, 1),

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Tensors = Mapping[str, Tensor]
@@ -79,6 +80,6 @@ class Feature:
     micro_batches: int = 1
     ranks: int = 1
     on_stock: bool = True  # False where only fuseops has it: the stock model then runs without
-    changes_numerics: bool = (
-        False  # reference: the ported model with fusion off under the same features
-    )
+    rounds_to: torch.dtype = torch.float64  # the coarsest dtype that it computes in
+    # compared with the ported model with fusion off, under the same features
+    changes_numerics: bool = False

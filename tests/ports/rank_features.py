@@ -123,6 +123,7 @@ FEATURES = (
         partial(sharded, mp_policy=SINGLE_PRECISION),
         2,
         synchronised=synchronised,
+        rounds_to=torch.float32,
         ranks=2,
         on_stock=False,
     ),

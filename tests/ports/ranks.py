@@ -118,7 +118,7 @@ def expected(port: Any, cell: Sequence[Any]) -> Any:
 def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcome:
     """Run one cell on this rank."""
     import features
-    from run import differences, prepared
+    from run import coarsest, differences, prepared
 
     by_name = {f.name: f for f in features.FEATURES}
     cell = tuple(by_name[title] for title in titles)
@@ -129,7 +129,7 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
     torch.manual_seed(0)
     want = expected(port, cell)
     got = run_step(port, prepared(port, port.ported(), cell), cell)
-    dtype = coarsest(titles)
+    dtype = coarsest(cell)
     pairs = [
         *zip(got.outputs, want.outputs, strict=True),
         *zip(got.losses, want.losses, strict=True),
@@ -142,15 +142,6 @@ def compared(name: str, titles: tuple[str, ...], device: torch.device) -> Outcom
 def _distance(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     return float((a - b).abs().max() / b.abs().mean().clamp_min(1e-300))
-
-
-def coarsest(titles: tuple[str, ...]) -> torch.dtype:
-    """What differences are measured in."""
-    from rank_features import FSDP_MIXED
-
-    if "autocast bf16" in titles:
-        return torch.bfloat16
-    return torch.float32 if FSDP_MIXED in titles else torch.float64
 
 
 @cache

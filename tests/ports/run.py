@@ -81,6 +81,11 @@ def ported(port: Port, features: Sequence[Feature]) -> Step:
     return train(port, prepared(port, port.ported(), features), features)
 
 
+def coarsest(features: Iterable[Feature]) -> torch.dtype:
+    """What differences are measured in."""
+    return max((f.rounds_to for f in features), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def differences(got: Step, expected: Step, dtype: torch.dtype) -> list[str]:
     """Every output, loss and gradient that differs by more than rounding in `dtype` explains, in words."""
     pairs: list[tuple[str, Any, Any]] = []

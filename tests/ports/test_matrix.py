@@ -8,10 +8,9 @@ import importlib
 
 import pytest
 import table
-import torch
 from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, refusal, title
 from port import Port, Step
-from run import differences, ported, reference
+from run import coarsest, differences, ported, reference
 
 # dynamo looks at .grad of every input that it makes a fake of, leaf or not
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -33,11 +32,6 @@ def expected(port: Port, cell: tuple[Feature, ...]) -> Step:
 
 def judged(port: Port, cell: Cell) -> Step:
     return expected(port, tuple(f for f in cell if f.on_stock or f.changes_numerics))
-
-
-def coarsest(cell: Cell) -> torch.dtype:
-    """What differences are measured in."""
-    return torch.bfloat16 if any(f.name == "autocast bf16" for f in cell) else torch.float64
 
 
 @pytest.mark.parametrize("cell", SINGLE, ids=title)
