@@ -28,11 +28,28 @@ ZEROS = gl.constexpr(1024)
 SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 
 
+class Address:
+    """All that a descriptor needs of its tensor, which it must not keep alive."""
+
+    def __init__(self, t):
+        self.dtype, self._address = t.dtype, t.data_ptr()
+
+    def data_ptr(self):
+        return self._address
+
+
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
-    def __init__(self, base, shape, strides, block_shape):
-        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+    flat = None
+
+    def __init__(self, t, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = (
+            Address(t),
+            shape,
+            strides,
+            block_shape,
+        )
         self.layout, self.padding = SWIZZLED, "zero"
 
 
