@@ -285,7 +285,7 @@ def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
 
 def _tiles(tiles: Tensor | None, offs: Tensor, rows: int) -> Tensor:
     if tiles is None:
-        return group_tiles.launcher(offs, rows)
+        return group_tiles(offs, rows)
     if tiles.shape[0] != table_size(rows, offs.shape[0]) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
