@@ -18,6 +18,7 @@ from fuseops.recipes import Quantized, gemm
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .routing import check_offs, check_probs
+from .tiles import tiles_of
 
 
 class GroupedLinearSaved(NamedTuple):
@@ -35,7 +36,8 @@ def grouped_linear(
     if isinstance(x, Quantized):
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
-        y = K.grouped_mm(x, call.precision.cast(weight), offs)  # type: ignore[arg-type]
+        tiles = tiles_of(call, offs, len(x))
+        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles)  # type: ignore[arg-type]
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
@@ -47,6 +49,9 @@ def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
     needs, params, side = call.needs, {}, {}
     dx: Tensor | None = None
     quantized = isinstance(dy, Quantized)
+    tiles = (
+        None if quantized or needs.isdisjoint(("x", "weight")) else tiles_of(call, offs, len(dy))
+    )  # type: ignore[arg-type]
     if "bias" in needs or "probs" in needs:
         shift = bias if "probs" in needs else None
         high = dy.high if quantized else dy
@@ -55,9 +60,9 @@ def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
         if quantized:
             dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
         else:
-            dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
+            dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs, tiles)  # type: ignore[union-attr, arg-type]
     if "weight" in needs:
-        params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs, tiles)  # type: ignore[arg-type]
     return Grads(dx, params, side)
 
 
@@ -81,6 +86,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     }
     autocast = True
     granularity = "group"
+    live_call = True
 
     def __init__(
         self,
