@@ -109,6 +109,7 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()  # side inputs, by name; gradients flow back to them by name
     writes: tuple[str, ...] = ()  # side tensors it publishes
+    integers: ClassVar[frozenset[str]] = frozenset()  # of them: those that have no gradient
     saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
         None  # need -> Saved fields its gradient reads
     )
