@@ -30,40 +30,71 @@ class GroupedLinearSaved(NamedTuple):
 
 
 def grouped_linear(
-    x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, probs: Tensor | None, call: Call
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    probs: Tensor | None,
+    call: Call,
+    index: Tensor | None = None,
 ) -> Tensor:
-    """The grouped product in the precision of the call."""
+    """The grouped product in the precision of the call. index: row r of x is its row index[r]."""
     if isinstance(x, Quantized):
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
-        tiles = tiles_of(call, offs, len(x))
-        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles)  # type: ignore[arg-type]
+        tiles = tiles_of(call, offs, len(x if index is None else index))
+        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
 
 
-def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
-    """The gradients of `grouped_linear` that `call.needs` names."""
+def grouped_linear_bwd(
+    saved: GroupedLinearSaved,
+    dy: Any,
+    call: Call,
+    x_index: Tensor | None = None,
+    dy_index: Tensor | None = None,
+) -> Grads:
+    """The gradients of `grouped_linear` that `call.needs` names. index: as above, of x and of dy."""
     x, weight, offs, bias, probs = saved
-    needs, params, side = call.needs, {}, {}
+    needs = call.needs
+    params: dict[str, Tensor | None] = {}
+    side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
     quantized = isinstance(dy, Quantized)
-    tiles = (
-        None if quantized or needs.isdisjoint(("x", "weight")) else tiles_of(call, offs, len(dy))
-    )  # type: ignore[arg-type]
     if "bias" in needs or "probs" in needs:
         shift = bias if "probs" in needs else None
         high = dy.high if quantized else dy
+        if dy_index is not None:
+            high = K.gather_rows(high, dy_index, offs)  # type: ignore[arg-type]
         params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, shift)  # type: ignore[arg-type]
     if "x" in needs:
         if quantized:
             dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
         else:
-            dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs, tiles)  # type: ignore[union-attr, arg-type]
+            transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
+            tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))  # type: ignore[arg-type]
+            dx = K.grouped_mm(dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
     if "weight" in needs:
-        params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs, tiles)  # type: ignore[arg-type]
+        if quantized:
+            params["weight"] = gemm.wgrad(dy, x)  # type: ignore[arg-type]
+        else:
+            params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]
     return Grads(dx, params, side)
+
+
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    call: Call,
+    x_index: Tensor | None = None,
+    dy_index: Tensor | None = None,
+) -> Tensor | None:
+    """dw (E, out, in) of dy (R, out) and x (R, in)."""
+    tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
+    return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):

@@ -257,9 +257,10 @@ class FusedOp:
     """
 
     Saved: ClassVar[type[Any]]
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
-    names: ClassVar[Mapping[str, str]] = {}
-    recomputes: ClassVar[tuple[str, ...]] = ()
+    # of the class, or set per instance where they depend on the members
+    saves_for: Mapping[str, tuple[str, ...]] | None = None
+    names: Mapping[str, str] = {}
+    recomputes: tuple[str, ...] = ()
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
