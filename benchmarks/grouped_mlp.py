@@ -99,11 +99,6 @@ def errors(p: Problem, forward: measure.Call) -> dict[str, float]:
     return worst
 
 
-def repeats(flops: int, seconds: float) -> int:
-    """How many calls of these forward flops fill the time, at 600 TFLOP/s."""
-    return min(max(round(seconds / flops * 6e14), 1), 20)
-
-
 def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """One shape: errors, bytes, microseconds, TFLOP/s and ratios of every candidate."""
     p = Problem(*sizes)
@@ -124,7 +119,7 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
         if options.graphs:
             graphs = {f"{n}_graph": measure.captured(calls[n]) for n in ("fuseops", "compile")}
             calls = {**calls, **graphs}
-        us = measure.in_turn(calls, options.rounds, repeats(p.flops, options.span))
+        us = measure.in_turn(calls, options.rounds, measure.repeats(p.flops, options.span))
         flops = p.flops * (1 if what == "fwd" else 3)
         record["us"][what] = us
         record["tflops"][what] = {n: round(flops / v / 1e6) for n, v in us.items()}

@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,6 +28,15 @@ def environment() -> dict[str, Any]:
         "gpu": device.name,
         "sms": device.multi_processor_count,
     }
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def rnd(*shape: int, scale: float = 1.0) -> Tensor:
@@ -81,6 +91,11 @@ def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, float
             end.synchronize()
             spans[name].append(start.elapsed_time(end) * 1e3 / repeat)
     return {name: round(statistics.median(us), 1) for name, us in spans.items()}
+
+
+def repeats(flops: int, seconds: float) -> int:
+    """How many calls of these forward flops fill the time, at 600 TFLOP/s."""
+    return min(max(round(seconds / flops * 6e14), 1), 20)
 
 
 def held_bytes(forward: Call) -> int:
