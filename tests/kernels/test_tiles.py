@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
