@@ -138,6 +138,7 @@ def run_backward(
         dside = {name: grads[position] for name, position in step.writes} if step.writes else None
         if dy is None and (dside is None or all(d is None for d in dside.values())):
             continue
+        partly = dside is not None and (dy is None or None in dside.values())
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
         if step.later is None and not step.main:
@@ -155,7 +156,7 @@ def run_backward(
         except (TypeError, KeyError, AttributeError, IndexError):
             raise checks.wrong_grads(step, results) from None
         if shapes is not None:
-            checks.check_gradients(seg, step, results, shapes)
+            checks.check_gradients(seg, step, results, shapes, partly)
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)

@@ -88,11 +88,9 @@ class Dispatch(Op[DispatchSaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        if "weights" not in call.needs:
-            return Grads(dy)
         pos, dprobs = saved.pos, dside["probs"]
-        if dprobs is None:
-            return Grads(dy, side={"weights": torch.zeros_like(pos, dtype=torch.float32)})  # type: ignore[arg-type]
+        if "weights" not in call.needs or dprobs is None:
+            return Grads(dy, side={"weights": None})
         # of rows of one number to tokens of one copy
         dweights = K.combine_fwd(dprobs.unsqueeze(1), pos.view(-1, 1), saved.offs)  # type: ignore[union-attr, arg-type]
         return Grads(dy, side={"weights": dweights.view_as(pos)})  # type: ignore[arg-type]

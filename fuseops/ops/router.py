@@ -224,7 +224,7 @@ class Router(Op[RouterSaved]):
     def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
         key = scores if expert_bias is None else scores + expert_bias
-        grouped = key.view(len(key), self.groups, -1)
+        grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
         best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         groups = _top(best, self.top_groups).long()
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
@@ -264,18 +264,16 @@ class Router(Op[RouterSaved]):
         self, saved: RouterSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None], call: Call
     ) -> Grads:
         x, weight, logits, experts, load = saved
+        if dside["weights"] is None and dside.get("router_loss") is None:
+            return Grads(dy, {"weight": None, "bias": None})
         dlogits = self._dlogits(logits, experts, load, dside)  # type: ignore[arg-type]
-        params = {}
+        params: dict[str, Tensor | None] = {}
         if "bias" in call.needs:
             params["bias"] = dlogits.sum(0)
-        # Of halves the two products are those of halves: dlogits is rounded as any gradient is.
+        # With halves the products are those of halves: dlogits is rounded as any gradient is.
         if "weight" in call.needs:
-            params["weight"] = _as(dlogits, x, weight).t() @ _as(x, x, weight)  # type: ignore[arg-type]
-        if "x" not in call.needs:
-            return Grads(params=params)
-        low, rows = _as(dlogits, dy, weight), _as(weight, dy, weight)  # type: ignore[arg-type]
-        dx = low @ rows if dy is None else torch.addmm(dy.to(low.dtype), low, rows)
-        return Grads(dx, params)
+            params["weight"] = K.wide_mm(dlogits.to(x.dtype).t(), x.t())  # type: ignore[union-attr]
+        return Grads(_dx(dlogits, weight, dy) if "x" in call.needs else None, params)  # type: ignore[arg-type]
 
     def _dlogits(
         self,
@@ -314,7 +312,9 @@ def _top(key: Tensor, k: int) -> Tensor:
     return K.router_fwd(key, k)[1]
 
 
-def _as(t: Tensor, x: Tensor | None, weight: Tensor) -> Tensor:
-    """`t` in the dtype in which x and the weight are multiplied."""
-    other = weight.dtype if x is None else x.dtype
-    return t.to(torch.promote_types(other, weight.dtype))
+def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
+    """dy + dlogits @ weight."""
+    if dy is None:
+        return dlogits.to(weight.dtype) @ weight
+    dtype = torch.promote_types(dy.dtype, weight.dtype)
+    return torch.addmm(dy.to(dtype), dlogits.to(dtype), weight.to(dtype))
