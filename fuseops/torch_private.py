@@ -45,7 +45,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True
     return function
 
 
@@ -135,3 +135,9 @@ def negated_view(t: torch.Tensor) -> torch.Tensor:
     """t with its lazy negation bit flipped; the bytes stay."""
     view: torch.Tensor = torch._neg_view(t)
     return view
+
+
+def storage_users(t: torch.Tensor) -> int:
+    """How many tensors lie in the storage of t, those of the C++ side included."""
+    storage = t.untyped_storage()  # a Python object that counts once itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
