@@ -97,9 +97,7 @@ class WeakStorage:
     def holders(self) -> int:
         """How many tensors (and others) hold the storage, not counting its Python object."""
         found = self.storage()
-        if found is None:
-            return 0
-        return int(torch._C._storage_Use_Count(found._cdata)) - 1  # type: ignore[attr-defined]
+        return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
 def never_compile(function: Callable[..., Any]) -> None:

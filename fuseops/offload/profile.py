@@ -36,6 +36,7 @@ class Saved(NamedTuple):
     """One saved storage.
 
     call    index of the layer call that saves it, -1 outside of all
+    made    position at which its storage was made, -1 before the step
     at      position at which it is saved
     held    position from which autograd alone holds it: freed any earlier, nothing is won
     read    position at which the backward reads it first
@@ -49,6 +50,7 @@ class Saved(NamedTuple):
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
+    made: int
     at: int
     held: int
     read: int
@@ -66,7 +68,6 @@ class LayerCall(NamedTuple):
     enter: int
     leave: int
     backward: int
-    peak: int = 0  # bytes on the device above those at `enter`, when nothing of it is saved
 
 
 class Recompute(NamedTuple):
@@ -78,12 +79,14 @@ class Recompute(NamedTuple):
     seconds: float
 
 
-class Boundary(NamedTuple):
-    """The forward or the backward of a layer begins."""
+class Happening(NamedTuple):
+    """Something between two ops: what happens ("enter", "save", "leave", "held", "backward", "read"
+    or "freed"), and to which call or saved storage.
+    """
 
     position: int
-    way: str  # "forward" or "backward"
-    call: int
+    what: str
+    index: int
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,26 @@ class Profile:
         return max((op.resident for op in self.ops), default=0)
 
     @cached_property
-    def boundaries(self) -> tuple[Boundary, ...]:
-        """In the order of the step."""
-        found = [
-            Boundary(position, way, k)
-            for k, call in enumerate(self.calls)
-            for way, position in (("forward", call.enter), ("backward", call.backward))
-            if position >= 0
-        ]
-        return tuple(sorted(found, key=lambda b: b.position))  # stable: calls come in order
+    def happenings(self) -> tuple[Happening, ...]:
+        """All of them, in the order of the step."""
+        found = []
+        for k, call in enumerate(self.calls):
+            found.append(((call.enter, 0, k, 0), Happening(call.enter, "enter", k)))
+            found.append(((call.leave, 0, k, 2), Happening(call.leave, "leave", k)))
+            if call.backward >= 0:
+                found.append(((call.backward, 2, -k, 0), Happening(call.backward, "backward", k)))
+        for k, saved in enumerate(self.saved):
+            at, held = max(saved.at, 0), max(saved.held, saved.at)
+            found.append(((at, 0, saved.call, 1), Happening(at, "save", k)))
+            found.append(((held, 1, 0, 0), Happening(held, "held", k)))
+            found.append(((saved.read, 3, 0, 0), Happening(saved.read, "read", k)))
+            found.append(((saved.freed, 4, 0, 0), Happening(saved.freed, "freed", k)))
+        return tuple(happening for _, happening in sorted(found))
+
+    @cached_property
+    def boundaries(self) -> tuple[Happening, ...]:
+        """Where the forward or the backward of a layer begins, in the order of the step."""
+        return tuple(h for h in self.happenings if h.what in ("enter", "backward"))
 
     def candidates(self) -> Iterator[int]:
         """Indices of what may leave."""
@@ -142,10 +156,10 @@ class Profile:
             last = boundary
         if last is None:
             return "before the first layer"
-        call = self.calls[last.call]
-        if last.way == "forward" and position >= call.leave:
-            return f"after the forward of {call.layer}"
-        return f"{last.way} of {call.layer}"
+        call = self.calls[last.index]
+        if last.what == "backward":
+            return f"backward of {call.layer}"
+        return f"{'forward of' if position < call.leave else 'after the forward of'} {call.layer}"
 
     # --- files
 

@@ -39,6 +39,7 @@ class _Storage:
         self.name, self.op, self.call, self.at, self.why = named.name, named.op, call, at, why
         self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)
         self.weak = WeakStorage(storage)
+        self.made = -1
         self.handles = 0
         self.held = self.read = self.freed = -1
 
@@ -56,7 +57,7 @@ class _Storage:
         held = read if self.held < 0 else self.held
         return Saved(
             *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
-            *(self.at, min(held, read), read, freed, self.why),
+            *(self.made, self.at, min(held, read), read, freed, self.why),
         )
 
 
@@ -64,6 +65,8 @@ class _Noted(Kept):
     """What autograd holds: the tensor itself."""
 
     __slots__ = ("recorder", "storage")
+    recorder: Recorder
+    storage: _Storage | None
 
     def restore(self) -> Tensor:
         if self.storage is not None and self.storage.read < 0:
@@ -127,6 +130,7 @@ class Recorder:
         self._storages: list[_Storage] = []
         self._living: list[_Storage] = []
         self._by_storage: StorageMap[_Storage] = StorageMap()
+        self._made: StorageMap[int] = StorageMap()
         self._owned: StorageMap[str] = StorageMap()
         self._running: list[int] = []  # indices of calls, innermost last
         self._ordinals: dict[str, int] = {}
@@ -180,6 +184,7 @@ class Recorder:
             why = scope.why(t, named, self.min_bytes)
             call = self._running[-1] if self._running else -1
             known = _Storage(t, named, call, self.position, why)
+            known.made = self._made.get(storage) or -1
             if why in HELD_ANYWAY:
                 known.nbytes = 0
             self._by_storage.set(storage, known)
@@ -190,6 +195,8 @@ class Recorder:
 
     def ran(self, name: str, seconds: float, outputs: Sequence[Tensor]) -> None:
         """An op was issued."""
+        for t in outputs:
+            self._made.set(t.untyped_storage(), self.position)
         self.ops.append(Op(name, seconds, self.meter.after(outputs)))
         self._look()
 

@@ -7,71 +7,85 @@ write on the compute lane, and so is freeing any, since whoever gets that memory
 compute's order.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 
-LANES = ("host", "compute", "d2h", "h2d")
+from .arena import Arena, Slab
+from .lanes import LANES, Buf, Event, Lane, Place
+
 _INDEX = {lane: k for k, lane in enumerate(LANES)}
 
-Clock = tuple[int, ...]  # how many of each lane's steps are known to be over
+Clock = tuple[int, ...]  # how many steps of each lane are known to be over
 
 
 class OrderError(FuseOpsError):
-    """Two accesses to one buffer, at least one a write, that no event orders."""
+    """Two accesses to the same bytes, at least one a write, that no event orders."""
 
 
 class Stamp(NamedTuple):
     """One access: the step of a lane that made it."""
 
-    lane: str
+    lane: Lane
     step: int
     what: str
 
 
-@dataclass(eq=False)
-class SimulatedBuf:
-    """A buffer of the simulation: its size, where it is, and who touched it last."""
+class SimulatedBuf(Buf):
+    """Bytes of the simulation, and who touched them last."""
 
-    nbytes: int
-    device: str
-    name: str
-    freed: bool = False
-    written: Stamp | None = None
-    read: dict[str, Stamp] = field(default_factory=dict)  # the last read of each lane
+    __slots__ = ("before", "freed", "holders", "read", "slab", "written")
 
+    def __init__(self, name: str, nbytes: int, place: Place, slab: Slab | None) -> None:
+        super().__init__(name, nbytes, place)
+        self.slab = slab
+        self.holders = 1  # frees until it is gone
+        self.freed = False
+        self.before: list[Stamp] = []  # by those who had the same bytes earlier
+        self.written: Stamp | None = None
+        self.read: dict[Lane, Stamp] = {}  # the last read of each lane
 
-class SimulatedEvent(NamedTuple):
-    """A point of a lane: when it is passed, and what is over then."""
-
-    lane: str
-    seconds: float
-    clock: Clock
+    def accesses(self) -> list[Stamp]:
+        """All that a write has to come after."""
+        return [*self.before, *self.read.values(), *([self.written] if self.written else [])]
 
 
 class Wait(NamedTuple):
     """One `wait`: which lane stood still for which, and from when to when.
 
     implied  the lane knew all this already, by other events: the edge adds no order
+    what     the work that was waited for
     """
 
-    lane: str
-    on: str
+    lane: Lane
+    on: Lane
     start: float
     end: float
     implied: bool
+    what: str
 
 
 class Busy(NamedTuple):
     """A stretch of work on a lane."""
 
-    lane: str
+    lane: Lane
     name: str
     start: float
     end: float
     nbytes: int
+
+
+class SimulatedEvent(Event):
+    """A point of a lane: when it is passed, what is over then, and the last work before it."""
+
+    __slots__ = ("clock", "seconds", "work")
+
+    def __init__(self, lane: Lane, seconds: float, clock: Clock, work: Busy | None) -> None:
+        super().__init__(lane)
+        self.seconds, self.clock, self.work = seconds, clock, work
 
 
 class Level(NamedTuple):
@@ -82,66 +96,104 @@ class Level(NamedTuple):
     name: str
 
 
+Cost = Callable[[Lane, float, bool], float]
+
+
+def _as_given(lane: Lane, cost: float, duplex: bool) -> float:
+    return cost
+
+
 class SimulatedLanes:
     """Runs a schedule on simulated clocks.
 
-    cost     seconds for (lane, cost as the schedule gave it, bytes it reads and writes); by default
-             the cost is seconds already
-    resident bytes on the device before the schedule begins
+    cost      seconds for (lane, cost as the schedule gives it, whether the other copy lane is busy
+              when this one begins); by default the cost is seconds already
+    resident  bytes on the device before the schedule begins
+    budget    bytes of host memory, None for no limit
     """
 
     def __init__(
-        self,
-        cost: Callable[[str, float, int], float] = lambda lane, cost, nbytes: cost,
-        resident: int = 0,
+        self, cost: Cost = _as_given, resident: int = 0, budget: int | None = None
     ) -> None:
-        self._cost = cost
-        self.now = dict.fromkeys(LANES, 0.0)
-        self._clocks = {lane: [0] * len(LANES) for lane in LANES}
+        self.arena = Arena(lambda nbytes: None, budget)
+        self.now: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self.waits: list[Wait] = []
         self.busy: list[Busy] = []
         self.levels = [Level(0.0, resident, "at the start")]
-        self.host_bytes = self.host_peak = 0
+        self._cost = cost
+        self._last: dict[Lane, Busy] = {}
+        self._clocks: dict[Lane, list[int]] = {lane: [0] * len(LANES) for lane in LANES}
+        self._ghosts: list[SimulatedBuf] = []  # freed host bytes, until they are written again
 
     # --- the protocol
 
-    def alloc(self, nbytes: int, device: str, name: str) -> SimulatedBuf:
-        buf = SimulatedBuf(nbytes, device, name)
-        self._access("host" if device == "host" else "compute", (), (buf,), f"alloc {name}")
-        self._count(buf, nbytes)
+    def alloc(self, nbytes: int, device: Place, name: str) -> SimulatedBuf:
+        slab = self.arena.take(nbytes) if device == "host" else None
+        buf = SimulatedBuf(name, nbytes, device, slab)
+        if slab is not None:
+            buf.after = slab.after
+            buf.before = self._left_in(slab)
+        else:
+            self._access("compute", (), (buf,), f"alloc {name}")
+            self._count(nbytes, name)
         return buf
 
-    def free(self, buf: SimulatedBuf) -> None:
-        self._access("compute", (), (buf,), f"free {buf.name}")
-        buf.freed = True
-        self._count(buf, -buf.nbytes)
+    def hold(self, buf: SimulatedBuf) -> None:
+        """Somebody else holds these device bytes too: they are gone after one more `free`."""
+        buf.holders += 1
+
+    def free(self, buf: Buf) -> None:
+        buf = _own(buf)
+        if buf.slab is not None:
+            self.arena.give(buf.slab, buf.after)
+            self._ghosts.append(buf)
+            buf.freed = True
+            return
+        buf.holders -= 1
+        if not buf.holders:
+            self._access("compute", (), (buf,), f"free {buf.name}")
+            buf.freed = True
+            self._count(-buf.nbytes, buf.name)
 
     def op(
         self,
-        lane: str,
-        reads: Sequence[SimulatedBuf],
-        writes: Sequence[SimulatedBuf],
+        lane: Lane,
+        reads: Sequence[Buf],
+        writes: Sequence[Buf],
         cost: float,
-        fn: Callable[[], Any] | None = None,
+        fn: Callable[[], None] | None,
         name: str = "",
     ) -> None:
-        name = name or ", ".join(buf.name for buf in (*writes, *reads))
-        self._access(lane, reads, writes, name)
-        nbytes = sum(buf.nbytes for buf in reads) + sum(buf.nbytes for buf in writes)
+        name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
+        self._access(lane, [_own(b) for b in reads], [_own(b) for b in writes], name)
         start = max(self.now[lane], self.now["host"])  # it cannot start before it was issued
-        self.now[lane] = start + self._cost(lane, cost, nbytes)
-        self.busy.append(Busy(lane, name, start, self.now[lane], nbytes))
+        other: Lane = "h2d" if lane == "d2h" else "d2h"
+        self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
+        nbytes = sum(buf.nbytes for buf in writes)
+        self._last[lane] = Busy(lane, name, start, self.now[lane], nbytes)
+        self.busy.append(self._last[lane])
 
-    def record(self, lane: str) -> SimulatedEvent:
-        self._issued(lane)
-        return SimulatedEvent(lane, self.now[lane], tuple(self._clocks[lane]))
+    def record(self, lane: Lane) -> SimulatedEvent:
+        self._issue(lane)
+        return SimulatedEvent(
+            lane, self.now[lane], tuple(self._clocks[lane]), self._last.get(lane)
+        )
 
-    def wait(self, lane: str, event: SimulatedEvent) -> None:
+    def wait(self, lane: Lane, event: Event) -> None:
+        if not isinstance(event, SimulatedEvent):
+            raise FuseOpsError(f"simulated lanes know only their own events, got {event!r}.")
         clock, before = self._clocks[lane], self.now[lane]
         implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
         self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
         self.now[lane] = max(before, event.seconds)
-        self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied))
+        what = "" if event.work is None else event.work.name
+        self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
+
+    def copying(self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+        return None
+
+    def compute(self) -> None:
+        return None
 
     # --- what came of it
 
@@ -155,53 +207,68 @@ class SimulatedLanes:
         """The most bytes on the device, and when."""
         return max(self.levels, key=lambda level: level.nbytes)
 
-    def stalls(self, lane: str = "compute") -> list[Wait]:
+    def stalls(self, lane: Lane = "compute") -> list[Wait]:
         """When `lane` stood still."""
         return [wait for wait in self.waits if wait.lane == lane and wait.end > wait.start]
 
     # --- inside
 
-    def _issued(self, lane: str) -> None:
+    def _issue(self, lane: Lane) -> None:
         """Whatever the host did before it gives a lane something to do is over by then."""
         host, clock = self._clocks["host"], self._clocks[lane]
         self._clocks[lane] = [max(pair) for pair in zip(clock, host, strict=True)]
 
     def _access(
         self,
-        lane: str,
+        lane: Lane,
         reads: Sequence[SimulatedBuf],
         writes: Sequence[SimulatedBuf],
         what: str,
     ) -> None:
         if lane not in _INDEX:
             raise FuseOpsError(f"no lane {lane!r}; there are {', '.join(LANES)}.")
-        self._issued(lane)
+        self._issue(lane)
         clock = self._clocks[lane]
         clock[_INDEX[lane]] += 1
         stamp = Stamp(lane, clock[_INDEX[lane]], what)
         for buf in reads:
-            self._after(stamp, buf, [buf.written])
+            self._after(stamp, buf, [buf.written] if buf.written else [])
             buf.read[lane] = stamp
         for buf in writes:
-            self._after(stamp, buf, [buf.written, *buf.read.values()])
-            buf.written, buf.read = stamp, {}
+            self._after(stamp, buf, buf.accesses())
+            buf.before, buf.written, buf.read = [], stamp, {}
 
-    def _after(self, stamp: Stamp, buf: SimulatedBuf, earlier: Sequence[Stamp | None]) -> None:
+    def _after(self, stamp: Stamp, buf: SimulatedBuf, earlier: Iterable[Stamp]) -> None:
         if buf.freed:
             raise OrderError(f"{stamp.what!r} on {stamp.lane} uses {buf.name} after its free.")
         clock = self._clocks[stamp.lane]
         for other in earlier:
-            if other is not None and clock[_INDEX[other.lane]] < other.step:
+            if clock[_INDEX[other.lane]] < other.step:
                 raise OrderError(
                     f"{stamp.what!r} on {stamp.lane} and {other.what!r} on {other.lane} both use "
-                    f"{buf.name} ({buf.nbytes} bytes, {buf.device}), and no event orders them: "
+                    f"{buf.name} ({buf.nbytes} bytes, {buf.place}), and no event orders them: "
                     f"{stamp.lane} has to wait for an event of {other.lane} first."
                 )
 
-    def _count(self, buf: SimulatedBuf, change: int) -> None:
-        if buf.device == "host":
-            self.host_bytes += change
-            self.host_peak = max(self.host_peak, self.host_bytes)
-        else:
-            total = self.levels[-1].nbytes + change
-            self.levels.append(Level(self.now["compute"], total, buf.name))
+    def _left_in(self, slab: Slab) -> list[Stamp]:
+        """Accesses to these host bytes by those who had them before."""
+        end, found = slab.offset + slab.nbytes, []
+        for ghost in list(self._ghosts):
+            old = ghost.slab
+            if old is None or old.region != slab.region:
+                continue
+            if old.offset < end and slab.offset < old.offset + old.nbytes:
+                found += ghost.accesses()
+                if slab.offset <= old.offset and old.offset + old.nbytes <= end:
+                    self._ghosts.remove(ghost)
+        return found
+
+    def _count(self, change: int, name: str) -> None:
+        total = self.levels[-1].nbytes + change
+        self.levels.append(Level(self.now["compute"], total, name))
+
+
+def _own(buf: Buf) -> SimulatedBuf:
+    if not isinstance(buf, SimulatedBuf):
+        raise FuseOpsError(f"simulated lanes know only their own buffers, got {buf!r}.")
+    return buf

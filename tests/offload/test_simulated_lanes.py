@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.simulated_lanes import LANES, OrderError, SimulatedLanes
+from fuseops.offload.lanes import LANES, NoRoomError
+from fuseops.offload.simulated_lanes import OrderError, SimulatedLanes
 
 MIB = 1 << 20
 
 
 def copy_out(lanes: SimulatedLanes, *, ordered: bool = True) -> tuple[Any, Any]:
     """A tensor written by compute and copied to the host.   -> (source, host buffer)"""
-    x = lanes.alloc(MIB, "cuda", "x")
+    x = lanes.alloc(MIB, "device", "x")
     lanes.op("compute", (), (x,), 1.0, None)
     host = lanes.alloc(MIB, "host", "x")
     if ordered:
@@ -50,8 +51,9 @@ def test_bytes_are_counted_where_they_are() -> None:
     lanes.free(x)
     assert [level.nbytes for level in lanes.levels] == [10, 10 + MIB, 10]
     assert lanes.levels[-1].seconds == 3.0 and lanes.peak.name == "x"
+    assert lanes.arena.used == lanes.arena.peak == MIB
     lanes.free(host)
-    assert lanes.host_bytes == 0 and lanes.host_peak == MIB
+    assert lanes.arena.used == 0
 
 
 def test_copying_before_the_source_is_written_is_refused() -> None:
@@ -69,7 +71,7 @@ def test_freeing_under_a_copy_is_refused() -> None:
 def test_reading_what_is_still_being_copied_back_is_refused() -> None:
     lanes = SimulatedLanes()
     _, host = copy_out(lanes)
-    back = lanes.alloc(MIB, "cuda", "back")
+    back = lanes.alloc(MIB, "device", "back")
     lanes.wait("h2d", lanes.record("compute"))
     lanes.wait("h2d", lanes.record("d2h"))
     lanes.op("h2d", (host,), (back,), 1.0, None)
@@ -81,17 +83,49 @@ def test_a_target_that_compute_has_not_given_yet_is_refused() -> None:
     lanes = SimulatedLanes()
     _, host = copy_out(lanes)
     lanes.wait("h2d", lanes.record("d2h"))  # which knows nothing of the allocation that follows
-    back = lanes.alloc(MIB, "cuda", "back")
+    back = lanes.alloc(MIB, "device", "back")
     with pytest.raises(OrderError, match="alloc back"):
         lanes.op("h2d", (host,), (back,), 1.0, None)
 
 
 def test_use_after_free_is_refused() -> None:
     lanes = SimulatedLanes()
-    x = lanes.alloc(MIB, "cuda", "x")
+    x = lanes.alloc(MIB, "device", "x")
     lanes.free(x)
     with pytest.raises(OrderError, match="after its free"):
         lanes.op("compute", (x,), (), 1.0, None)
+
+
+def test_host_bytes_are_not_written_again_under_a_copy_that_reads_them() -> None:
+    lanes = SimulatedLanes()
+    x, host = copy_out(lanes)
+    back = lanes.alloc(MIB, "device", "back")
+    lanes.wait("h2d", lanes.record("compute"))
+    lanes.wait("h2d", lanes.record("d2h"))
+    lanes.op("h2d", (host,), (back,), 1.0, None)
+    host.after = lanes.record("h2d")
+    lanes.free(host)
+    again = lanes.alloc(MIB, "host", "again")
+    assert again.after is host.after  # the arena hands it on
+    with pytest.raises(OrderError, match="both use again"):
+        lanes.op("d2h", (x,), (again,), 1.0, None)
+
+
+def test_what_two_hold_is_gone_after_the_second() -> None:
+    lanes = SimulatedLanes()
+    x = lanes.alloc(MIB, "device", "x")
+    lanes.hold(x)
+    lanes.free(x)
+    lanes.op("compute", (x,), (), 1.0, None)
+    lanes.free(x)
+    assert [level.nbytes for level in lanes.levels] == [0, MIB, 0]
+
+
+def test_the_host_budget_holds() -> None:
+    lanes = SimulatedLanes(budget=MIB)
+    lanes.alloc(MIB, "host", "x")
+    with pytest.raises(NoRoomError):
+        lanes.alloc(1, "host", "y")
 
 
 def test_an_unknown_lane_is_refused() -> None:
@@ -137,7 +171,7 @@ def first_race(program: list[tuple[str, str, int]]) -> int | None:
 @given(steps)
 def test_law_19_exactly_the_races_are_refused(program: list[tuple[str, str, int]]) -> None:
     lanes = SimulatedLanes()
-    buffers = [lanes.alloc(1, "host", str(k)) for k in range(3)]  # known to every lane
+    buffers = [lanes.alloc(1, "host", str(k)) for k in range(3)]
     events, refused = [], None
     for k, (what, lane, n) in enumerate(program):
         try:
