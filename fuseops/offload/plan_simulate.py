@@ -125,6 +125,7 @@ class _Step:
         lanes, profile = self.lanes, self.profile
         self.calls: dict[int, Call] = {}
         self.items: dict[int, Item] = {}
+        self.made: dict[int, Buf] = {}
         self.read: dict[int, Buf] = {}
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and how it was late
         self.wanted: list[int] = []
@@ -187,11 +188,11 @@ class _Step:
         saved = self.profile.saved[k]
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
         self.lanes.hold(source)  # by whoever made it
-        self.read[k] = source
+        self.made[k] = source
         self.items[k] = self.schedule.save(self.calls[saved.call], saved.name, source)
 
     def _held(self, k: int) -> None:
-        self.lanes.free(self.read.pop(k))
+        self.lanes.free(self.made.pop(k))
 
     def _read(self, k: int) -> None:
         before = self.lanes.now["compute"]

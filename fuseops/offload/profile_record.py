@@ -54,10 +54,10 @@ class _Storage:
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
         read = freed if self.read < 0 else self.read
-        held = read if self.held < 0 else self.held
+        held = freed if self.held < 0 else self.held
         return Saved(
             *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
-            *(self.made, self.at, min(held, read), read, freed, self.why),
+            *(self.made, self.at, held, read, freed, self.why),
         )
 
 
