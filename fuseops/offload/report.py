@@ -148,6 +148,15 @@ class Ledger:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
                 ledger.records.add(record)
 
+    def stayed(self, entry: Entry, reason: str) -> None:
+        """What was reported as moved stays after all."""
+        kept = entry._replace(decision=KEPT, reason=reason)
+        for ledger in self._chain():
+            with ledger._lock:
+                ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
+                ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
+                ledger.out = (ledger.out[0] - entry.nbytes, ledger.out[1] - 1)
+
     def came_back(self, nbytes: int) -> None:
         for ledger in self._chain():
             with ledger._lock:
@@ -166,7 +175,8 @@ class Ledger:
     def report(self) -> Report:
         with self._lock:
             records = list(self.records)
-            entries = tuple(e._replace(times=n) for e, n in self.entries.items())
-        held = tuple((r.name, r.nbytes) for r in records if not r.origin.expired())
-        host = sum(r.nbytes for r in records)
+            entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
+        away = [r for r in records if r.item.released]
+        held = tuple((r.name, r.nbytes) for r in away if not r.origin.expired())
+        host = sum(r.nbytes for r in records if r.item.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)
