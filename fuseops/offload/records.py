@@ -18,7 +18,7 @@ promise, here as in plain torch.
 import threading
 import weakref
 from collections import deque
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +62,8 @@ class Watch:
 class Mover:
     """A schedule for real tensors of one device. Threads take turns."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, on_gpu: bool) -> None:
+        self.schedule, self.on_gpu = schedule, on_gpu
         self._lock = threading.RLock()
         self._dead: deque[tuple[Call, Item | None, bool]] = deque()
 
@@ -111,6 +111,17 @@ class Mover:
         """One more saved tensor lies in a storage that leaves."""
         with self._lock:
             self.schedule.share(call, item)
+
+    def keep(self, call: Call) -> None:
+        """One more saved tensor stays."""
+        with self._lock:
+            self.schedule.keep(call)
+
+    def by_hand(self, what: Literal["offload", "release", "reload"], call: Call) -> None:
+        """One step of a manual schedule."""
+        with self._lock:
+            self.tidy()
+            getattr(self.schedule, what)(call)
 
     def read(self, item: Item, again: bool, layout: Layout, record: "Record") -> Tensor:
         """The tensor, for the current compute stream."""
@@ -219,9 +230,7 @@ class Moved:
 
     __slots__ = ("__weakref__", "call", "label", "layout", "ledger", "read", "record")
 
-    def __init__(
-        self, t: Tensor, label: Label, record: Record, call: Call, ledger: Ledger
-    ) -> None:
+    def __init__(self, t: Tensor, label: Label, record: Record, call: Call, ledger: Ledger) -> None:
         self.record, self.call, self.label, self.ledger = record, call, label, ledger
         self.layout: Layout = layout_of(t)
         self.read = False
