@@ -26,6 +26,8 @@ from torch import Tensor
 from fuseops.errors import InPlaceError
 from fuseops.torch_private import WeakStorage, base_of, share_version_counter, storage_key
 
+from .cuda_lanes import CudaLanes
+from .devices import RealLanes
 from .lanes import Buf, Event
 from .report import Entry, Ledger
 from .schedule import Call, Item, Schedule
@@ -62,8 +64,9 @@ class Watch:
 class Mover:
     """A schedule for real tensors of one device. Threads take turns."""
 
-    def __init__(self, schedule: Schedule, on_gpu: bool) -> None:
-        self.schedule, self.on_gpu = schedule, on_gpu
+    def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
+        self.schedule, self.arena = schedule, lanes.arena
+        self.on_gpu = isinstance(lanes, CudaLanes)
         self._lock = threading.RLock()
         self._dead: deque[tuple[Call, Item | None, bool]] = deque()
 

@@ -49,6 +49,7 @@ class Report:
     back_count: int
     host_bytes: int  # in host buffers now
     held: tuple[tuple[str, int], ...]  # name, bytes: moved, but something else holds the original
+    schedule: tuple[tuple[str, int], ...] = ()  # of a scheduler: steps, transfers, misses, memory
 
     @property
     def kept_bytes(self) -> int:
@@ -65,6 +66,7 @@ class Report:
         for total in ("moved_bytes", "moved_count", "back_bytes", "back_count", "host_bytes"):
             data[total] = getattr(self, total)
         data["kept_bytes"] = self.kept_bytes
+        data["schedule"] = dict(self.schedule)
         data["held"] = [{"name": name, "nbytes": nbytes} for name, nbytes in self.held]
         data["entries"] = [{**e._asdict(), "dtype": dtype_name(e.dtype)} for e in self.entries]
         return data
@@ -80,7 +82,8 @@ class Report:
     def __str__(self) -> str:
         rows = [_HEAD, *map(_row, self.entries)]
         held = [f"{name}: {size(n)} moved, but held by another reference" for name, n in self.held]
-        return "\n".join([*_table(rows), self.summary(), *held])
+        facts = ", ".join(f"{what.replace('_', ' ')} {n}" for what, n in self.schedule)
+        return "\n".join([*_table(rows), self.summary(), *([facts] if facts else []), *held])
 
 
 _HEAD = ("name", "op", "shape", "dtype", "bytes", "decision", "reason", "times")

@@ -1,6 +1,7 @@
 """The scheduler: attaches to the layers of a model, without a line of the model changed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,7 +71,7 @@ class Scheduler:
         decisions: Mapping[str, Decision] = getattr(self.plan, "decisions", self.plan) or {}
         lanes = make_lanes(device, self._host)
         schedule = Schedule(lanes, decisions, lag=self._lag, ahead=self._ahead, manual=self._manual)
-        return Mover(schedule, on_gpu=device.type == "cuda")
+        return Mover(schedule, lanes)
 
     # --- attaching
 
@@ -152,7 +153,13 @@ class Scheduler:
 
     def report(self) -> Report:
         """What ran: every saved tensor with decision and reason, copies, misses, host memory."""
-        return self._scope.report()
+        return replace(self._scope.report(), schedule=tuple(self._facts()))
+
+    def _facts(self) -> Iterator[tuple[str, int]]:
+        schedule, arena = self._scope.mover.schedule, self._scope.mover.arena
+        yield from vars(schedule.stats).items()
+        yield "mispredicted", schedule.order.mispredicted
+        yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
 
     def assert_matched(self, plan: Any = None) -> None:
         """Raises FuseOpsError, with every difference, unless what ran is what was planned."""

@@ -167,8 +167,8 @@ class _ToHost(Scope):
         mover = self._movers.get(device)
         if mover is None:
             lag = IN_FLIGHT if device.type == "cuda" else 0
-            schedule = Schedule(lanes_of(device), lag=lag, small=0, keep_last=False)
-            mover = Mover(schedule, on_gpu=device.type == "cuda")
+            lanes = lanes_of(device)
+            mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
             self._movers[device] = mover
         return mover
 
