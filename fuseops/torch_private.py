@@ -45,7 +45,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

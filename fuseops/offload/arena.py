@@ -6,6 +6,8 @@ same requests in the same order get the same places, so that after the first ste
 allocated and addresses stay, as captured CUDA graphs need it. Pure: `make` brings the memory.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -39,15 +41,38 @@ class Arena:
     def __init__(self, make: Callable[[int], Any], budget: int | None = None) -> None:
         self.regions: list[Any] = []
         self.reserved = 0  # bytes of all regions
-        self.used = 0  # bytes handed out, each rounded up to ALIGN
-        self.peak = 0
+        self.peak = 0  # the most bytes that were handed out at a time
         self.budget = budget
         self._make = make
+        self._used = 0  # bytes handed out, each rounded up to ALIGN
         self._free: list[Slab] = []
+        self._returned: deque[tuple[Slab, Event | None]] = deque()
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Slab:
         """A slab of at least so many bytes.  Raises NoRoomError beyond the budget."""
-        wanted = aligned(nbytes)
+        with self._lock:
+            self._collect()
+            return self._take(aligned(nbytes))
+
+    def give(self, slab: Slab, after: Event | None) -> None:
+        """Take a slab back; `after` is the last copy that reads it. Takes no lock: a finalizer may
+        call it, anywhere.
+        """
+        self._returned.append((slab, after))
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out now."""
+        with self._lock:
+            self._collect()
+            return self._used
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._give(*self._returned.popleft())
+
+    def _take(self, wanted: int) -> Slab:
         best = min(
             (s for s in self._free if s.nbytes >= wanted),
             key=lambda s: (s.nbytes, s.region, s.offset),
@@ -59,13 +84,12 @@ class Arena:
         if best.nbytes > wanted:
             rest = Slab(best.region, best.offset + wanted, best.nbytes - wanted, best.after)
             self._free.append(rest)
-        self.used += wanted
-        self.peak = max(self.peak, self.used)
+        self._used += wanted
+        self.peak = max(self.peak, self._used)
         return Slab(best.region, best.offset, wanted, best.after)
 
-    def give(self, slab: Slab, after: Event | None) -> None:
-        """Take a slab back; `after` is the last copy that reads it."""
-        self.used -= slab.nbytes
+    def _give(self, slab: Slab, after: Event | None) -> None:
+        self._used -= slab.nbytes
         slab = Slab(slab.region, slab.offset, slab.nbytes, after)
         for other in [s for s in self._free if s.region == slab.region]:
             if other.offset + other.nbytes == slab.offset or (
@@ -87,7 +111,7 @@ class Arena:
             nbytes = min(nbytes, max(room, wanted))
             if wanted > room:
                 raise NoRoomError(
-                    f"host budget of {self.budget} bytes: {self.used} in use, {wanted} more wanted"
+                    f"host budget of {self.budget} bytes: {self._used} in use, {wanted} more wanted"
                 )
         region = self._make(nbytes)  # may raise, then nothing has changed
         self.regions.append(region)

@@ -7,6 +7,7 @@ schedule holds references instead, and has compute wait for a copy before it let
 import functools
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +27,7 @@ class CudaLanes:
         self.arena = Arena(pinned, budget)
         self._d2h, self._h2d = copy_streams(device)
         self._slabs: dict[int, Slab] = {}
+        weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
@@ -61,14 +63,14 @@ class CudaLanes:
         if lane in ("compute", "host"):
             fn()
             return
-        with torch.cuda.stream(self._stream(lane)):
+        with torch.cuda.stream(self.stream(lane)):
             fn()
 
     def record(self, lane: Lane) -> Event:
-        return Event(lane, self._stream(lane).record_event())
+        return Event(lane, self.stream(lane).record_event())
 
     def wait(self, lane: Lane, event: Event) -> None:
-        self._stream(lane).wait_event(event.native)
+        self.stream(lane).wait_event(event.native)
 
     def copying(
         self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
@@ -82,7 +84,8 @@ class CudaLanes:
     def compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+    def stream(self, lane: Lane) -> torch.cuda.Stream:
+        """What the lane is on this device."""
         if lane == "d2h":
             return self._d2h
         return self._h2d if lane == "h2d" else self.compute()
@@ -105,3 +108,11 @@ def pinned(nbytes: int) -> Tensor:
     if int(error) != 0:
         log.warning("%d bytes of host memory could not be pinned: copies will be slow", nbytes)
     return region
+
+
+def unpin(device: torch.device, regions: list[Tensor]) -> None:
+    """Give regions back, once no copy can be using them."""
+    if regions:
+        torch.cuda.synchronize(device)
+    while regions:
+        torch.cuda.cudart().cudaHostUnregister(regions.pop().data_ptr())  # type: ignore[no-untyped-call]

@@ -33,13 +33,14 @@ class Item:
 
     source  its bytes on the device, until they are let go
     kept    why it stays after all, once that is known
-    check   called with "copy" and "release" where those happen: the runtime looks for writes there
+    tell    called with "copy", "release" and "reload" when that happens to it, and with the reason
+            if it stays after all
     """
 
     name: str
     nbytes: int
     source: Buf | None
-    check: Callable[[str], None] | None = None
+    tell: Callable[[str], None] = lambda point: None
     kept: str | None = None
     bundle: "Bundle | None" = None
     offset: int = 0  # in the bundle
@@ -161,6 +162,8 @@ class Schedule:
     def leave(self, call: Call) -> None:
         """The forward of a layer ends, in whatever way."""
         self._send_small(call)
+        if self.lag == 0:
+            self._release_due()
         call.running = False
         self._forget(call)
 
@@ -206,23 +209,26 @@ class Schedule:
         name: str,
         source: Buf,
         ready: Event | None = None,
-        check: Callable[[str], None] | None = None,
+        tell: Callable[[str], None] = lambda point: None,
     ) -> Item:
-        """A storage that is to leave was saved. It may turn out that it stays: `Item.kept`.
+        """A storage that is to leave was saved. If `kept` is set it stays, and is the caller's again;
+        small ones may learn that at the end of the call.
 
         ready: a point on the compute lane at which its bytes are complete; default: now.
         """
-        item = Item(name, source.nbytes, source, check)
-        call.handles += 1
-        call.items.append(item)
+        item = Item(name, source.nbytes, source, tell)
         if self.last_group(call):
             item.kept = LAST_GROUP
-        elif self.manual or (item.nbytes < self.small and source.owner == call.owner):
+            return item
+        if self.manual or (item.nbytes < self.small and source.owner == call.owner):
             call.small.append(item)
             if not self.manual and sum(i.nbytes for i in call.small) >= self.bundle_bytes:
                 self._send_small(call)
         else:
             self._send([item], item.source, ready)
+        if item.kept is None or item.nbytes < self.small:
+            call.handles += 1
+            call.items.append(item)
         return item
 
     def share(self, call: Call, item: Item) -> None:
@@ -259,10 +265,10 @@ class Schedule:
         except NoRoomError as error:
             for item in items:
                 item.kept = str(error)
+                item.tell(item.kept)
             return
         for item in items:
-            if item.check is not None:
-                item.check("copy")
+            item.tell("copy")
         if source is None:
             source, ready = self._gather(items, nbytes, offsets), None
         self.lanes.wait("d2h", ready or self.lanes.record("compute"))
@@ -303,8 +309,8 @@ class Schedule:
         if bundle.released:
             return
         for item in bundle.items:
-            if item.check is not None and item.handles:
-                item.check("release")
+            if item.handles:
+                item.tell("release")
             item.source = None
         self.lanes.wait("compute", bundle.written)
         self.lanes.free(bundle.source)
@@ -345,6 +351,8 @@ class Schedule:
         copy = self.lanes.copying([bundle.host], target, [0])
         self.lanes.op("h2d", [bundle.host], [target], bundle.nbytes, copy)
         bundle.target, bundle.arrived = target, self.lanes.record("h2d")
+        for item in bundle.items:
+            item.tell("reload")
         self.stats.back_bytes += sum(item.nbytes for item in bundle.items)
         self.stats.back_count += 1
         return target
@@ -422,7 +430,7 @@ class Schedule:
 
     def _keep(self, call: Call | None) -> None:
         """The last group of a micro-batch: its backward may be the next of all."""
-        if call is not None and call.alive and not self.order.predicts and not self.manual:
+        if call is not None and call.alive and not self.order.predicts and self.keep_last:
             for bundle in self._bundles(call):
                 bundle.wanted = bundle.wanted or not bundle.released
 
