@@ -7,9 +7,9 @@ NaN and does not count in amax; infinities become the ends of the range; a block
 1.
 Shapes: x (R, N) -> rowwise q (R, N) and columnwise q (N, R), which is the transpose, quantized
 along R.
-    tensor:  scale (), amax ()                                            two reads of x, three for both layouts
+    tensor:  scale (), amax ()                                            two reads of x
     rows:    scale (R,)                                                   one read, rowwise only
-    1x128:   row scale (ceil(N/128), R), col scale (ceil(R/128), N)       one read for each layout
+    1x128:   row scale (ceil(N/128), R), col scale (ceil(R/128), N)       one read for both layouts
     128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
     columns: col scale (N,)                                               two reads, columnwise only
     groups:  col scale (R//128 + E, N), vectors of 128 rows that begin anew in each group    one read
@@ -53,7 +53,7 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4), _square(8)] if dims[-1] % 16 == 0 and itemsize == 2 else [_square(16)]
+    return [_square(8), _square(16)] if dims[-1] % 16 == 0 and itemsize == 2 else [_square(16)]
 
 
 def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -95,6 +95,7 @@ COLUMN_BLOCKS = Space(
     "quantize_column_blocks", _column_block_candidates, _first(_column_block_candidates)
 )
 COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
+TENSOR_BOTH = Space("quantize_tensor_both", _square_candidates, _first(_square_candidates))
 COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
 GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
 
@@ -147,14 +148,14 @@ def quantize_tensor(
     partial = x.new_empty(count, dtype=torch.float32)
     launch(device("quantize").amax_kernel, (count,), x, partial, rows, n, x.stride(0), **config)
     inv = _scales(partial, scale, amax, count, 1, dtype, pow2)
-    if layout != "col":
+    if layout == "row":
         config = TENSOR.pick(rows, (n,), x)
         launch(
             device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
             x, inv, row, rows, n, x.stride(0), LIMIT=_limit(dtype), **config,
         )  # fmt: skip
-    if layout != "row":
-        _columns(x, inv, col, one=True)
+    else:
+        _columns(x, inv, row, col, one=True)
     return row, col, scale, amax
 
 
@@ -203,23 +204,20 @@ def quantize_blocks(
         dtype=torch.float32,
     )
     form = {"LIMIT": _limit(dtype), "POW2": pow2}
-    square = block_rows == 128
-    if not square and layout != "col":
+    if (block_rows, layout) == (1, "row"):
         config = VECTORS.pick(rows, (n,), x)
         launch(
             device("quantize").quantize_vectors_kernel, tiles.tile_grid(rows, n, config),
             x, row, row_scale, rows, n, x.stride(0), **form, **config,
         )  # fmt: skip
-    # One launch a layout: triton 3.6 exchanges both through stmatrix, and stores wrong columns.
-    for rowwise in (True, False):
-        if layout == ("col" if rowwise else "row") or (rowwise and not square):
-            continue
-        config = (SQUARES if square else COLUMN_BLOCKS).pick(rows, (n,), x)
-        launch(
-            device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
-            x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form,
-            SQUARE=square, ROW=rowwise, COL=not rowwise, ALIGN=_align(rows), **config,
-        )  # fmt: skip
+        return row, col, row_scale, col_scale
+    space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else SQUARES
+    config = space.pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
+        x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form, SQUARE=block_rows == 128,
+        ROW=layout != "col", COL=layout != "row", ALIGN=_align(rows), **config,
+    )  # fmt: skip
     return row, col, row_scale, col_scale
 
 
@@ -240,7 +238,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
         x, partial, rows, n, each, x.stride(0), **config,
     )  # fmt: skip
     inv = _scales(partial, scale, torch.empty_like(scale), splits, n, dtype, pow2)
-    _columns(x, inv, col, one=False)
+    _columns(x, inv, scale, col, one=False)
     return col, scale
 
 
@@ -290,14 +288,17 @@ def _scales(
     return inv
 
 
-def _columns(x: Tensor, inv: Tensor, col: Tensor, one: bool) -> None:
-    """The transpose of x in ``col``, with one inverse scale or one a column."""
+def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> None:
+    """The transpose of x in ``col``, with one inverse scale or one a column; with one, x in ``row``
+    too unless it is empty.
+    """
     rows, n = x.shape
-    config = COLUMNS.pick(rows, (n,), x)
+    both = one and bool(row.numel())
+    config = (TENSOR_BOTH if both else COLUMNS).pick(rows, (n,), x)
     launch(
         device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
-        x, inv, col, rows, n, x.stride(0),
-        LIMIT=_limit(col.dtype), ONE=one, ALIGN=_align(rows), **config,
+        x, inv, row, col, rows, n, x.stride(0),
+        LIMIT=_limit(col.dtype), ONE=one, ROW=both, ALIGN=_align(rows), **config,
     )  # fmt: skip
 
 
@@ -316,10 +317,10 @@ def _too_large(x: Tensor) -> bool:
 
 
 def _align(rows: int) -> int:
-    """What launches may know of the row count: a power of two up to 16 that divides it, so that
-    the transposed store can be wide.
+    """What launches may know of the row count: 16 where that divides it, so that the transposed
+    store can be wide.
     """
-    return next(a for a in (16, 4, 1) if rows % a == 0)
+    return 16 if rows % 16 == 0 else 1
 
 
 def _limit(dtype: torch.dtype) -> float:

@@ -78,24 +78,6 @@ def load_slice(
 
 
 @triton.jit
-def store_slices(y_ptr, a, b, c, d, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """FP8 slices into the tile at (row0, col0) of y (R, N)."""
-    base = y_ptr + row0.to(tl.int64) * N + col0
-    store_slice(base, 0, a, R - row0, N - col0, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 1, b, R - row0, N - col0, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 2, c, R - row0, N - col0, N, BLOCK_R, BLOCK_N)
-    store_slice(base, 3, d, R - row0, N - col0, N, BLOCK_R, BLOCK_N)
-
-
-@triton.jit
-def store_slice(
-    base, J: tl.constexpr, q, rows, cols, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
-    tl.store(base + (r * N + c), q, mask=(r < rows) & (c < cols))
-
-
-@triton.jit
 def byte_of(q, J: tl.constexpr):
     return q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * J)
 
@@ -211,31 +193,45 @@ def quantize_blocks_kernel(
     ROW: tl.constexpr, COL: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 rows: SQUARE, the tile is one block, or vectors along a column."""
+    """Tiles of 128 rows: SQUARE, the tile is one block, or vectors along rows and columns.
+
+    For both layouts the tile is loaded again, from the cache, as the slices of the transposed store.
+    """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block_r, block_n = pid // num_n, pid % num_n
     row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
-    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    amax = tl.max(largest_of(a, b, c, d), axis=0)
-    if SQUARE:
-        inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
-        if ROW:
-            tl.store(row_scale_ptr + block_r * num_n + block_n, tl.div_rn(1.0, inv))
-        if COL:
-            tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, tl.div_rn(1.0, inv))
-    else:
-        tl.static_assert(not ROW, "vectors along a row have a kernel of their own")
-        inv = inverse_scale(amax, LIMIT, POW2)
-        cols = col0 + tl.arange(0, BLOCK_N)
-        at = col_scale_ptr + block_r.to(tl.int64) * N + cols
-        tl.store(at, tl.div_rn(1.0, inv), mask=cols < N)
-        inv = inv[None, :]
-    a, b = converted(a, inv, row_ptr, LIMIT), converted(b, inv, row_ptr, LIMIT)
-    c, d = converted(c, inv, row_ptr, LIMIT), converted(d, inv, row_ptr, LIMIT)
     if ROW:
-        store_slices(row_ptr, a, b, c, d, row0, col0, R, N, BLOCK_R, BLOCK_N)
+        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        amax = tl.max(magnitude(x), axis=1)
+        if SQUARE:
+            inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
+            tl.store(row_scale_ptr + block_r * num_n + block_n, tl.div_rn(1.0, inv))
+            q = converted(x, inv, row_ptr, LIMIT)
+        else:
+            tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
+            row_inv = inverse_scale(amax, LIMIT, POW2)
+            rows = row0 + tl.arange(0, BLOCK_R)
+            at = row_scale_ptr + block_n.to(tl.int64) * R + rows
+            tl.store(at, tl.div_rn(1.0, row_inv), mask=rows < R)
+            q = converted(x, row_inv[:, None], row_ptr, LIMIT)
+        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
     if COL:
+        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        if SQUARE:
+            if not ROW:
+                amax = tl.max(largest_of(a, b, c, d), axis=1)
+                inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
+            tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, tl.div_rn(1.0, inv))
+            scale = inv
+        else:
+            col_inv = inverse_scale(tl.max(largest_of(a, b, c, d), axis=0), LIMIT, POW2)
+            cols = col0 + tl.arange(0, BLOCK_N)
+            at = col_scale_ptr + block_r.to(tl.int64) * N + cols
+            tl.store(at, tl.div_rn(1.0, col_inv), mask=cols < N)
+            scale = col_inv[None, :]
+        a, b = converted(a, scale, col_ptr, LIMIT), converted(b, scale, col_ptr, LIMIT)
+        c, d = converted(c, scale, col_ptr, LIMIT), converted(d, scale, col_ptr, LIMIT)
         store_transposed(col_ptr, a, b, c, d, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
@@ -281,16 +277,22 @@ def column_scale_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_columns_kernel(
-    x_ptr, inv_ptr, col_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr,
+    x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile, the last first: the pass for the amax left it in L2. ONE scale, or one a column."""
+    """One tile, the last first: the pass for the amax left it in L2. ONE scale, or one a column.
+    ROW: the rowwise layout too, as in ``quantize_blocks_kernel``.
+    """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     cols = col0 + tl.arange(0, BLOCK_N)
     inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
+    if ROW:
+        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        q = converted(x, inv, row_ptr, LIMIT)
+        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
     a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
     c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
