@@ -47,9 +47,10 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     warps = pow2(n // 512, most=32, least=4)
     rows = max(2048 // n, 1)
-    choices = [(rows, warps, 2, 3), (2 * rows, 2 * warps, 1, 3), (rows, warps, 4, 1)]
-    if n > 2048:  # two rows beside each other share the sum of dw
-        choices[:2] = choices[1::-1]
+    choices = [(rows, warps, 2, 3), (rows, warps, 4, 1)]
+    if n * itemsize <= 1 << 13:
+        wide = (2 * rows, 2 * warps, 1, 3)  # two rows beside each other share one sum of dw
+        choices.insert(0 if n > 2048 else 1, wide)
     if n * itemsize > 1 << 14:  # wider rows leave no room to load ahead
         choices = [(1, warps, 4, 1)] if n <= 8192 else [(1, warps, 1, 1)]
     return [

@@ -53,7 +53,7 @@ def bias_bwd_kernel(
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = chunk * ROWS
     last = tl.minimum(begin + ROWS, R)
-    group = 0
+    group = tl.zeros((), dtype=tl.int32)
     used = last
     if GROUPED:
         e = tl.arange(0, BLOCK_E)
