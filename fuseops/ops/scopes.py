@@ -124,6 +124,7 @@ class Inside:
             False  # by a recomputation: they are known to be those of its forward
         )
         self.watchers: list[Callable[[Any], None]] = []  # each sees every plan that runs
+        self.debug: Any = None  # a fusions.debug.Debug, inside `fo.debug()`
 
 
 class _Thread(threading.local):
