@@ -41,7 +41,7 @@ def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
 
 def _place_without_address(t: Tensor) -> int:
     """A number that tells bytes of different storages apart, and moves with the offset in one."""
-    return (torch_private.storage_id(t) << 48) + t.storage_offset() * t.itemsize
+    return (torch_private.storage_id(t) << 48) + int(t.storage_offset()) * t.itemsize
 
 
 def repack(parts: Sequence[Tensor]) -> bool:
