@@ -59,7 +59,7 @@ class Simulation:
     stalls: tuple[Wait, ...]
 
 
-def cost_on(hardware: Hardware) -> "Cost":
+def cost_on(hardware: Hardware) -> Cost:
     """Seconds of what the schedule and the profile ask for."""
     return Cost(hardware)
 

@@ -297,7 +297,9 @@ class _Search:
             for k in other:
                 yield Choice(leave - set(pair) | {k}, drop)
         for g in range(len(self.model.groups)):
-            if g not in drop and not any(self.model.members[g] & self.model.members[d] for d in drop):
+            if g not in drop and not any(
+                self.model.members[g] & self.model.members[d] for d in drop
+            ):
                 for k in chosen:
                     yield Choice(leave - self.model.members[g] - {k}, drop | {g})
 
