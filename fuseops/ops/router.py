@@ -156,6 +156,8 @@ class Router(Op[RouterSaved]):
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert = fn(self.tokens_per_expert)
         after = self.expert_bias
         if before is not None and after is not None and after.itemsize < before.itemsize:
             self.expert_bias = before.to(after.device)
