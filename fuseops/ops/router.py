@@ -37,7 +37,7 @@ class RouterSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
     logits: Tensor | None  # (T, E) float32
     experts: Tensor | None  # (T, K) int32
-    load: Tensor | None  # (E,) float32: f_e, where there is a balance loss
+    load: Tensor | None  # (E,): f_e, where there is a balance loss
 
 
 class Router(Op[RouterSaved]):
@@ -206,16 +206,16 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        loses = self.balance_loss is not None
+        balances = self.balance_loss is not None
         if chosen is None and self.groups == 1:
             weights, experts, scores = K.router_fwd(
-                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, loses
+                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, balances
             )
         else:
             scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
             experts = self._limited(scores, expert_bias) if chosen is None else chosen
             weights = self._weights(scores, experts)
-        load = self._load(experts) if loses else None
+        load = self._load(experts, logits.dtype) if balances else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
             side["router_loss"] = self._loss(logits, scores, load)
@@ -236,9 +236,9 @@ class Router(Op[RouterSaved]):
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.scale
 
-    def _load(self, experts: Tensor) -> Tensor:
-        """f_e: the share of the copies that each expert gets.   (E,) float32"""
-        return self._counts(experts).to(torch.float32) / max(experts.numel(), 1)
+    def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """f_e: the share of the copies that each expert gets.   (E,)"""
+        return self._counts(experts).to(dtype) / max(experts.numel(), 1)
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Copies of each expert.   (E,) int32"""
@@ -249,7 +249,7 @@ class Router(Op[RouterSaved]):
         tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
         if self.balance_loss is not None and load is not None:
             mean = self._shares(scores).sum(0) / tokens
-            loss = loss + self.balance_loss * self.num_experts * (load.to(mean.dtype) * mean).sum()
+            loss = loss + self.balance_loss * self.num_experts * (load * mean).sum()
         if self.z_loss is not None:
             loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
         return loss
@@ -286,6 +286,8 @@ class Router(Op[RouterSaved]):
         dweights, dloss = dside["weights"], dside.get("router_loss")
         if dweights is None:
             dweights = torch.zeros_like(experts, dtype=logits.dtype)
+        if dloss is not None:
+            dloss = dloss.to(logits.dtype)
         dscores = self._dscores(logits, load, dloss)
         rest = self.score, self.normalize, self.scale, dscores
         dlogits = K.router_bwd(dweights, logits, experts, *rest)
@@ -299,7 +301,7 @@ class Router(Op[RouterSaved]):
         if dloss is None or load is None or self.balance_loss is None:
             return None
         slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
-        dshares = (dloss * slope * load.to(logits.dtype)).expand_as(logits)
+        dshares = (dloss * slope * load).expand_as(logits)
         if self.score == "softmax":
             return dshares
         scores = logits.sigmoid()
