@@ -111,6 +111,10 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     for leaf in p.leaves:
         leaf.grad = None
     record["peak_bytes"] = {n: measure.peak_bytes(s) for n, s in steps.items()}
+    given = sum(t.nbytes for t in (p.x, p.probs, p.offs))  # saved, but there before the step
+    record["plan_peak_over_real"] = round(
+        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
+    )
     if options.warm:
         return record
     record["us"], record["tflops"], record["ratios"] = {}, {}, {}
