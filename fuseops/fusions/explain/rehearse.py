@@ -108,12 +108,10 @@ def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Its fake, with what a backward looks for on a parameter: a gradient to add to, and a main_grad."""
+    """Its fake, without a gradient, as at the first micro-batch; with a main_grad, which a backward looks for."""
     fake = mode.from_tensor(t.detach())
     made = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
-    made.requires_grad_(t.requires_grad)
-    for name in ("grad", "main_grad") if t.is_leaf else ():
-        value = getattr(t, name, None)
-        if isinstance(value, Tensor):
-            setattr(made, name, mode.from_tensor(value.detach()))
-    return made
+    main_grad = getattr(t, "main_grad", None)
+    if isinstance(main_grad, Tensor):
+        made.main_grad = mode.from_tensor(main_grad)  # type: ignore[attr-defined]
+    return made.requires_grad_(t.requires_grad)
