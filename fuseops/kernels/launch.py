@@ -56,54 +56,56 @@ def device(name: str) -> ModuleType:
     return importlib.import_module(f"fuseops.kernels.device.{name}")
 
 
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    key: Any = None,
-    **options: Any,
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
-    grid is empty.
-
-    ``key``, if given, names all that the compiled code depends on: types, alignment and the values
-    that Triton specializes. A second launch with it skips Triton's own look at every argument, which
-    costs more than the launch. Capitals come last, in the order of the kernel's signature.
+    grid is empty.   -> the compiled kernel, if one ran
     """
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, args, options))
-    elif 0 in grid:
-        return
-    elif INTERPRET:
+        return None
+    if 0 in grid:
+        return None
+    if INTERPRET:
         with _interpreter().silent():
             kernel[grid](*args, **options)
-    elif args[0].device.index == torch.cuda.current_device():
-        _run(kernel, grid, args, key, options)
-    else:
-        with torch.cuda.device(args[0].device):
-            _run(kernel, grid, args, key, options)
+        return None
+    if args[0].device.index == torch.cuda.current_device():
+        return kernel[grid](*args, **options)
+    with torch.cuda.device(args[0].device):
+        return kernel[grid](*args, **options)
 
 
-def _run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    key: tuple[Any, ...] | None,
-    options: dict[str, Any],
-) -> None:
-    if key is None:
-        kernel[grid](*args, **options)
-        return
-    key = (kernel, args[0].device.index, *key)
-    found = _compiled.get(key)
-    if found is None:
-        constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = kernel[grid](*args, **options), constants
-    else:
-        found[0][(*grid, 1, 1)](*args, *found[1])
+def recorded() -> bool:
+    """Whether launches are recorded and not run."""
+    return _recorder is not None
+
+
+class Prepared:
+    """A kernel with its options, for launches that differ in nothing that its code depends on: types,
+    alignment, and the integers that Triton specializes.
+
+    Later launches skip Triton's own look at every argument, which costs more than the launch.
+    `aligned` says that all addresses are multiples of 16, as Triton likes them; it looks at each
+    launch otherwise. Capitals come last in the kernel's signature.
+    """
+
+    def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
+        self.kernel, self.aligned, self.options = kernel, aligned, options
+        self.compiled: Any = None
+        self.constants: tuple[Any, ...] = ()
+
+    def __call__(self, grid: tuple[int], *args: Any) -> None:
+        if self.compiled is None or _recorder is not None:
+            compiled = launch(self.kernel, grid, *args, **self.options)
+            if self.aligned and compiled is not None:
+                names = self.kernel.arg_names[len(args) :]
+                self.constants = tuple(self.options[name] for name in names)
+                self.compiled = compiled
+        elif args[0].device.index == torch.cuda.current_device():
+            self.compiled[(*grid, 1, 1)](*args, *self.constants)
+        else:
+            with torch.cuda.device(args[0].device):
+                self.compiled[(*grid, 1, 1)](*args, *self.constants)
 
 
 @contextmanager
