@@ -228,6 +228,12 @@ def test_version_counts_writes_in_place() -> None:
         assert torch_private.version(torch.ones(4)) == 0
 
 
+def test_assert_async_names_what_was_wrong() -> None:
+    torch_private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_async(torch.tensor(False), "not fine")
+
+
 def test_base_of_a_view_is_what_it_views() -> None:
     t = torch.ones(4, requires_grad=True) * 1
     assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t
@@ -252,3 +258,17 @@ def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:
     from torch.distributed.tensor import DTensor
 
     assert torch_private.is_dtensor(DTensor) and not torch_private.is_dtensor(Tensor)
+
+
+def test_references_to_a_storage_are_counted() -> None:
+    t = torch.arange(4.0)
+    weak = torch_private.WeakStorage(t.untyped_storage())
+    assert weak.holders() == 1
+    alias = t.detach()
+    assert weak.holders() == 2
+    storage = t.untyped_storage()
+    assert weak.holders() == 2
+    del t, storage
+    assert weak.holders() == 1
+    del alias
+    assert weak.expired() and weak.holders() == 0

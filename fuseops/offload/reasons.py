@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fuseops.torch_private import base_of, is_functorch_wrapped
 
 from . import marks
-from .copies import KINDS
+from .devices import KINDS
 from .labels import Named
 from .storages import StorageMap
 

@@ -1,0 +1,313 @@
+"""A fast prediction of what the schedule will do with a choice: the planner asks it thousands of
+times, and the schedule itself only once, at the end.
+
+Where events stand in the step does not depend on the choice; only stalls do. So they are laid out
+once, and a prediction is one pass over those of the chosen tensors. Small tensors of a call, which
+share a transfer, each bear their part of its cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .hardware import Hardware
+from .plan_simulate import Settings, again_at
+from .profile import Profile
+
+SEND, RELEASE, FETCH, READ, AGAIN = range(5)
+
+
+class Choice(NamedTuple):
+    """What leaves and what is dropped, by index into the model's `items` and `groups`."""
+
+    leave: frozenset[int]
+    drop: frozenset[int]
+
+
+class Prediction(NamedTuple):
+    """What a choice costs.
+
+    late     item -> seconds that compute stood still for it
+    top      position of the peak
+    """
+
+    seconds: float
+    stall: float
+    recompute: float
+    peak: int
+    top: int
+    host: int
+    late: dict[int, float]
+
+
+class Hole(NamedTuple):
+    """Positions from and to which an item's bytes are not on the device."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+class Model:
+    """One profile on one machine under one schedule.
+
+    items   index into `profile.saved` of each tensor that the schedule can move
+    groups  index into `profile.recompute`
+    """
+
+    def __init__(self, profile: Profile, hardware: Hardware, settings: Settings) -> None:
+        self.profile, self.hardware, self.settings = profile, hardware, settings
+        places = _Places(profile, settings)
+        self.items = places.movable
+        self.of_saved = {saved: k for k, saved in enumerate(self.items)}
+        self.nbytes = [profile.saved[k].nbytes for k in self.items]
+        self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
+        self.members = [
+            frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
+            for g in self.groups
+        ]
+        self.groups_of: dict[int, list[int]] = defaultdict(list)
+        for g, members in enumerate(self.members):
+            for item in members:
+                self.groups_of[item].append(g)
+        # Small tensors of one call are one transfer: all are there when the last is.
+        self.slots = [
+            -1 - profile.saved[k].call if places.is_small(k) else n
+            for n, k in enumerate(self.items)
+        ]
+        self.out, self.back = self._costs(places)
+        self.events = self._events(places)
+        self.holes = [places.holes[k] for k in self.items]
+        self.drops = [self._drops(g) for g in self.groups]
+        self._segments()
+        self.evaluations = 0
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Seconds, stalls, peak and host bytes under a choice."""
+        self.evaluations += 1
+        leave, drop = choice
+        stall, recompute, late = self._time(leave, drop)
+        peak, top = self._peak(leave, drop)
+        host = sum(self.nbytes[k] for k in leave)
+        seconds = self.profile.seconds + stall + recompute
+        return Prediction(seconds, stall, recompute, peak, top, host, late)
+
+    def covers(self, position: int) -> tuple[list[int], list[int]]:
+        """Items and groups whose absence lowers the bytes at a position."""
+        items = [
+            k
+            for k, holes in enumerate(self.holes)
+            if any(h.start <= position < h.end and h.nbytes > 0 for h in holes)
+        ]
+        groups = [
+            g
+            for g, holes in enumerate(self.drops)
+            if any(h.start <= position < h.end for h in holes)
+        ]
+        return items, groups
+
+    # --- time
+
+    def _costs(self, places: _Places) -> tuple[list[float], list[float]]:
+        """Seconds out and back of every item."""
+        saved, out, back = self.profile.saved, [], []
+        together: dict[int, int] = defaultdict(int)
+        for k in self.items:
+            if places.is_small(k):
+                together[saved[k].call] += saved[k].nbytes
+        for k in self.items:
+            nbytes, whole = saved[k].nbytes, saved[k].nbytes
+            if places.is_small(k):
+                whole = min(together[saved[k].call], self.settings.bundle)
+            share = nbytes / whole if whole else 0.0
+            out.append(self.hardware.copy_seconds("d2h", whole) * share)
+            back.append(self.hardware.copy_seconds("h2d", whole) * share)
+        return out, back
+
+    def _events(self, places: _Places) -> list[tuple[int, int, float]]:
+        """(kind, item or group, seconds without any stall), in the order of the host program."""
+        clock = self.profile.clock
+        found: list[tuple[tuple[int, int], int, int]] = []
+        for order, (kind, saved, position) in enumerate(places.events):
+            if saved in self.of_saved:
+                found.append(((position, order), kind, self.of_saved[saved]))
+        for g, group in enumerate(self.groups):
+            at = min(again_at(self.profile, k) for k in self.profile.recompute[group].saved)
+            found.append(((at, len(places.events)), AGAIN, g))
+        return [(kind, k, clock[position]) for (position, _), kind, k in sorted(found)]
+
+    def _time(
+        self, leave: frozenset[int], drop: frozenset[int]
+    ) -> tuple[float, float, dict[int, float]]:
+        stall = recompute = out_free = back_free = 0.0
+        copied: dict[int, float] = {}  # by slot
+        arrived: dict[int, float] = {}
+        late: dict[int, float] = {}
+        out, back, slots = self.out, self.back, self.slots
+        for kind, k, base in self.events:
+            if kind == AGAIN:
+                if k in drop:
+                    recompute += self.profile.recompute[self.groups[k]].seconds
+                continue
+            if k not in leave:
+                continue
+            now, slot = base + stall + recompute, slots[k]
+            if kind == SEND:
+                out_free = copied[slot] = (out_free if out_free > now else now) + out[k]
+            elif kind == FETCH:
+                start = back_free if back_free > now else now
+                if copied[slot] > start:
+                    start = copied[slot]
+                back_free = arrived[slot] = start + back[k]
+            else:
+                wait = (copied if kind == RELEASE else arrived)[slot] - now
+                if wait > 0.0:
+                    stall += wait
+                    late[k] = late.get(k, 0.0) + wait
+        return stall, recompute, late
+
+    # --- bytes
+
+    def _drops(self, group: int) -> list[Hole]:
+        saved, found = self.profile.saved, []
+        for k in self.profile.recompute[group].saved:
+            end = again_at(self.profile, k)
+            if saved[k].held < end:
+                found.append(Hole(saved[k].held, end, saved[k].nbytes))
+        return found
+
+    def _segments(self) -> None:
+        """Ops between two neighbouring ends of holes count by their highest."""
+        ends = {0, len(self.profile.ops)}
+        for holes in (*self.holes, *self.drops):
+            for hole in holes:
+                ends.update((hole.start, hole.end))
+        self._ends = sorted(e for e in ends if e <= len(self.profile.ops))
+        resident = [op.resident for op in self.profile.ops]
+        self._tops = [
+            max(range(a, b), key=resident.__getitem__)
+            for a, b in zip(self._ends, self._ends[1:], strict=False)
+        ]
+        self._levels = [resident[p] for p in self._tops]
+        place = {end: n for n, end in enumerate(self._ends)}
+        self._hole_places = [_placed(holes, place) for holes in self.holes]
+        self._drop_places = [_placed(holes, place) for holes in self.drops]
+
+    def _peak(self, leave: frozenset[int], drop: frozenset[int]) -> tuple[int, int]:
+        change = [0] * (len(self._ends) + 1)
+        for k in leave:
+            for start, end, nbytes in self._hole_places[k]:
+                change[start] += nbytes
+                change[end] -= nbytes
+        for g in drop:
+            for start, end, nbytes in self._drop_places[g]:
+                change[start] += nbytes
+                change[end] -= nbytes
+        best, where, absent = 0, 0, 0
+        for n, level in enumerate(self._levels):
+            absent += change[n]
+            if level - absent > best:
+                best, where = level - absent, n
+        return best, self._tops[where] if self._tops else 0
+
+    def segment_of(self, position: int) -> int:
+        """Which of the stretches between ends of holes a position lies in."""
+        return max(bisect_left(self._ends, position + 1) - 1, 0)
+
+
+def _placed(holes: Sequence[Hole], place: dict[int, int]) -> list[tuple[int, int, int]]:
+    return [(place[h.start], place[h.end], h.nbytes) for h in holes]
+
+
+class _Places:
+    """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
+
+    def __init__(self, profile: Profile, settings: Settings) -> None:
+        self.profile, self.settings = profile, settings
+        self.events: list[tuple[int, int, int]] = []  # kind, saved, position
+        self.holes: dict[int, list[Hole]] = {}
+        self.movable: list[int] = []
+        boundaries = profile.boundaries
+        number = {(b.what, b.index): n + 1 for n, b in enumerate(boundaries)}
+        sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
+        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved
+        now = 0
+        for position, what, k in profile.happenings:
+            if what in ("enter", "backward"):
+                now += 1
+            elif what == "save" and self._may_leave(k, number):
+                mine[profile.saved[k].call].append(k)
+                if not self.is_small(k):
+                    sends[k] = (position, now)
+            elif what == "leave":
+                for saved in mine[k]:
+                    sends.setdefault(saved, (position, now))
+        at = [b.position for b in boundaries]
+        for k, (position, passed) in sends.items():
+            call = profile.saved[k].call
+            due, fetch = passed + settings.lag, number["backward", call] - settings.ahead
+            if due < fetch:
+                self._add(k, position, at[due - 1], at[fetch - 1])
+        self.movable.sort()
+        self._order(sends, mine, number)
+
+    def is_small(self, k: int) -> bool:
+        return self.profile.saved[k].nbytes < self.settings.small
+
+    def _may_leave(self, k: int, number: dict[tuple[str, int], int]) -> bool:
+        saved = self.profile.saved[k]
+        return (
+            saved.why is None
+            and saved.nbytes > 0
+            and saved.call >= 0
+            and ("backward", saved.call) in number
+        )
+
+    def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
+        saved = self.profile.saved[k]
+        self.movable.append(k)
+        holes = []
+        if self.is_small(k):
+            # Gathered: its own bytes go at once, those of the transfer at the release.
+            gone, staged = max(sent, saved.held), max(sent, released)
+            holes.append(Hole(gone, fetched, saved.nbytes))
+            holes.append(Hole(sent, staged, -saved.nbytes))
+        else:
+            holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
+        # While somebody else holds the original, what came back is a second copy.
+        holes.append(Hole(fetched, min(saved.held, saved.freed), -saved.nbytes))
+        self.holes[k] = [h for h in holes if h.start < h.end]
+
+    def _order(
+        self,
+        sends: dict[int, tuple[int, int]],
+        mine: dict[int, list[int]],
+        number: dict[tuple[str, int], int],
+    ) -> None:
+        """Events in the order in which the host program reaches them."""
+        lag, ahead = self.settings.lag, self.settings.ahead
+        movable = set(self.movable)
+        fetches: dict[int, list[int]] = defaultdict(list)
+        releases: dict[int, list[int]] = defaultdict(list)
+        for call, saved in mine.items():
+            due = number["backward", call] - ahead
+            fetches[due] += [k for k in reversed(saved) if k in movable]
+        for k, (_, passed) in sends.items():
+            if k in movable:
+                releases[passed + lag].append(k)
+        now = 0
+        for position, what, k in self.profile.happenings:
+            if what in ("enter", "backward"):
+                now += 1
+                self.events += [(FETCH, saved, position) for saved in fetches[now]]
+                self.events += [(RELEASE, saved, position) for saved in releases[now]]
+            elif what == "save" and k in movable and not self.is_small(k):
+                self.events.append((SEND, k, position))
+            elif what == "leave":
+                small = [s for s in mine[k] if s in movable and self.is_small(s)]
+                self.events += [(SEND, saved, position) for saved in small]
+            elif what == "read" and k in movable:
+                self.events.append((READ, k, position))
