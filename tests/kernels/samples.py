@@ -45,6 +45,7 @@ def samples() -> dict[str, tuple]:
         "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5, dy),
         "quantize_columns": (y, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),
+        "wide_mm": (y.bfloat16(), dy.bfloat16()),
         "cast": (y, torch.bfloat16),
         "cast_transpose": (y, torch.bfloat16, "both"),
     }
