@@ -110,8 +110,9 @@ def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     """Its fake, without a gradient, as at the first micro-batch; with a main_grad, which a backward looks for."""
     fake = mode.from_tensor(t.detach())
-    made = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
+    made: Any = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
     main_grad = getattr(t, "main_grad", None)
     if isinstance(main_grad, Tensor):
-        made.main_grad = mode.from_tensor(main_grad)  # type: ignore[attr-defined]
-    return made.requires_grad_(t.requires_grad)
+        made.main_grad = mode.from_tensor(main_grad)
+    made.requires_grad_(t.requires_grad)
+    return made  # type: ignore[no-any-return]
