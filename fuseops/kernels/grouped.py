@@ -177,7 +177,7 @@ def grouped_mm(
         )
     if bias is not None and bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    _check(x, weight, offs, len(weight))
+    _check(x, weight, offs, weight.shape[0])
     rows = _rows(x, index, "index")
     if not rows or not weight.shape[1]:
         return x.new_empty(rows, weight.shape[1])
@@ -207,7 +207,7 @@ def grouped_wgrad(
 
     dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
     """
-    dw = torch.empty(len(offs), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    dw = torch.empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     _wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index)
     return dw
 
@@ -252,9 +252,9 @@ def _wgrad(
     rows = _rows(dy, dy_index, "dy_index")
     require(rows == _rows(x, x_index, "x_index"),
             f"dy has {rows} rows and x {_rows(x, x_index, 'x_index')}, expected as many.")  # fmt: skip
-    shape = (len(offs), dy.shape[1], x.shape[1])
+    shape = (offs.shape[0], dy.shape[1], x.shape[1])
     require(dw.shape == shape, f"main_grad is {tuple(dw.shape)}, expected {shape}.")
-    _check(x, dy, offs, len(offs))
+    _check(x, dy, offs, offs.shape[0])
     if not rows and not accumulate:
         dw.zero_()
     elif rows and dw.numel():
@@ -285,7 +285,7 @@ def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
 
 def _tiles(tiles: Tensor | None, offs: Tensor, rows: int) -> Tensor:
     if tiles is None:
-        return group_tiles.launcher(offs, rows)
+        return group_tiles(offs, rows)
     if tiles.shape[0] != table_size(rows, offs.shape[0]) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."

@@ -20,6 +20,7 @@ from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import Prepared, device, num_sms, recorded
 from fuseops.kernels.tiles import cdiv, pow2
 
+MOST_DESCRIPTORS = 256  # of an operand of one kind of call
 TILE_ROWS = (64, 128)  # the row blocks a tile table knows
 
 
@@ -53,16 +54,16 @@ def launch_mm(
 
     copy: makes the rows of x by index where no kernel gathers.
     """
+    rows = (x if index is None else index).shape[0]
     key = (
         "mm", x.dtype, x.device, x.shape[1], x.stride(), weight.shape, weight.stride(),
-        (len(x if index is None else index) - 1).bit_length(), bias is None,
+        (rows - 1).bit_length(), bias is None,
         None if index is None else index.dtype,
         _misaligned(x, weight, bias, offs, tiles, index), precision(x),
     )  # fmt: skip
     plan = plan_of(key, lambda: _mm_plan(x, weight, bias, offs, tiles, index))
     if index is not None and plan.path != "gather":
         return launch_mm(copy(x, index, offs), weight, bias, offs, tiles, None, copy)
-    rows = len(x if index is None else index)
     y = torch.empty(rows, weight.shape[1], dtype=x.dtype, device=x.device)
     plan.run(x, weight, bias, offs, tiles, index, y)
     return y
@@ -70,7 +71,7 @@ def launch_mm(
 
 def launch_tiles(offs: Tensor, tiles: Tensor, rows: int) -> None:
     """Fill the table of `group_tiles`."""
-    groups = len(offs)
+    groups = offs.shape[0]
     plan_of(("tiles", offs.device, groups, _misaligned(offs)), lambda: _tiles_plan(offs)).run(
         (groups,), offs, tiles, rows, groups
     )
@@ -109,22 +110,23 @@ def _mm_plan(
             TRANSPOSED=transposed, HAS_BIAS=bias is not None, **config, num_warps=4, maxnreg=168,
         )  # fmt: skip
         inner = n if transposed else k
-        w_shape, w_strides = [weight.numel() // inner, inner], [inner, 1]
-        w_block, y_strides = [64 if transposed or block_n == 192 else block_n, 64], [n, 1]
+        w_shape, w_block = (groups * n * k // inner, inner), [64, 64]
+        if not transposed and block_n != 192:
+            w_block = [block_n, 64]
         y_block = [64 if block_n == 192 else block_m // (1 + config["COOPERATIVE"]), 64]
-        describe, x_block = module.Descriptor, [block_m, 64]
+        x_of = _kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
+        w_of = _kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
+        y_of = _kept(lambda y: module.Descriptor(y, y.shape, (n, 1), y_block))
 
-        def run(x: Any, weight: Any, bias: Any, offs: Any, tiles: Any, index: Any, y: Any) -> None:
-            grid, numbers = sizes(len(y))
-            left = x if index is not None else describe(x, x.shape, [stride_x, 1], x_block)
-            prepared(
-                grid, y, left, offs if index is None else index,
-                describe(weight, w_shape, w_strides, w_block),
-                describe(y, y.shape, y_strides, y_block), y if bias is None else bias,
-                offs, tiles, *numbers,
-            )  # fmt: skip
+        def run_rings(
+            x: Any, weight: Any, bias: Any, offs: Any, tiles: Any, index: Any, y: Any
+        ) -> None:
+            grid, numbers = sizes(y.shape[0])
+            left, index = (x_of(x), offs) if index is None else (x, index)
+            bias = y if bias is None else bias
+            prepared(grid, y, left, index, w_of(weight), y_of(y), bias, offs, tiles, *numbers)
 
-        return Plan(path, run)
+        return Plan(path, run_rings)
 
     module = device("grouped_mm")
     prepared = Prepared(
@@ -135,7 +137,7 @@ def _mm_plan(
     tma_block = [1, block_k, block_n] if transposed else [1, block_n, block_k]
 
     def run(x: Any, weight: Any, bias: Any, offs: Any, tiles: Any, index: Any, y: Any) -> None:
-        grid, numbers = sizes(len(y))
+        grid, numbers = sizes(y.shape[0])
         operands = (x, weight, y)
         if path == "tma":
             operands = (
@@ -167,9 +169,9 @@ def launch_wgrad(
     if dy_index is not None and x_index is not None:
         x, x_index = copy(x, x_index, offs), None
     index = x_index if dy_index is None else dy_index
-    rows = len(dy if dy_index is None else dy_index)
+    rows = (dy if dy_index is None else dy_index).shape[0]
     key = (
-        "wgrad", x.dtype, dw.dtype, x.device, len(offs), dy.shape[1], x.shape[1], dy.stride(),
+        "wgrad", x.dtype, dw.dtype, x.device, offs.shape[0], dy.shape[1], x.shape[1], dy.stride(),
         x.stride(), (rows - 1).bit_length(), accumulate, dy_index is None, x_index is None,
         None if index is None else index.dtype,
         _misaligned(dw, dy, x, offs, tiles, index), precision(x),
@@ -212,18 +214,19 @@ def _wgrad_plan(
         )  # fmt: skip
         m, width = (k, n) if swap else (n, k)
         grid = (min(most, groups * cdiv(m, block_m) * cdiv(width, 256)),)
-        by_pointer = dw.dtype == torch.float32
+        a_of, b_of = _kept(module.describe_rows), _kept(module.describe_rows)
+        dw_of = _kept(module.describe_weight)
+        by_pointer, numbers = dw.dtype == torch.float32, (groups, m, width, strides[swap])
 
-        def run(dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int) -> None:
+        def run_rings(
+            dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int
+        ) -> None:
             a, b = (x, dy) if swap else (dy, x)
-            prepared(
-                grid, dw, a if index is not None else module.describe_rows(a),
-                offs if index is None else index, module.describe_rows(b),
-                dw if by_pointer else module.describe_weight(dw), offs, tiles, rows, groups,
-                m, width, strides[swap],
-            )  # fmt: skip
+            left, index = (a_of(a), offs) if index is None else (a, index)
+            out = dw if by_pointer else dw_of(dw)
+            prepared(grid, dw, left, index, b_of(b), out, offs, tiles, rows, *numbers)
 
-        return Plan(path, run)
+        return Plan(path, run_rings)
 
     module, block_n, block_k = device("grouped_mm"), config["BLOCK_N"], config["BLOCK_K"]
     prepared = Prepared(
@@ -245,6 +248,24 @@ def _wgrad_plan(
         prepared(grid, dw, *operands, offs, tiles, rows, groups, n, k, *strides)
 
     return Plan(path, run)
+
+
+def _kept(describe: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`describe` that remembers the descriptors of the last addresses and row counts: weights stay
+    where they are, and activations come back to where they were in the step before.
+    """
+    found: dict[tuple[int, int], Any] = {}
+
+    def described(t: Tensor) -> Any:
+        key = t.data_ptr(), t.shape[0]
+        descriptor = found.get(key)
+        if descriptor is None:
+            if len(found) >= MOST_DESCRIPTORS:
+                found.clear()
+            descriptor = found[key] = describe(t)
+        return descriptor
+
+    return described
 
 
 def _misaligned(*tensors: Tensor | None) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fuseops.kernels.registry import INTERPRET, arch_of
 
@@ -91,21 +93,67 @@ class Prepared:
 
     def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
         self.kernel, self.aligned, self.options = kernel, aligned, options
-        self.compiled: Any = None
-        self.constants: tuple[Any, ...] = ()
+        self.again: Callable[..., None] | None = None
 
     def __call__(self, grid: tuple[int], *args: Any) -> None:
-        if self.compiled is None or _recorder is not None:
+        if self.again is None or _recorder is not None:
             compiled = launch(self.kernel, grid, *args, **self.options)
             if self.aligned and compiled is not None:
                 names = self.kernel.arg_names[len(args) :]
-                self.constants = tuple(self.options[name] for name in names)
-                self.compiled = compiled
+                self.again = _relauncher(compiled, tuple(self.options[name] for name in names))
         elif args[0].device.index == torch.cuda.current_device():
-            self.compiled[(*grid, 1, 1)](*args, *self.constants)
+            self.again(grid, args)
         else:
             with torch.cuda.device(args[0].device):
-                self.compiled[(*grid, 1, 1)](*args, *self.constants)
+                self.again(grid, args)
+
+
+def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
+    """What launches a compiled kernel, given (grid, args).
+
+    Triton 3.6 encodes every tensor descriptor, asks the driver about every pointer and calls its hooks
+    at each launch. Here descriptors are encoded once (`flat`), pointers are numbers, and hooks
+    are called only where somebody has set one.
+    """
+
+    import triton
+    from triton import knobs
+
+    run, hooks = compiled.run, knobs.runtime.launch_enter_hook
+
+    def plainly(grid: tuple[int], args: tuple[Any, ...]) -> None:
+        compiled[(*grid, 1, 1)](*args, *constants)
+
+    if not triton.__version__.startswith("3.6.") or run.global_scratch_size:
+        return plainly
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+    from triton.runtime import driver
+
+    wrapped = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
+    stream_of = driver.active.get_current_stream
+    # cooperative, PDL, two scratch buffers, metadata, then what hooks would be told, and hooks
+    head = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
+
+    def directly(grid: tuple[int], args: tuple[Any, ...]) -> None:
+        if hooks.calls:
+            plainly(grid, args)
+            return
+        flat: list[Any] = []
+        number = 0
+        for arg in args:
+            if isinstance(arg, int):
+                flat.append(arg)
+            elif isinstance(arg, Tensor):
+                flat.append(arg.data_ptr())
+            else:
+                if arg.flat is None:
+                    arg.flat = make_tensordesc_arg(arg, metas[number])
+                flat += arg.flat
+                number += 1
+        raw(*grid, 1, 1, stream_of(args[0].device.index), *head, *flat, *constants)
+
+    return directly
 
 
 @contextmanager
