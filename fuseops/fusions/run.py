@@ -92,7 +92,7 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     if "forward" in own or "fwd" in own or "bwd" in own:
         facts.append("a method of its own")
     for name in parameters:
-        p = registered[name] if name in registered else getattr(op, name)
+        p = registered[name] if name in registered else op.sample(name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
     return tuple(facts)
 

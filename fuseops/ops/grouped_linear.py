@@ -194,7 +194,11 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def registered(self, name: str) -> tuple[str, ...]:
         if self.packed or name not in PACKED or name in self._parameters:
             return (name,)
-        return tuple(f"{name}{e}" for e in range(self.num_groups))
+        return tuple([f"{name}{e}" for e in range(self.num_groups)])
+
+    def sample(self, name: str) -> Any:
+        parts = [getattr(self, key) for key in self.registered(name)]
+        return next((part for part in parts if part is not None and part.requires_grad), parts[0])
 
     def __getattr__(self, name: str) -> Any:
         if name in PACKED and name not in self._parameters and not self.packed:

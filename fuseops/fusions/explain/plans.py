@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 from fuseops.fusions.config import WRAPPERS, set_root
 from fuseops.fusions.plan import FusionPlan, SavedTensor
 from fuseops.fusions.sequential import Sequential
+from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Op
 
 from . import text
+from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
 from .rehearse import peak_of_step
@@ -110,7 +112,8 @@ def _observe(
         buffers = undo.enter_context(_copied_buffers(model))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
-        with names.observe(), ledger.hooks(), observer.watching():
+        launches = Launches(observer.ran)
+        with names.observe(), ledger.hooks(), observer.watching(), registry.watching(launches):
             outputs = model(*args, **kwargs)
         ledger.visit(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
         parameters = {
