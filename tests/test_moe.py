@@ -54,7 +54,7 @@ def built(kind: str, top_k: int, **kwargs: Any) -> fo.MoE:
         if kind == "zipf":
             moe["router"].bias.copy_(-2 * (rank + 1).log())
         elif kind == "one expert":  # the first top_k take all, the others none
-            moe["router"].bias.copy_(torch.where(rank < top_k, 0.0, -20.0))
+            moe["router"].bias.copy_(torch.where(rank < top_k, 0.0, -12.0))
         if moe["router"].expert_bias is not None:
             moe["router"].expert_bias.copy_(0.3 * torch.randn(E, dtype=torch.float64))
     return moe

@@ -35,7 +35,7 @@ TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
 class RouterSaved(NamedTuple):
     x: Tensor | None  # (T, D)
     weight: Tensor | None  # the parameter itself
-    logits: Tensor | None  # (T, E) float32
+    logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
     load: Tensor | None  # (E,): f_e, where there is a balance loss
 
@@ -156,6 +156,8 @@ class Router(Op[RouterSaved]):
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert = fn(self.tokens_per_expert)
         after = self.expert_bias
         if before is not None and after is not None and after.itemsize < before.itemsize:
             self.expert_bias = before.to(after.device)
@@ -219,7 +221,15 @@ class Router(Op[RouterSaved]):
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
             side["router_loss"] = self._loss(logits, scores, load)
+        if self._chosen_suffice:
+            logits = logits.gather(-1, experts.long())
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
+
+    @property
+    def _chosen_suffice(self) -> bool:
+        """Whether the gradient depends on the chosen logits alone: a normalised softmax is the softmax over those."""
+        alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
+        return alone and "router_loss" not in self.writes
 
     def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
@@ -288,17 +298,22 @@ class Router(Op[RouterSaved]):
             dweights = torch.zeros_like(experts, dtype=logits.dtype)
         if dloss is not None:
             dloss = dloss.to(logits.dtype)
-        dscores = self._dscores(logits, load, dloss)
-        rest = self.score, self.normalize, self.scale, dscores
-        dlogits = K.router_bwd(dweights, logits, experts, *rest)
+        form = self.score, self.normalize, self.scale
+        if self._chosen_suffice:
+            own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
+            chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
+            zeros = logits.new_zeros(len(logits), self.num_experts)
+            return zeros.scatter(-1, experts.long(), chosen)
+        dscores = self._dscores(logits, load, dloss)  # type: ignore[arg-type]
+        dlogits = K.router_bwd(dweights, logits, experts, *form, dscores)
         if dloss is None or self.z_loss is None:
             return dlogits
         slope = 2 * self.z_loss / max(logits.shape[0], 1) * logits.logsumexp(-1, keepdim=True)
         return dlogits + dloss * slope * logits.softmax(-1)
 
-    def _dscores(self, logits: Tensor, load: Tensor | None, dloss: Tensor | None) -> Tensor | None:
+    def _dscores(self, logits: Tensor, load: Tensor, dloss: Tensor | None) -> Tensor | None:
         """The balance loss' gradient of the scores, (T, E)."""
-        if dloss is None or load is None or self.balance_loss is None:
+        if dloss is None or self.balance_loss is None:
             return None
         slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
         dshares = (dloss * slope * load).expand_as(logits)
