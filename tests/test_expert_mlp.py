@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -113,17 +113,22 @@ def test_routed_equals_unfused_in_every_form(
     assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
 
 
-@pytest.mark.parametrize("fc1", [0, 1])
-@pytest.mark.parametrize("fc2", [0, 1])
+COPIES = (routed_mlp.FC1, routed_mlp.FC1_WGRAD, routed_mlp.FC2_BWD)
+
+
+@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=3)), ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "dropped"])
-def test_rows_that_are_copied_equal_unfused(kind: str, fc1: int, fc2: int) -> None:
+def test_rows_that_are_copied_equal_unfused(kind: str, copied: tuple[int, ...]) -> None:
     model = routed().double()
     x, side = tokens(model, torch.float64, kind)
-    with (
-        configs.forced(routed_mlp.FC1, {"COPY": fc1}),
-        configs.forced(routed_mlp.FC2_BWD, {"COPY": fc2}),
-    ):
+    with ExitStack() as scopes:
+        for space, copies in zip(COPIES, copied, strict=True):
+            scopes.enter_context(configs.forced(space, {"COPY": copies}))
         assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
+        model = model.bfloat16()
+        x, side = tokens(model, torch.bfloat16, kind)
+        plan = model.plan(x.requires_grad_(), **side)
+    assert plan.saved_bytes <= 2 * TOKENS * D + 4 * ROWS * F + 16 * ROWS + 4 * GROUPS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

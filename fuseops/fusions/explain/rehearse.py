@@ -115,4 +115,4 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     if isinstance(main_grad, Tensor):
         made.main_grad = mode.from_tensor(main_grad)
     made.requires_grad_(t.requires_grad)
-    return made  # type: ignore[no-any-return]
+    return made

@@ -35,14 +35,21 @@ class RoutedMLPSaved(NamedTuple):
     pos: Tensor | None
 
 
-def _copy_or_not(name: str) -> Space:
-    """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are."""
+def _copy_from(name: str, width: int) -> Space:
+    """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are.
+
+    By default from a weight's width on: a GEMM that gathers loses a share of its time, which grows with its width, and
+    a copy costs the same for any. Measured on an H200, see benchmarks/moe_layer.py.
+    """
     choices = [{"COPY": 0}, {"COPY": 1}]
-    return Space(name, lambda dims, itemsize: choices, lambda rows, dims, itemsize: choices[0])
+    return Space(
+        name, lambda dims, itemsize: choices, lambda rows, dims, itemsize: choices[dims[0] >= width]
+    )
 
 
-FC1 = _copy_or_not("routed_fc1")
-FC2_BWD = _copy_or_not("routed_fc2_bwd")  # one copy for two GEMMs
+FC1 = _copy_from("routed_fc1", 2048)
+FC1_WGRAD = _copy_from("routed_fc1_wgrad", 4096)
+FC2_BWD = _copy_from("routed_fc2_bwd", 2048)  # one copy for two GEMMs
 
 
 def _moved(name: str) -> str:
@@ -81,7 +88,8 @@ class RoutedMLP(FusedOp):
         check_pos("Permute", pos, x.shape[0])
         s = self.mlp.inputs(x, t[1:4])
         offs: Tensor = s.offs  # type: ignore[assignment]
-        rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, s.fc1))
+        features = s.fc1.shape[1]  # type: ignore[union-attr]
+        rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
         h = self.mlp.hidden(s._replace(x=rows), calls[1], by)
         del rows
         y = self.mlp.output(s, h, calls[3])
@@ -102,10 +110,13 @@ class RoutedMLP(FusedOp):
         dy_index = None
         if self.combines:
             sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
-            dy, dy_index = _rows(
-                dy, index, pos, offs, sums or _copies(FC2_BWD, dy, index, s.fc2)
-            )  # fmt: skip
-        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index)
+            copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
+            dy, dy_index = _rows(dy, index, pos, offs, copies)
+
+        def rows_of_x(x: Tensor, dh: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _rows(x, index, pos, offs, _copies(FC1_WGRAD, x, index, dh.shape[1]))
+
+        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index, rows_of_x)
         dx = grads[0].x
         if dx is not None:
             dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
@@ -113,11 +124,11 @@ class RoutedMLP(FusedOp):
         return Grads(dx), *grads, *after
 
 
-def _copies(space: Space, x: Tensor, index: Tensor | None, weight: Tensor | None) -> bool:
+def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
     """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
-    if index is None or weight is None or torch.compiler.is_compiling():
+    if index is None or torch.compiler.is_compiling():
         return False
-    return bool(space.pick(index.shape[0], tuple(weight.shape), x)["COPY"])
+    return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])
 
 
 def _rows(
