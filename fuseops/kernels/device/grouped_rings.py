@@ -1,7 +1,7 @@
 """How the operands of a grouped GEMM of Hopper come into rings of tiles in shared memory.
 
-One warp issues TMA for both operands. Rows given by index come by cp.async of four warps, LEAD steps
-ahead of the weights, whose latency is shorter, and across the borders of tiles.
+One warp issues TMA for both operands, or four warps cp.async for the rows given by index and TMA for
+the weights. A slot is `ready` when both have come and `empty` when the consumers have read it.
 """
 
 from triton.experimental import gluon
@@ -40,11 +40,16 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
 
 
 @gluon.jit
-def locate(tile, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):  # as grouped_mm_kernel does
-    """(group, first row, rows, row block, column block) of a tile, of the last one beyond it."""
-    entries_ptr, offs_ptr, total, R, _, _, num_n = problem
-    tile = gl.maximum(gl.minimum(tile, total - 1), 0)
-    entry = gl.load(entries_ptr + tile // num_n)
+def entry_of(tile, problem):
+    """The table's entry of a tile: asked for one tile ahead, so that nobody waits for it."""
+    entries_ptr, _, total, _, _, _, num_n = problem
+    return gl.load(entries_ptr + tile // num_n, mask=tile < total, other=0)
+
+
+@gluon.jit
+def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
+    """(group, first row, rows, row block, column block) of a tile, as in grouped_mm_kernel."""
+    _, offs_ptr, _, R, _, _, num_n = problem
     group = entry % MAX_GROUPS
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
@@ -56,37 +61,33 @@ def locate(tile, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):  # as gro
 
 
 @gluon.jit
-def load_weight(weight, tile, full, group, k, first, N, K, TRANSPOSED: gl.constexpr):
-    """Columns `first` and on of the weight into a tile, in boxes."""
+def load_weight(weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         PANEL: gl.constexpr = weight.block_type.shape[1]
+        BLOCK_N: gl.constexpr = tile.shape[1]
         last = (gl.cdiv(N, PANEL) - 1) * PANEL  # again for what lies beyond N: zero fill is slow
-        for i in gl.static_range(tile.shape[1] // PANEL):
-            col = gl.minimum(first + i * PANEL, last)
+        for i in gl.static_range(BLOCK_N // PANEL):
+            col = gl.minimum(block_n * BLOCK_N + i * PANEL, last)
             panel = tile.slice(i * PANEL, PANEL, 1)
             tma.async_copy_global_to_shared(weight, [group * K + k, col], full, panel)
     else:
-        BOX: gl.constexpr = weight.block_type.shape[0]
-        for i in gl.static_range(tile.shape[0] // BOX):
-            box = tile.slice(i * BOX, BOX, 0)
-            tma.async_copy_global_to_shared(weight, [group * N + first + i * BOX, k], full, box)
+        at = [group * N + block_n * tile.shape[0], k]
+        tma.async_copy_global_to_shared(weight, at, full, tile)
 
 
 @gluon.jit
-def load_tiles(
-    x, weight, problem, ring, BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr
-):
-    x_ring, w_ring, tail_ring, _, _, empty, ready = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
+def load_tiles(x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr):
     _, _, total, _, N, K, _ = problem
-    BLOCK_M: gl.constexpr = x.block_type.shape[0]
-    BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    MAIN: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
-    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
+    x_ring, w_ring, empty, ready = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_K: gl.constexpr = x_ring.shape[2]
+    W_BYTES: gl.constexpr = w_ring.shape[1] * w_ring.shape[2] * 2
     step = gl.to_tensor(0)
-    group, start, _, block_m, block_n = locate(gl.program_id(0), problem, BLOCK_M, GROUP)
+    entry = entry_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = locate(tile + gl.num_programs(0), problem, BLOCK_M, GROUP)
+        following = entry_of(tile + gl.num_programs(0), problem)
+        group, start, _, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
         for k in range(0, K, BLOCK_K):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -94,13 +95,9 @@ def load_tiles(
             mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
             rows = [start + block_m * BLOCK_M, k]
             tma.async_copy_global_to_shared(x, rows, full, x_ring.index(slot))
-            first = block_n * BLOCK_N
-            load_weight(weight, w_ring.index(slot), full, group, k, first, N, K, TRANSPOSED)
-            if MAIN < BLOCK_N:
-                first += MAIN
-                load_weight(weight, tail_ring.index(slot), full, group, k, first, N, K, TRANSPOSED)
+            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
             step += 1
-        group, start, _, block_m, block_n = following
+        entry = following
 
 
 @gluon.jit
@@ -111,63 +108,36 @@ def indices(index_ptr, rows, start, size, block_m, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def gather_tiles(
-    x_ptr, index_ptr, stride_x, weight, problem, ring,
-    BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Rows of step s, then the weights of step s - LEAD; the indices of a tile are asked for one
-    tile ahead.
-    """
+    x_ptr, index_ptr, stride_x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr
+):
+    """Rows first, whose latency is longer; the indices of a tile are asked for one tile ahead."""
     _, _, total, _, N, K, _ = problem
-    x_ring, w_ring, tail_ring, x_empty, x_ready, empty, ready = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
-    X_STAGES: gl.constexpr = x_ring.shape[0]
-    LEAD: gl.constexpr = X_STAGES - STAGES
+    x_ring, w_ring, empty, ready = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     BLOCK_K: gl.constexpr = x_ring.shape[2]
-    MAIN: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
-    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
+    W_BYTES: gl.constexpr = w_ring.shape[1] * w_ring.shape[2] * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    tile = gl.program_id(0)
-    all_steps = gl.cdiv(gl.maximum(total - tile, 0), gl.num_programs(0)) * (K // BLOCK_K)
-    w_tile = tile
-    group, start, size, block_m, block_n = locate(tile, problem, BLOCK_M, GROUP)
+    step = gl.to_tensor(0)
+    first, entry = gl.program_id(0), entry_of(gl.program_id(0), problem)
+    group, start, size, block_m, block_n = locate(first, entry, problem, BLOCK_M, GROUP)
     index = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-    tile += gl.num_programs(0)
-    _, start, size, block_m, _ = locate(tile, problem, BLOCK_M, GROUP)
-    following = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-    k = gl.to_tensor(0)
-    w_k = gl.to_tensor(0)
-    for step in range(0, all_steps + LEAD):
-        if step < all_steps:
-            slot = step % X_STAGES
+    entry = entry_of(first + gl.num_programs(0), problem)
+    for tile in range(first, total, gl.num_programs(0)):
+        following = tile + gl.num_programs(0)
+        next_group, start, size, block_m, next_n = locate(following, entry, problem, BLOCK_M, GROUP)
+        next_index = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
+        entry = entry_of(following + gl.num_programs(0), problem)
+        for k in range(0, K, BLOCK_K):
             pointers = x_ptr + index.to(gl.int64)[:, None] * stride_x + (k + cols)[None, :]
-            mbarrier.wait(x_empty.index(slot), ((step // X_STAGES) & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
-            async_copy.mbarrier_arrive(x_ready.index(slot), increment_count=False)
-            k += BLOCK_K
-            if k == K:
-                k = gl.to_tensor(0)
-                index = following
-                tile += gl.num_programs(0)
-                _, start, size, block_m, _ = locate(tile, problem, BLOCK_M, GROUP)
-                following = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-        w_step = step - LEAD
-        if w_step >= 0:
-            slot = w_step % STAGES
-            mbarrier.wait(empty.index(slot), ((w_step // STAGES) & 1) ^ 1)
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             full = ready.index(slot)
+            async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
+            async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, W_BYTES)
-            first = block_n * BLOCK_N
-            load_weight(weight, w_ring.index(slot), full, group, w_k, first, N, K, TRANSPOSED)
-            if MAIN < BLOCK_N:
-                first += MAIN
-                load_weight(
-                    weight, tail_ring.index(slot), full, group, w_k, first, N, K, TRANSPOSED
-                )
-            w_k += BLOCK_K
-            if w_k == K:
-                w_k = gl.to_tensor(0)
-                w_tile += gl.num_programs(0)
-                group, _, _, _, block_n = locate(w_tile, problem, BLOCK_M, GROUP)
+            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
+            step += 1
+        group, block_n, index = next_group, next_n, next_index
