@@ -175,7 +175,7 @@ class Router(Op[RouterSaved]):
     def count(self, experts: Tensor) -> None:
         """Add the copies of each expert to `tokens_per_expert`.   experts (T, K)"""
         if self.tokens_per_expert is not None:
-            self.tokens_per_expert += self._counts(experts)
+            self.tokens_per_expert.add_(K.expert_counts(experts, self.num_experts))
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
@@ -235,7 +235,9 @@ class Router(Op[RouterSaved]):
         """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
         key = scores if expert_bias is None else scores + expert_bias
         grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
-        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        best, at = grouped.max(-1)
+        if grouped.shape[-1] > 1:  # topk would sort
+            best = best + grouped.scatter(-1, at.unsqueeze(-1), -math.inf).amax(-1)
         groups = _top(best, self.top_groups).long()
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
         return _top(grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2), self.top_k)
@@ -248,12 +250,7 @@ class Router(Op[RouterSaved]):
 
     def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """f_e: the share of the copies that each expert gets.   (E,)"""
-        return self._counts(experts).to(dtype) / max(experts.numel(), 1)
-
-    def _counts(self, experts: Tensor) -> Tensor:
-        """Copies of each expert.   (E,) int32"""
-        offs = K.route(experts, self.num_experts)[0]
-        return offs.diff(prepend=offs.new_zeros(1))
+        return K.expert_counts(experts, self.num_experts).to(dtype) / max(experts.numel(), 1)
 
     def _loss(self, logits: Tensor, scores: Tensor, load: Tensor | None) -> Tensor:
         tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
@@ -331,7 +328,4 @@ def _top(key: Tensor, k: int) -> Tensor:
 
 def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
     """dy + dlogits @ weight."""
-    if dy is None:
-        return dlogits.to(weight.dtype) @ weight
-    dtype = torch.promote_types(dy.dtype, weight.dtype)
-    return torch.addmm(dy.to(dtype), dlogits.to(dtype), weight.to(dtype))
+    return dlogits.to(weight.dtype) @ weight if dy is None else K.add_mm(dy, dlogits, weight)
