@@ -32,7 +32,7 @@ from fuseops.torch_private import top_saved_tensor_hooks
 D = 8
 
 
-class Interrupted(Exception):
+class InterruptionError(Exception):
     """Raised by a model in the middle of a forward or a backward."""
 
 
@@ -45,7 +45,7 @@ class Interrupt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.where["backward"]:
-            raise Interrupted
+            raise InterruptionError
         return dy, None
 
 
@@ -58,7 +58,7 @@ class Trap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where["forward"]:
-            raise Interrupted
+            raise InterruptionError
         return Interrupt.apply(x, self.where)
 
 
@@ -196,7 +196,7 @@ class Training(RuleBasedStateMachine):
     @rule()
     def error_in_forward(self) -> None:
         self.model.trap.where["forward"] = True
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptionError):
             self.run(self.model, "plain", torch.enable_grad())
         self.model.trap.where["forward"] = False
 
@@ -204,7 +204,7 @@ class Training(RuleBasedStateMachine):
     def error_in_backward(self, pair: Any) -> None:
         for model, loss in zip((self.model, self.twin), pair, strict=True):
             model.trap.where["backward"] = True
-            with pytest.raises(Interrupted):
+            with pytest.raises(InterruptionError):
                 loss.backward()
             model.trap.where["backward"] = False
         self.compare()
