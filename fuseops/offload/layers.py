@@ -8,6 +8,7 @@ graphs need no code of their own.
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from .reasons import Facts, mark_on, why_keep
 from .records import Handle, Kept, Label, Moved, Mover, Watch
 from .report import KEPT, MOVED, SHARED, Entry
 from .schedule import Call
-from .scopes import Scope
+from .scopes import Scope, recompute
 from .storages import StorageMap
 
 
@@ -36,6 +37,7 @@ class Running(NamedTuple):
     call: Call | None
     labels: Labels
     quota: Quota
+    inside: ExitStack
 
 
 class _Thread(threading.local):
@@ -47,13 +49,18 @@ class LayerScope(Scope):
     """Takes what the layers of a scheduler save, and drives its schedule."""
 
     def __init__(
-        self, model: nn.Module, layers: dict[int, str], policy: Policy, mover: Callable[[], Mover]
+        self,
+        model: nn.Module,
+        layers: dict[int, str],
+        policy: Policy | None,
+        mover: Callable[[], Mover],
     ) -> None:
         super().__init__(model)
         self._policy, self._layers, self._make_mover = policy, layers, mover
         self._mover: Mover | None = None
         self._thread_calls = _Thread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
+        self._dropping: tuple[Any, set[str]] | None = None  # for which decisions, and where
         self.names: dict[str, str] = {}  # decision of the last step by name
         self._know_root()
 
@@ -83,10 +90,12 @@ class LayerScope(Scope):
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels = Labels(self._labels.paths)
-        self._thread_calls.running.append(Running(module, call, labels, Quota()))
+        labels, inside = Labels(self._labels.paths), ExitStack()
+        self._thread_calls.running.append(Running(module, call, labels, Quota(), inside))
         if call is None:
             return
+        if self._drops_fields(path):
+            inside.enter_context(recompute())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self)
@@ -98,7 +107,8 @@ class LayerScope(Scope):
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
             return
-        call = stack.pop().call
+        _, call, _, _, inside = stack.pop()
+        inside.close()
         if call is None:
             return
         take_out(self._hook)
@@ -110,6 +120,16 @@ class LayerScope(Scope):
             if node is not None:
                 node.register_prehook(_Begin(self.mover, call))
         self.mover.leave(call)
+
+    def _drops_fields(self, path: str) -> bool:
+        """Whether saved fields of ops in this layer are to be computed again."""
+        decisions = self.mover.schedule.decisions
+        if self._dropping is None or self._dropping[0] is not decisions:
+            layers = self._layers.values()
+            again = [name for name, what in decisions.items() if what == "recompute"]
+            found = {p for p in layers for name in again if name.startswith(f"{p}.")}
+            self._dropping = decisions, found
+        return path in self._dropping[1]
 
     def _why_layer_aside(self) -> str | None:
         """Why the schedule leaves a call alone, or None; "" is not worth a line."""
@@ -170,6 +190,8 @@ class LayerScope(Scope):
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned == "offload" else "planned"
+        if self._policy is None:
+            return "not in the plan"
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"

@@ -16,6 +16,7 @@ from .globs import as_globs, matches
 from .labels import paths_under
 from .layers import EnterHook, LayerScope, LeaveHook
 from .policy import Policy
+from .recompute import Recomputed, recompute_whole
 from .records import Mover
 from .report import Report
 from .schedule import Call, Decision, Schedule
@@ -30,8 +31,9 @@ class Scheduler:
                 model(batch).backward()
 
     layers   globs of module paths: the units of the schedule. What is saved outside them stays
-    policy   what moves; default: everything of 1 MiB or more
-    plan     a plan, or decisions by name ("keep", "offload"), which go before the policy
+    policy   what moves; default: everything of 1 MiB or more, or, with a plan, nothing more
+    plan     a plan, or decisions by name: "keep" or "offload" for a saved tensor, "recompute" for one
+             that its op declares it can do without, or for a layer by its path
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
     lag      how many layers later the device bytes are let go
     ahead    how many layers before their backward they are brought back
@@ -58,20 +60,26 @@ class Scheduler:
             )
         self.model = model
         self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
-        self.policy = policy or Policy()
+        self.policy = Policy() if policy is None and plan is None else policy
         self.plan = plan
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
         self._lag, self._ahead, self._manual = lag, ahead, manual
         paths = {id(module): path for path, module in self.layers.items()}
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
         self._hooks: list[RemovableHandle] = []
+        self._recomputed: list[Recomputed] = []
 
     def _make_mover(self) -> Mover:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        decisions: Mapping[str, Decision] = getattr(self.plan, "decisions", self.plan) or {}
         lanes = make_lanes(device, self._host)
-        schedule = Schedule(lanes, decisions, lag=self._lag, ahead=self._ahead, manual=self._manual)
+        schedule = Schedule(
+            lanes, self._decisions, lag=self._lag, ahead=self._ahead, manual=self._manual
+        )
         return Mover(schedule, lanes)
+
+    @property
+    def _decisions(self) -> Mapping[str, Decision]:
+        return getattr(self.plan, "decisions", self.plan) or {}
 
     # --- attaching
 
@@ -79,7 +87,9 @@ class Scheduler:
         """Put the hooks on the layers.  Raises FuseOpsError when they are there already."""
         if self._hooks:
             raise FuseOpsError("this scheduler is attached already; detach it first.")
-        for module in self.layers.values():
+        for path, module in self.layers.items():
+            if self._decisions.get(path) == "recompute":
+                self._recomputed.append(recompute_whole(module))
             enter, leave = EnterHook(self._scope), LeaveHook(self._scope)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -91,6 +101,8 @@ class Scheduler:
         """
         while self._hooks:
             self._hooks.pop().remove()
+        while self._recomputed:
+            self._recomputed.pop().undo()
         self._scope.close()
 
     def __enter__(self) -> Self:
@@ -108,7 +120,8 @@ class Scheduler:
 
     def _check_globs(self) -> None:
         seen = self._scope.names
-        idle = [g for g in self.policy.globs if not any(matches(g, name) for name in seen)]
+        globs = () if self.policy is None else self.policy.globs
+        idle = [g for g in globs if not any(matches(g, name) for name in seen)]
         if seen and idle:
             raise FuseOpsError(
                 f"the policy's globs {idle} matched no saved tensor. Names are such as "
@@ -144,6 +157,7 @@ class Scheduler:
             return layer
         if layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
+        self._scope.mover.tidy()
         calls = self._scope.mover.schedule.calls(layer)
         if not calls:
             raise FuseOpsError(f"layer {layer!r} has no call whose saved tensors are alive.")
