@@ -9,7 +9,7 @@ graphs need no code of their own.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +159,7 @@ class LayerScope(Scope):
 
     def _decide(self, t: Tensor, named: Named) -> Handle:
         running, storage = self._now, t.untyped_storage()
-        call = running.call
-        assert call is not None  # the hook pair is there only then
+        call = cast(Call, running.call)  # the hook pair is there only then
         record = records.find(t)
         if record is not None:
             self._report(t, named, SHARED, f"in the storage of {record.name}", 0)

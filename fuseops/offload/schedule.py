@@ -13,7 +13,7 @@ All points are points of the host program. The lanes are never asked for the tim
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, cast
 
 from .arena import aligned
 from .lanes import Buf, Event, Lanes, NoRoomError
@@ -289,8 +289,7 @@ class Schedule:
         """The bytes of an item for the compute lane: a buffer, and where in it they begin."""
         bundle = item.bundle
         if bundle is None:
-            assert item.source is not None  # what never left
-            return item.source, 0
+            return cast(Buf, item.source), 0  # it has never left
         if not bundle.released:
             bundle.wanted = True
             return bundle.source, item.offset
