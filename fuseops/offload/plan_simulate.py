@@ -114,7 +114,10 @@ class _Step:
         self.offload = offload - self.dropped
         self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
         for group in groups:
-            self.again[min(again_at(profile, k) for k in group.saved)] += group.seconds
+            for call in {profile.saved[k].call for k in group.saved}:
+                mine = [k for k in group.saved if profile.saved[k].call == call]
+                at = min(again_at(profile, k) for k in mine)
+                self.again[at] += group.seconds / group.calls
         self.absent = _absent(profile, self.dropped, self.offload)
         self.by_position: dict[int, list[Happening]] = defaultdict(list)
         for happening in profile.happenings:
@@ -195,14 +198,17 @@ class _Step:
         self.lanes.free(self.made.pop(k))
 
     def _read(self, k: int) -> None:
-        before = self.lanes.now["compute"]
-        buf, _ = self.schedule.fetch(self.items[k])
-        bundle = self.items[k].bundle
+        item, before = self.items[k], self.lanes.now["compute"]
+        bundle = item.bundle
+        if bundle is None and item.source is not None:
+            self.read[k] = item.source  # it stayed, and is ours
+            return
+        buf, _ = self.schedule.fetch(item)
         arrived = getattr(bundle and bundle.arrived, "seconds", before)
         self.ready[k] = (before, arrived)
         self.lanes.hold(buf)  # by the op that reads it
         self.read[k] = buf
-        self.schedule.used(self.items[k])
+        self.schedule.used(item)
         self.wanted.append(k)
 
     def _freed(self, k: int) -> None:

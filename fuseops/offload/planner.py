@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .plan_model import Choice, Model, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
-EVENTS = 300_000  # that all predictions of one plan may pass over together
+EVENTS = 500_000  # that all predictions of one plan may pass over together
 SMALL = 12  # so few alternatives are tried in pairs
 
 
@@ -105,9 +105,10 @@ def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
 class _Search:
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.evaluations = max(24, EVENTS // max(len(model.events), 1))
+        self.evaluations = max(12, EVENTS // max(len(model.events), 1))
         self.is_small = len(model.items) + len(model.groups) <= SMALL
         self.time_of = _seconds_of_calls(model)
+        self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
 
     def judge(self, choice: Choice) -> Solution:
         prediction = self.model.predict(choice)
@@ -160,8 +161,8 @@ class _Search:
         for k in items:
             if k in choice.leave or k in dropped or (room is not None and model.nbytes[k] > room):
                 continue
-            saved = model.profile.saved[model.items[k]]
-            crowding = crowd[saved.call] + model.out[k] / self.time_of[saved.call]
+            call = model.call[k]
+            crowding = crowd[call] + model.out[k] / self.time_of[call]
             price = model.out[k] / model.nbytes[k] if crowding > 1 else 0.0
             yield Move(k, None, model.nbytes[k], price, crowding)
         for g in groups:
@@ -177,7 +178,7 @@ class _Search:
         """Seconds of copies out in a second of each layer's forward."""
         load = dict.fromkeys(self.time_of, 0.0)
         for k in choice.leave:
-            call = self.model.profile.saved[self.model.items[k]].call
+            call = self.model.call[k]
             load[call] += self.model.out[k] / self.time_of[call]
         return load
 
@@ -208,7 +209,7 @@ class _Search:
     def fill(self, found: Solution) -> Solution:
         """Without a budget: all that leaves without a stall, where the link has most slack first."""
         model = self.model
-        pending = sorted(self._all_moves(found), key=lambda m: (m.crowding, -m.nbytes))
+        pending = self.by_slack
         size = max(1, len(pending) // 8)
         while pending and (not self.spent or size > 1):
             batch, rest = pending[:size], pending[size:]
@@ -222,12 +223,12 @@ class _Search:
                 size = max(1, size // 4)
         return found
 
-    def _all_moves(self, found: Solution) -> Iterator[Move]:
+    def _all_moves(self) -> Iterator[Move]:
         """One move an item, each as crowded as its layer is once the larger ones before it left."""
         model = self.model
         load = dict.fromkeys(self.time_of, 0.0)
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
-            call = model.profile.saved[model.items[k]].call
+            call = model.call[k]
             load[call] += model.out[k] / self.time_of[call]
             yield Move(k, None, model.nbytes[k], 0.0, load[call])
 
@@ -267,9 +268,8 @@ class _Search:
         model, (leave, drop) = self.model, found.choice
         late = found.prediction.late
         chosen = sorted(leave, key=lambda k: (-late.get(k, 0.0), model.nbytes[k]))
-        room = sorted(self._all_moves(found), key=lambda m: (m.crowding, -m.nbytes))
-        members = frozenset(chain.from_iterable(model.members[g] for g in drop))
-        other = [m.item for m in room if m.item is not None and m.item not in leave | members]
+        taken = leave.union(*(model.members[g] for g in drop))
+        other = [m.item for m in self.by_slack if m.item is not None and m.item not in taken]
         for g in drop:
             yield Choice(leave, drop - {g})
             yield Choice(leave | model.members[g], drop - {g})

@@ -76,7 +76,8 @@ class Recompute(NamedTuple):
     name: str
     kind: str  # "op": fields that the op declares; "module": a whole layer, by checkpoint
     saved: tuple[int, ...]  # indices
-    seconds: float
+    seconds: float  # of all calls together
+    calls: int = 1
 
 
 class Happening(NamedTuple):

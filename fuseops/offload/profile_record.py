@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseops import torch_private
 from fuseops.torch_private import WeakStorage, storage_key
 
-from .labels import Named
+from .labels import Labels, Named
 from .profile import LayerCall, Op, Saved
 from .profile_memory import Meter, tensors_in
 from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label
 from .report import dtype_name
-from .scopes import _Scope
+from .scopes import Scope
 from .storages import StorageMap
 
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
@@ -74,7 +74,7 @@ class _Noted(Kept):
         return super().restore()
 
 
-class _Recording(_Scope):
+class _Recording(Scope):
     """A scope that keeps everything, and tells the recorder."""
 
     def __init__(self, recorder: Recorder, root: nn.Module) -> None:
@@ -83,6 +83,10 @@ class _Recording(_Scope):
 
     def __str__(self) -> str:
         return "record()"
+
+    def called(self) -> None:
+        """A layer is called: its names count from 0, as under a scheduler."""
+        self._labels = Labels(self._labels.paths)
 
     def pack(self, t: Tensor) -> Handle:
         named = self._labels.name(t)
@@ -155,7 +159,7 @@ class Recorder:
             for t in tensors:
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
-            stack.enter_context(_Recording(self, self.model))
+            self._scope = stack.enter_context(_Recording(self, self.model))
             stack.callback(register_module_forward_pre_hook(self._entered).remove)
             stack.callback(
                 register_module_forward_hook(self._left, always_call=True).remove
@@ -181,8 +185,10 @@ class Recorder:
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
-            why = scope.why(t, named, self.min_bytes)
             call = self._running[-1] if self._running else -1
+            why = scope.why(t, named, self.min_bytes)
+            if why is None and call < 0:
+                why = "outside of the layers"
             known = _Storage(t, named, call, self.position, why)
             known.made = self._made.get(storage) or -1
             if why in HELD_ANYWAY:
@@ -211,6 +217,7 @@ class Recorder:
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self._running.append(len(self.calls))
+        self._scope.called()
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
