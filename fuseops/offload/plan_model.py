@@ -157,7 +157,12 @@ class Model:
         copied: dict[int, float] = {}  # by slot
         arrived: dict[int, float] = {}
         late: dict[int, float] = {}
-        out, back, slots, saved = self.seconds_out, self.seconds_back, self.slots, self.profile.saved
+        out, back, slots, saved = (
+            self.seconds_out,
+            self.seconds_back,
+            self.slots,
+            self.profile.saved,
+        )
         for kind, item, k, base in self.events:
             if kind == AGAIN:
                 if item in drop:
@@ -184,6 +189,42 @@ class Model:
                 if kind == READ:
                     host -= saved[k].nbytes
         return stall, recompute, host_peak, late
+
+    def stalls_of_more(self, choice: Choice) -> list[float]:
+        """About how many seconds each item would add, did it leave too.
+
+        It stands behind what is on its lane before it, and delays what comes after it, as far as
+        gaps on the lane and slack before the next wait do not take that up.
+        """
+        wanted: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
+        queue: dict[int, list[tuple[int, int, float]]] = {SEND: [], FETCH: []}
+        free = {SEND: 0.0, FETCH: 0.0}
+        stall = 0.0
+        for kind, item, k, base in self.events:
+            now, leaves = base + stall, item in choice.leave
+            if kind in queue:
+                start = max(free[kind], now)
+                queue[kind].append((item, k, start))
+                if leaves:
+                    took = self.seconds_out if kind == SEND else self.seconds_back
+                    free[kind] = start + took[k]
+            elif kind == AGAIN:
+                group = self.profile.recompute[self.groups[item]]
+                stall += group.seconds / group.calls if item in choice.drop else 0.0
+            else:
+                wanted[SEND if kind == RELEASE else FETCH][k] = now
+        added = [0.0] * len(self.items)
+        for lane, took in ((SEND, self.seconds_out), (FETCH, self.seconds_back)):
+            spare = following = float("inf")  # what the next on the lane can be delayed by
+            for item, k, start in reversed(queue[lane]):
+                done = start + took[k]
+                late = done - wanted[lane][k]
+                if item in choice.leave:
+                    spare = min(max(-late, 0.0), max(following - done, 0.0) + spare)
+                    following = start
+                else:
+                    added[item] += max(late, done - following - spare, 0.0)
+        return added
 
     # --- bytes
 

@@ -161,9 +161,7 @@ class Recorder:
         with ExitStack() as stack:
             self._scope = stack.enter_context(_Recording(self, self.model))
             stack.callback(register_module_forward_pre_hook(self._entered).remove)
-            stack.callback(
-                register_module_forward_hook(self._left, always_call=True).remove
-            )
+            stack.callback(register_module_forward_hook(self._left, always_call=True).remove)
             stack.enter_context(_Ops(self))
             yield
         self._look()
@@ -261,9 +259,7 @@ class _Ops(TorchDispatchMode):
             out = _run(recorder.intercept, func, args, kwargs)
         outputs = list(tensors_in(out))
         made = [
-            t
-            for t in outputs
-            if _has_storage(t) and storage_key(t.untyped_storage()) not in before
+            t for t in outputs if _has_storage(t) and storage_key(t.untyped_storage()) not in before
         ]
         if not made and not func._schema.is_mutable:
             return out  # a view: no work
@@ -288,9 +284,7 @@ class _Timer:
     """The time of one op: by events on CUDA, by the clock elsewhere."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
-        )
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
         if self._events is not None:
             self._events[0].record()
         self._start, self._end = time.perf_counter(), 0.0

@@ -102,10 +102,14 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
         f"times: roofline of {hardware.name} ({hardware.source})",
         "bytes that a kernel needs inside itself are not counted",
     ]
-    backends = [SDPBackend.MATH] if hardware.attention == "math" else [
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.MATH,
-    ]
+    backends = (
+        [SDPBackend.MATH]
+        if hardware.attention == "math"
+        else [
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.MATH,
+        ]
+    )
     rows = _Rows(split)
     with _faked(step.model, mode):
         args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
@@ -217,10 +221,14 @@ def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
-    fake = mode.from_tensor(t.detach())
+    if t.is_meta:  # a model that was never given memory: kernels of the CPU tell what it saves
+        with mode:
+            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+    else:
+        fake = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):
         return nn.Parameter(fake, requires_grad=t.requires_grad)
-    return fake.requires_grad_(t.requires_grad)
+    return fake.requires_grad_() if t.requires_grad else fake
 
 
 def _fake_copy(value: Any, mode: FakeTensorMode) -> Any:

@@ -175,9 +175,7 @@ class SimulatedLanes:
 
     def record(self, lane: Lane) -> SimulatedEvent:
         self._issue(lane)
-        return SimulatedEvent(
-            lane, self.now[lane], tuple(self._clocks[lane]), self._last.get(lane)
-        )
+        return SimulatedEvent(lane, self.now[lane], tuple(self._clocks[lane]), self._last.get(lane))
 
     def wait(self, lane: Lane, event: Event) -> None:
         if not isinstance(event, SimulatedEvent):
