@@ -94,6 +94,11 @@ class WeakStorage:
         found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._ref.cdata)
         return found
 
+    def holders(self) -> int:
+        """How many tensors (and others) hold the storage, not counting its Python object."""
+        found = self.storage()
+        return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
+
 
 def never_compile(function: Callable[..., Any]) -> None:
     """Have torch.compile run `function`, and all that it calls, as it is.

@@ -244,3 +244,17 @@ def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:
     from torch.distributed.tensor import DTensor
 
     assert torch_private.is_dtensor(DTensor) and not torch_private.is_dtensor(Tensor)
+
+
+def test_references_to_a_storage_are_counted() -> None:
+    t = torch.arange(4.0)
+    weak = torch_private.WeakStorage(t.untyped_storage())
+    assert weak.holders() == 1
+    alias = t.detach()
+    assert weak.holders() == 2
+    storage = t.untyped_storage()
+    assert weak.holders() == 2
+    del t, storage
+    assert weak.holders() == 1
+    del alias
+    assert weak.expired() and weak.holders() == 0
