@@ -28,6 +28,9 @@ class Limits(NamedTuple):
     host: int | None = None
 
 
+UNLIMITED = Limits()
+
+
 class Key(NamedTuple):
     """What makes a plan better: fitting, then little time, then little traffic."""
 
