@@ -24,8 +24,8 @@ from fuseops.errors import FuseOpsError
 from .globs import as_globs
 from .hardware import Hardware
 from .plan_model import Model
-from .plan_simulate import Settings, Simulation, Window, simulate
-from .planner import Limits, Solution, solve
+from .plan_simulate import DEFAULT, Settings, Simulation, Window, simulate
+from .planner import UNLIMITED, Limits, Solution, solve
 from .policy import DEFAULT_MIN_BYTES
 from .profile import Profile
 from .report import size
@@ -198,8 +198,8 @@ def plan(
 def plan_profile(
     profile: Profile,
     hardware: Hardware,
-    limits: Limits = Limits(),
-    settings: Settings = Settings(),
+    limits: Limits = UNLIMITED,
+    settings: Settings = DEFAULT,
     *,
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .arena import aligned
 from .hardware import Hardware
 from .plan_simulate import Settings, again_at
 from .profile import Profile
@@ -174,7 +175,7 @@ class Model:
             now, slot = base + stall + recompute, slots[k]
             if kind == SEND:
                 out_free = copied[slot] = (out_free if out_free > now else now) + out[k]
-                host += saved[k].nbytes
+                host += aligned(saved[k].nbytes)
                 host_peak = max(host, host_peak)
             elif kind == FETCH:
                 start = back_free if back_free > now else now
@@ -187,7 +188,7 @@ class Model:
                     stall += wait
                     late[item] = late.get(item, 0.0) + wait
                 if kind == READ:
-                    host -= saved[k].nbytes
+                    host -= aligned(saved[k].nbytes)
         return stall, recompute, host_peak, late
 
     def stalls_of_more(self, choice: Choice) -> list[float]:
@@ -288,7 +289,7 @@ class _Places:
         self.holes: dict[int, list[Hole]] = {}
         self.movable: list[int] = []
         boundaries = profile.boundaries
-        number = {(b.what, b.index): n + 1 for n, b in enumerate(boundaries)}
+        number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
         sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
         mine: dict[int, list[int]] = defaultdict(list)  # call -> saved
         now = 0

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .hardware import Hardware
-from .lanes import Buf, Lane
+from .lanes import Lane
 from .profile import Happening, Profile
 from .schedule import Call, Item, Schedule
-from .simulated_lanes import Busy, Level, SimulatedLanes, Wait
+from .simulated_lanes import Busy, Level, SimulatedBuf, SimulatedLanes, Wait, simulated
 
 
 class Settings(NamedTuple):
@@ -23,6 +23,9 @@ class Settings(NamedTuple):
     ahead: int = 1
     small: int = 4 << 20
     bundle: int = 32 << 20
+
+
+DEFAULT = Settings()
 
 
 class Window(NamedTuple):
@@ -59,11 +62,6 @@ class Simulation:
     stalls: tuple[Wait, ...]
 
 
-def cost_on(hardware: Hardware) -> "Cost":
-    """Seconds of what the schedule and the profile ask for."""
-    return Cost(hardware)
-
-
 class Cost:
     """Bytes on the copy lanes, seconds elsewhere (the protocol of `Lanes.op`)."""
 
@@ -80,7 +78,7 @@ def simulate(
     profile: Profile,
     offload: Collection[int],
     hardware: Hardware,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT,
     *,
     recompute: Collection[int] = (),
     host: int | None = None,
@@ -90,7 +88,7 @@ def simulate(
 
     offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
     """
-    lanes = lanes or SimulatedLanes(cost_on(hardware), budget=host)
+    lanes = lanes or SimulatedLanes(Cost(hardware), budget=host)
     schedule = Schedule(lanes, **settings._asdict())
     step = _Step(profile, schedule, lanes, set(offload), set(recompute))
     step.run()
@@ -121,15 +119,15 @@ class _Step:
         self.absent = _absent(profile, self.dropped, self.offload)
         self.by_position: dict[int, list[Happening]] = defaultdict(list)
         for happening in profile.happenings:
-            if happening.what in ("enter", "leave", "backward") or happening.index in self.offload:
+            if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
 
     def run(self) -> Simulation:
         lanes, profile = self.lanes, self.profile
         self.calls: dict[int, Call] = {}
         self.items: dict[int, Item] = {}
-        self.made: dict[int, Buf] = {}
-        self.read: dict[int, Buf] = {}
+        self.made: dict[int, SimulatedBuf] = {}
+        self.read: dict[int, SimulatedBuf] = {}
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and how it was late
         self.wanted: list[int] = []
         started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
@@ -137,7 +135,7 @@ class _Step:
         levels, recompute, host = [], 0.0, 0
         for position in range(len(profile.ops) + 1):
             for happening in self.by_position.get(position, ()):
-                getattr(self, f"_{happening.what}")(happening.index)
+                getattr(self, f"_{happening.what}")(happening.which)
             host = max(host, lanes.arena.used)
             again = self.again.get(position, 0.0)
             if again:
@@ -201,9 +199,9 @@ class _Step:
         item, before = self.items[k], self.lanes.now["compute"]
         bundle = item.bundle
         if bundle is None and item.source is not None:
-            self.read[k] = item.source  # it stayed, and is ours
+            self.read[k] = simulated(item.source)  # it stayed, and is ours
             return
-        buf, _ = self.schedule.fetch(item)
+        buf = simulated(self.schedule.fetch(item)[0])
         arrived = getattr(bundle and bundle.arrived, "seconds", before)
         self.ready[k] = (before, arrived)
         self.lanes.hold(buf)  # by the op that reads it

@@ -28,7 +28,7 @@ def spans(profile: Profile, simulation: Simulation) -> Iterator[Span]:
     at = [level.seconds for level in simulation.levels] + [simulation.seconds]
     boundaries = profile.boundaries
     for boundary, following in zip(boundaries, [*boundaries[1:], None], strict=True):
-        call = profile.calls[boundary.index]
+        call = profile.calls[boundary.which]
         way = "forward" if boundary.what == "enter" else "backward"
         end = len(profile.ops) if following is None else following.position
         if way == "forward":
@@ -63,7 +63,7 @@ def _events(plan: OffloadPlan) -> Iterator[dict[str, Any]]:
         args = {"bytes": busy.nbytes} if busy.lane != "compute" else {}
         yield _slice(busy.lane, busy.name, busy.start, busy.end, **args)
     for wait in after.stalls:
-        yield _slice("compute", f"stall: waits for {wait.what}", wait.start, wait.end, lane=wait.on)
+        yield _slice("compute", f"stall: waits for {wait.what}", wait.start, wait.end, on=wait.on)
     for name, simulation in (("planned", after), ("nothing moved", plan.before)):
         for level in simulation.levels:
             yield {

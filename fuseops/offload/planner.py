@@ -28,6 +28,9 @@ class Limits(NamedTuple):
     host: int | None = None
 
 
+UNLIMITED = Limits()
+
+
 class Key(NamedTuple):
     """What makes a plan better: fitting, then little time, then little traffic."""
 
@@ -108,7 +111,7 @@ def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
 class _Search:
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.evaluations = max(12, EVENTS // max(len(model.events), 1) - 20)
+        self.evaluations = max(9, EVENTS // max(len(model.events), 1) - 20)
         self.until = self.evaluations // 4 if self.evaluations > STARTS * 12 else self.evaluations
         self.is_small = len(model.items) + len(model.groups) <= SMALL
         self.time_of = _seconds_of_calls(model)
@@ -148,7 +151,7 @@ class _Search:
 
     def _enough(self, moves: list[Move], wanted: int) -> list[Move]:
         """As many as it takes, in a few rounds: prices and crowding change as they are taken."""
-        rounds = 1 if self.model.evaluations * 2 > self.until else 8
+        rounds = 1 if self.model.evaluations * 2 > self.until else min(8, self.until // 3)
         taken, nbytes = [], 0
         for move in moves:
             taken.append(move)

@@ -87,7 +87,7 @@ class Happening(NamedTuple):
 
     position: int
     what: str
-    index: int
+    which: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Profile:
             last = boundary
         if last is None:
             return "before the first layer"
-        call = self.calls[last.index]
+        call = self.calls[last.which]
         if last.what == "backward":
             return f"backward of {call.layer}"
         return f"{'forward of' if position < call.leave else 'after the forward of'} {call.layer}"

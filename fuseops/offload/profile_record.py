@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseops import torch_private
 from fuseops.torch_private import WeakStorage, storage_key
 
+from .hardware import event
 from .labels import Labels, Named
 from .profile import LayerCall, Op, Saved
 from .profile_memory import Meter, tensors_in
@@ -235,11 +236,11 @@ class Recorder:
             self.calls[k] = self.calls[k]._replace(backward=self.position)
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -284,18 +285,19 @@ class _Timer:
     """The time of one op: by events on CUDA, by the clock elsewhere."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
-        if self._events is not None:
+        self._events: list[torch.cuda.Event] = []
+        if on_gpu:
+            self._events = [event(), event()]
             self._events[0].record()
         self._start, self._end = time.perf_counter(), 0.0
 
     def stop(self) -> None:
         self._end = time.perf_counter()
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
 
     def seconds(self) -> float:
-        if self._events is None:
+        if not self._events:
             return self._end - self._start
         return self._events[0].elapsed_time(self._events[1]) / 1e3
 
