@@ -5,7 +5,8 @@
 The model: dense transformer blocks of fuseops ops (D 4096, F 14336, 32 heads, 8192 tokens, bf16, 12
 blocks). Ways take turns, two steps a visit, of which the second counts; the medians of their ratio to
 the plain step of the same round are printed with quartiles. Peaks are active bytes (allocated bytes
-hide what `record_stream` keeps from being used again), above those of parameters and gradients.
+hide what `record_stream` keeps from being used again), above what is there before a step, gradients included
+(they are set to None before each).
 --small: a few rows on any device, to try the script.
 """
 
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.offload.plan import Limits, plan_profile
 
 GIB = 1 << 30
 
@@ -116,11 +118,34 @@ class Bench:
         self.cuda = device.type == "cuda"
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
         self.schedulers: dict[str, offload.Scheduler] = {}
+        self.predicted: dict[str, dict[str, Any]] = {}
 
     def add_scheduler(self, name: str, **options: Any) -> None:
         scheduler = offload.Scheduler(self.model, "blocks.*", **options)
         self.schedulers[name] = scheduler
         self.ways[name] = lambda: scheduler
+
+    def add_plans(self, peaks: list[float], **options: Any) -> None:
+        """A way for each peak, in GiB above what is there before a step, by a step recorded once."""
+        self.step()
+        for p in self.model.parameters():
+            p.grad = None
+        base = self.active("current")
+        hardware = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
+        first = offload.plan(
+            self.model, self.batch(), layers="blocks.*", record=True, hardware=hardware, **options
+        )
+        for peak in peaks:
+            limits = Limits(base + int(peak * GIB), None)
+            plan = plan_profile(first.profile, hardware, limits, layers=("blocks.*",))
+            name = f"plan, {peak} GiB"
+            self.add_scheduler(name, plan=plan)
+            self.predicted[name] = {
+                "predicted_peak_gib": (plan.after.peak - base) / GIB,
+                "predicted_ratio": plan.after.seconds / plan.before.seconds,
+                "recomputed": list(plan.recomputed),
+                "warnings": list(plan.warnings),
+            }
 
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
@@ -131,6 +156,8 @@ class Bench:
             self.model.recompute = False
 
     def step(self) -> Tensor:
+        for p in self.model.parameters():
+            p.grad = None
         y = self.model(self.batch())
         y.backward(torch.ones_like(y))
         return y.detach()
@@ -200,6 +227,7 @@ class Bench:
         scheduler = self.schedulers.get(way)
         if scheduler is not None:
             found["moved_gib"] = mine[-1]["moved_gib"]
+            found |= self.predicted.get(way, {})
             found["schedule"] = dict(scheduler.report().schedule)
         return found
 
@@ -211,8 +239,6 @@ def dense(small: bool, blocks: int, device: torch.device) -> Bench:
     with torch.device(device):
         model = Dense(blocks, d, f, heads).to(dtype)
         rows = torch.randn(tokens, d, dtype=dtype)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
     bench = Bench(model, lambda: rows.clone().requires_grad_(), device)
     bench.ways["checkpoint"] = bench.recomputed
     if device.type == "cuda":
@@ -222,6 +248,10 @@ def dense(small: bool, blocks: int, device: torch.device) -> Bench:
     for units in (2, 4, 6, 8):
         policy = offload.Policy(layer_bytes=units * scale, min_bytes=least)
         bench.add_scheduler(f"scheduler, {units} units a layer", policy=policy)
+    try:
+        bench.add_plans([12.8, 11.0, 9.0, 7.0], min_bytes=least)
+    except Exception as error:  # the other ways are worth their time without
+        print(f"plans failed: {type(error).__name__}: {error}", flush=True)
     everything = offload.Policy(min_bytes=least)
     bench.add_scheduler("scheduler, everything", policy=everything)
     bench.add_scheduler("scheduler, nothing moves", policy=offload.Policy(fraction=0.0))
@@ -247,11 +277,16 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     for way, row in found.items():
         ratio = f"{row['ratio']:8.4f}" if "ratio" in row else " " * 8
         spread = "{:.4f}-{:.4f}".format(*row["quartiles"]) if "quartiles" in row else ""
-        moved = f"{row['moved_gib']:8.2f}" if "moved_gib" in row else ""
+        moved = f"{row['moved_gib']:7.2f}" if "moved_gib" in row else ""
         lines.append(
-            f"{way:34}{row['ms']:9.2f}{row['host_ms']:9.2f}{ratio}{spread:>16}"
-            f"{row['peak_gib']:10.2f}{moved}"
+            f"{way:28}{row['ms']:9.2f}{row['host_ms']:8.1f}{ratio}{spread:>15}"
+            f"{row['peak_gib']:9.2f}{moved}"
         )
+        if "predicted_peak_gib" in row:
+            lines[-1] += (
+                f"  {row['predicted_peak_gib']:.2f} GiB, {row['predicted_ratio']:.4f}, "
+                f"{len(row['recomputed'])} recomputed"
+            )
     return "\n".join(lines)
 
 

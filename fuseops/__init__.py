@@ -26,6 +26,7 @@ from .fusions.rule import maybe as maybe
 from .fusions.rule import require as require
 from .fusions.sequential import Residual as Residual
 from .fusions.sequential import Sequential as Sequential
+from .layers import MoE as MoE
 from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads

@@ -115,6 +115,11 @@ def is_functorch_wrapped(t: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
 
 
+def version(t: torch.Tensor) -> int:
+    """How often t has been written in place; inference tensors do not count."""
+    return 0 if t.is_inference() else t._version
+
+
 def base_of(t: torch.Tensor) -> torch.Tensor:
     """The tensor that t is a view of, or t itself. Views of one base share its version counter."""
     base: torch.Tensor | None = t._base

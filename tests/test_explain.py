@@ -35,8 +35,19 @@ def grouped_mlp(*, bias: bool = False, width: int = 2 * F) -> fo.Sequential:
     )
 
 
+def quantized_mlp() -> fo.Sequential:
+    model = grouped_mlp()
+    fo.configure(model, recipe=fo.recipes.Float8CurrentScaling())
+    return model
+
+
+def routed_mlp() -> fo.Sequential:
+    return fo.Sequential(fo.ops.Permute(1), *grouped_mlp(), fo.ops.Combine(1))
+
+
 def routing() -> fo.Routing:
-    return fo.Routing.from_counts([3, 0, 5, 4], torch.rand(ROWS))
+    chosen = torch.arange(EXPERTS).repeat_interleave(torch.tensor([3, 0, 5, 4]))[:, None]
+    return fo.Routing.from_topk(chosen, torch.rand(ROWS, 1), num_experts=EXPERTS)
 
 
 def rows(*, grad: bool = True) -> Tensor:
@@ -202,7 +213,11 @@ def without_grad() -> Any:
 
 
 CASES = {
-    "condition": (lambda: grouped_mlp(bias=True), "grouped_mlp", "fc1 has a bias"),
+    "condition": (
+        quantized_mlp,
+        "grouped_mlp",
+        "runs in high precision only, the recipe is Float8CurrentScaling",
+    ),
     "widths": (
         lambda: fo.Sequential(
             fo.ops.GroupedLinear(EXPERTS, D, 2 * D, bias=False),
@@ -249,6 +264,7 @@ def test_a_miss_has_its_reason(case: str) -> None:
 @pytest.mark.parametrize("rule", [rule.name for rule in TABLES])
 def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     model = {
+        "routed_mlp": routed_mlp,
         "grouped_mlp": grouped_mlp,
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
         "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),

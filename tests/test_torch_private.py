@@ -220,6 +220,14 @@ def test_levels_of_torch_func_are_known() -> None:
     assert seen == [False, True]
 
 
+def test_version_counts_writes_in_place() -> None:
+    t = torch.ones(4)
+    t[1:].zero_()
+    assert torch_private.version(t) == torch_private.version(t.detach()) == 1
+    with torch.inference_mode():
+        assert torch_private.version(torch.ones(4)) == 0
+
+
 def test_base_of_a_view_is_what_it_views() -> None:
     t = torch.ones(4, requires_grad=True) * 1
     assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t

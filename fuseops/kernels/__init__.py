@@ -33,6 +33,7 @@ from .quantize import quantize_columns as quantize_columns
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
+from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import act_dprobs as act_dprobs
 from .reference import dropout_mask as dropout_mask
@@ -44,3 +45,4 @@ from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .routing import counts_to_offs as counts_to_offs
 from .routing import route as route
+from .wide_mm import wide_mm as wide_mm

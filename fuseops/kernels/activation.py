@@ -22,16 +22,30 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference import GATES, KINDS
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, require
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+
+def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """As a column sum, with three or five tensors in flight: 16 bytes a lane of few rows."""
+    n = pow2(dims[-1], most=2048 // itemsize)
+    return [
+        {"BLOCK_R": rows, "BLOCK_N": n // part, "STAGES": 1, "PER_SM": 8, "num_warps": 4}
+        for rows, part in ((2, 1), (4, 2))
+    ]
+
+
+def _bias_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _bias_candidates(dims, itemsize)[0]
+
 
 FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
 BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
 SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates, tiles.row_loop_default)
-BWD_BIAS = Space("act_bwd_bias", tiles.column_candidates, tiles.column_default)
+BWD_BIAS = Space("act_bwd_bias", _bias_candidates, _bias_default)
 
 
 def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -119,14 +133,14 @@ def act_bwd_bias(
     """
     form, n = _form(x, kind, interleave, alpha, limit, offset)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    config = BWD_BIAS.pick(len(x2), (n,), x)
+    config = dict(BWD_BIAS.pick(len(x2), (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
-    splits, each = tiles.row_splits(len(x2), blocks, config["BLOCK_R"], x)
+    splits, each = tiles.row_splits(len(x2), blocks, config, x)
     partial = torch.empty(splits, x.shape[-1], dtype=torch.float32, device=x.device)
     kernel = device("activation").act_bwd_bias_kernel
     sizes = (len(x2), n, each, dy2.stride(0), x2.stride(0))
     launch(kernel, (blocks, splits), dy2, x2, dx, partial, *sizes, **form, **config)
-    return dx, sum_partials(partial[None], torch.float32)[0]
+    return dx, sum_partials(partial)
 
 
 @kernel_op(twin=reference.scaled_act_bwd, cases=lambda: _cases(dy=True, probs=True))

@@ -29,15 +29,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
-    warps = max(4, min(32, n // 512))
+    warps = pow2(n // 512, most=32, least=4)
+    if n > 8192:
+        return [{"BLOCK_R": 1, "BLOCK_N": n, "STAGES": 1, "PER_SM": 2, "num_warps": warps}]
     return [
-        {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": 1, "num_warps": warps}
-        for rows in (1, max(2048 // n, 1))
+        {"BLOCK_R": 2, "BLOCK_N": n, "STAGES": 3, "PER_SM": per_sm, "num_warps": warps}
+        for per_sm in (2, 4)
     ]
 
 
 def _whole_row_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _whole_row_candidates(dims, itemsize)[-1]
+    return _whole_row_candidates(dims, itemsize)[0]
 
 
 FWD = Space("bias_fwd", tiles.tile_candidates, tiles.tile_default)
@@ -88,7 +90,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
 @kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor) -> Tensor:
     """dbias float32: dy summed over all axes but the last."""
-    return _backward(as_rows(dy), None, None, None)[0][0]
+    return _backward(as_rows(dy), None, None, None)[0]
 
 
 @kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
@@ -102,23 +104,20 @@ def grouped_bias_bwd(
     return _backward(as_rows(dy), offs, probs, bias)
 
 
-def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, S, N) float32 partial sums -> (G, N), in a fixed order."""
-    groups, splits, n = partial.shape
-    y = torch.empty(groups, n, dtype=dtype, device=partial.device)
-    block_n = pow2(n, most=64)
-    kernel = device("reduce").column_sum_kernel
-    launch(
-        kernel,
-        (cdiv(n, block_n), groups),
-        partial,
-        y,
-        splits,
-        n,
-        BLOCK_S=32,
-        BLOCK_N=block_n,
-        num_warps=4,
+def sum_partials(partial: Tensor, offs: Tensor | None = None, rows_each: int = 0) -> Tensor:
+    """(S, N) float32 partial sums -> (N,), or (E, N) of parts of groups, in a fixed order."""
+    splits, n = partial.shape
+    groups = 1 if offs is None else len(offs)
+    y = torch.empty(
+        *(() if offs is None else (groups,)), n, dtype=torch.float32, device=partial.device
     )
+    block_s = pow2(cdiv(splits, groups), least=8, most=128)
+    block_n = pow2(n, most=4096 // block_s)
+    launch(
+        device("reduce").column_sum_kernel, (cdiv(n, block_n), groups),
+        partial, partial if offs is None else offs, y, splits, n, rows_each,
+        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
     return y
 
 
@@ -145,15 +144,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     rows, n = dy.shape
     groups = 1 if offs is None else len(offs)
-    config = (BWD if bias is None else BWD_DPROBS).pick(rows, (n,), dy)
+    config = dict((BWD if bias is None else BWD_DPROBS).pick(rows, (n,), dy))
     blocks = cdiv(n, config["BLOCK_N"])
-    splits, _ = tiles.row_splits(rows, blocks * groups, config["BLOCK_R"], dy, per_sm=8)
-    partial = torch.empty(groups, splits, n, dtype=torch.float32, device=dy.device)
+    chunks, each = tiles.row_splits(rows, blocks, config, dy)
+    partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
     dprobs = torch.empty(rows if bias is not None else 0, dtype=torch.float32, device=dy.device)
     launch(
-        device("bias").bias_bwd_kernel, (blocks, splits, groups),
+        device("bias").bias_bwd_kernel, (blocks, chunks),
         dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
-        dy if bias is None else bias.contiguous(), partial, dprobs, rows, n, splits, dy.stride(0),
-        GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None, **config,
+        dy if bias is None else bias.contiguous(), partial, dprobs,
+        rows, n, groups, each, dy.stride(0),
+        GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None,
+        BLOCK_E=pow2(groups), **config,
     )  # fmt: skip
-    return sum_partials(partial, torch.float32), dprobs
+    return sum_partials(partial, offs, each), dprobs

@@ -4,7 +4,9 @@ Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]);  dw[e] (+)= dy[row
 Accumulated in float32 in a fixed order, rounded once at the store: bits repeat. Padding rows (at or
 beyond offs[-1]) give zero in y and are never read by dw; an empty group gives zero (or adds none).
 Shapes: x (R, K), weight (E, N, K), bias (E, N), dy and y (R, N), dw (E, N, K), offs (E,) int32 row
-ends on the device. The gradient of x is `grouped_mm(dy, weight.transpose(1, 2), offs)`.
+ends on the device. With an index an operand may have any number of rows: its row r is its row
+index[r], and the indices of padding rows are never read. The gradient of x is
+`grouped_mm(dy, weight.transpose(1, 2), offs)`.
 Layout: any strides; axes that no descriptor can describe are read by pointers, and a weight or rows
 without a contiguous axis are copied. No alignment of groups, N or K.
 Dtypes: bf16, fp16, float32 (in tf32 where `torch.backends.cuda.matmul.allow_tf32`).
@@ -25,6 +27,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import launch_mm, launch_wgrad, table_size
 from fuseops.kernels.launch import device, launch
+from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.reference.grouped import group_of_row
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, pow2, require
@@ -43,21 +46,41 @@ def _mm_fake(
     offs: Tensor,
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+    return x.new_empty((x if index is None else index).shape[0], weight.shape[1])
 
 
-def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
+def _wgrad_fake(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def _mm_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _mm_flops(
+    x: Any, weight: Any, offs: Any, tiles: Any = None, bias: Any = None, index: Any = None, **_: Any
+) -> int:
     """Every row counts once, padding too: the counter sees shapes."""
-    return int(2 * x[0] * x[1] * weight[1])
+    return int(2 * (index or x)[0] * x[1] * weight[1])
 
 
-def _wgrad_flops(dy: Any, x: Any, *_: Any, **__: Any) -> int:
-    return int(2 * x[0] * x[1] * dy[1])
+def _wgrad_flops(
+    dy: Any, x: Any, offs: Any, tiles: Any = None, dy_index: Any = None, x_index: Any = None,
+    **_: Any,
+) -> int:  # fmt: skip
+    return int(2 * (x_index or x)[0] * x[1] * dy[1])
+
+
+def _add_flops(
+    main_grad: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True,
+    dy_index: Any = None, x_index: Any = None, **_: Any,
+) -> int:  # fmt: skip
+    return _wgrad_flops(dy, x, offs, tiles, dy_index, x_index)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -136,10 +159,12 @@ def grouped_mm(
     offs: Tensor,
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Tensor:
     """x[rows of e] @ weight[e].T + bias[e], padding rows zero.   -> (R, N)
 
     tiles: `group_tiles(offs, R)`, made here if not given.
+    index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
@@ -148,6 +173,7 @@ def grouped_mm(
     if bias is not None and bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
     _check(x, weight, offs, len(weight))
+    x = _gathered(x, index, offs)
     if not x.shape[0] or not weight.shape[1]:
         return x.new_empty(x.shape[0], weight.shape[1])
     if 1 not in weight.stride()[1:]:
@@ -164,17 +190,27 @@ def grouped_mm(
     traces_twin=False,
     cases=_wgrad_cases,
 )
-def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
-    """dy[rows of e].T @ x[rows of e] in the dtype of x.   (R, N), (R, K), (E,) int32 -> (E, N, K)"""
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
+    """dy[rows of e].T @ x[rows of e] in the dtype of x.   (R, N), (R, K), (E,) int32 -> (E, N, K)
+
+    dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
+    """
     dw = torch.empty(len(offs), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _wgrad(dw, dy, x, offs, tiles, accumulate=False)
+    _wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index)
     return dw
 
 
 @kernel_op(
     twin=reference.grouped_wgrad_into,
     fake=lambda *args, **kwargs: None,
-    flops=lambda main_grad, dy, x, *_, **__: _wgrad_flops(dy, x),
+    flops=_add_flops,
     mutates=("main_grad",),
     traces_twin=False,
     cases=_add_cases,
@@ -186,17 +222,27 @@ def grouped_wgrad_into(
     offs: Tensor,
     tiles: Tensor | None = None,
     accumulate: bool = True,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
 ) -> None:
-    """Add dy[rows of e].T @ x[rows of e] to the float32 `main_grad` (E, N, K), or overwrite it."""
+    """Add `grouped_wgrad` to the float32 `main_grad` (E, N, K) unrounded, or overwrite it."""
     require(main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
             "expected a contiguous float32 buffer.")  # fmt: skip
-    _wgrad(main_grad, dy, x, offs, tiles, accumulate)
+    _wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
 
 
 def _wgrad(
-    dw: Tensor, dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None, accumulate: bool
+    dw: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None,
+    accumulate: bool,
+    dy_index: Tensor | None,
+    x_index: Tensor | None,
 ) -> None:
+    dy, x = _gathered(dy, dy_index, offs), _gathered(x, x_index, offs)
     require(x.dim() == dy.dim() == 2 and len(dy) == len(x),
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K).")  # fmt: skip
     shape = (len(offs), dy.shape[1], x.shape[1])
@@ -208,6 +254,10 @@ def _wgrad(
         launch_wgrad(
             dw, as_rows(dy), as_rows(x), offs.contiguous(), _tiles(tiles, offs, x), accumulate
         )
+
+
+def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
+    return x if index is None else gather_rows(x, index, offs)
 
 
 def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:

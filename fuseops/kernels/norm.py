@@ -45,19 +45,17 @@ def _fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
+    warps = pow2(n // 512, most=32, least=4)
     rows = max(2048 // n, 1)
-    warps = pow2(rows * n // 512, most=32, least=4)
-    choices: list[tuple[int, int, int]] = [
-        (warps, 4, 1),
-        (warps, 2, 2),
-        (min(warps * 2, 32), 2, 1),
-        (warps, 2, 1),
-        (max(warps // 2, 4), 4, 1),
-    ]
-    choices = choices[: 5 if n < 4096 else 4] if n <= 8192 else [(warps, 1, 1)]
+    choices = [(rows, warps, 2, 3), (rows, warps, 4, 1)]
+    if n * itemsize <= 1 << 13:
+        wide = (2 * rows, 2 * warps, 1, 3)  # two rows beside each other share one sum of dw
+        choices.insert(0 if n > 2048 else 1, wide)
+    if n * itemsize > 1 << 14:  # wider rows leave no room to load ahead
+        choices = [(1, warps, 4, 1)] if n <= 8192 else [(1, warps, 1, 1)]
     return [
-        {"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
-        for w, per_sm, stages in dict.fromkeys(choices)
+        {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
+        for r, w, per_sm, stages in choices
     ]
 
 
@@ -135,7 +133,7 @@ def rmsnorm_bwd(
     programs = max(
         min(config.pop("PER_SM") * num_sms(x.device), cdiv(len(x2), config["BLOCK_R"])), 1
     )
-    partial = torch.empty(1, programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
     launch(
         device("norm").rmsnorm_bwd_kernel, (programs,),
         dy2, x2, x2 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
@@ -144,7 +142,7 @@ def rmsnorm_bwd(
     )  # fmt: skip
     if not need_dw:
         return dx, partial.new_empty(0)
-    return dx, sum_partials(partial, torch.float32).view(shape)
+    return dx, sum_partials(partial).view(shape)
 
 
 def _forward(

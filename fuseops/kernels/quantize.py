@@ -35,7 +35,6 @@ from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("row", "col", "both")
 MAX_WIDTH = 1 << 14
-MAX_SPLITS = 64
 SM_89 = 89
 
 
@@ -53,12 +52,16 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _tile_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(16), _square(8)] if dims[-1] % 16 == 0 else [_square(16)]
+def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(8), _square(16)] if dims[-1] % 16 == 0 and itemsize == 2 else [_square(16)]
+
+
+def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
 def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(8, 128, 64), _square(16), _square(4, 64, 64)]
+    return [_square(4, 128, 64), _square(8, 128, 64), _square(4, 64, 64)]
 
 
 def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -66,28 +69,33 @@ def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [*narrow, _square(16)] if dims[-1] % 16 == 0 else narrow
 
 
+def _amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    n = pow2(dims[-1], most=1024)
+    sizes = ((16384, 8), (8192, 8))
+    return [_square(warps, max(total // n, 1), n) for total, warps in sizes]
+
+
 def _row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     rows = max(2048 // n, 1)
     warps = pow2(rows * n // 512, most=32, least=4)
-    return [
-        _square(warps, rows, n),
-        _square(min(2 * warps, 32), rows, n),
-        _square(max(warps // 2, 4), rows, n),
-    ]
+    return [_square(warps, rows, n), _square(max(warps // 2, 4), rows, n)]
 
 
 def _first(candidates):
     return lambda rows, dims, itemsize: candidates(dims, itemsize)[0]
 
 
-AMAX = Space("amax", tiles.tile_candidates, tiles.tile_default)
+AMAX = Space("amax", _amax_candidates, _first(_amax_candidates))
 TENSOR = Space("quantize_tensor", tiles.tile_candidates, tiles.tile_default)
-TENSOR_COL = Space("quantize_tensor_col", _transpose_candidates, _first(_transpose_candidates))
 ROWS = Space("quantize_rows", _row_candidates, _first(_row_candidates))
 VECTORS = Space("quantize_vectors", _vector_candidates, _first(_vector_candidates))
-BLOCKS = Space("quantize_blocks", _tile_candidates, _first(_tile_candidates))
-COLUMN_AMAX = Space("column_amax", tiles.tile_candidates, tiles.tile_default)
+SQUARES = Space("quantize_squares", _square_candidates, _first(_square_candidates))
+COLUMN_BLOCKS = Space(
+    "quantize_column_blocks", _column_block_candidates, _first(_column_block_candidates)
+)
+COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
+TENSOR_BOTH = Space("quantize_tensor_both", _square_candidates, _first(_square_candidates))
 COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
 GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
 
@@ -129,9 +137,7 @@ fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 def quantize_tensor(
     x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all; two
-    launches.
-    """
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all."""
     x, row, col = _outputs(x, dtype, layout)
     rows, n = x.shape
     if not x.numel() or _too_large(x):
@@ -141,13 +147,15 @@ def quantize_tensor(
     count = min(cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]), 4 * num_sms(x.device))
     partial = x.new_empty(count, dtype=torch.float32)
     launch(device("quantize").amax_kernel, (count,), x, partial, rows, n, x.stride(0), **config)
-    config = (TENSOR if layout == "row" else TENSOR_COL).pick(rows, (n,), x)
-    launch(
-        device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
-        x, partial, row, col, scale, amax, rows, n, count, x.stride(0),
-        LIMIT=_limit(dtype), POW2=pow2, ROW=layout != "col", COL=layout != "row",
-        ALIGN=_align(rows), BLOCK_P=tiles.pow2(count), **config,
-    )  # fmt: skip
+    inv = _scales(partial, scale, amax, count, 1, dtype, pow2)
+    if layout == "row":
+        config = TENSOR.pick(rows, (n,), x)
+        launch(
+            device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
+            x, inv, row, rows, n, x.stride(0), LIMIT=_limit(dtype), **config,
+        )  # fmt: skip
+    else:
+        _columns(x, inv, row, col, one=True)
     return row, col, scale, amax
 
 
@@ -195,40 +203,42 @@ def quantize_blocks(
         (shapes[1] if block_rows == 1 else shapes[1][::-1]) if layout != "row" else 0,
         dtype=torch.float32,
     )
-    config = (VECTORS if (block_rows, layout) == (1, "row") else BLOCKS).pick(rows, (n,), x)
+    form = {"LIMIT": _limit(dtype), "POW2": pow2}
+    if (block_rows, layout) == (1, "row"):
+        config = VECTORS.pick(rows, (n,), x)
+        launch(
+            device("quantize").quantize_vectors_kernel, tiles.tile_grid(rows, n, config),
+            x, row, row_scale, rows, n, x.stride(0), **form, **config,
+        )  # fmt: skip
+        return row, col, row_scale, col_scale
+    space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else SQUARES
+    config = space.pick(rows, (n,), x)
     launch(
         device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
-        x, row, col, row_scale, col_scale, rows, n, x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
-        SQUARE=block_rows == 128, ROW=layout != "col", COL=layout != "row",
-        ALIGN=_align(rows), **config,
+        x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form, SQUARE=block_rows == 128,
+        ROW=layout != "col", COL=layout != "row", ALIGN=_align(rows), **config,
     )  # fmt: skip
     return row, col, row_scale, col_scale
 
 
 @fp8_op(twin=reference.quantize_columns, nbytes=_column_bytes, cases=lambda: _cases((False,)))
 def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,)); two
-    launches.
-    """
+    """(q (N, R), the transpose of x quantized with one scale a column of x, scale (N,))."""
     x, _, col = _outputs(x, dtype, "col")
     rows, n = x.shape
     if not x.numel() or _too_large(x):
         return reference.quantize_columns(x, dtype, pow2)
     scale = x.new_empty(n, dtype=torch.float32)
-    config = COLUMN_AMAX.pick(rows, (n,), x)
+    config = dict(COLUMN_AMAX.pick(rows, (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
-    _, each = tiles.row_splits(rows, blocks, config["BLOCK_R"], x)
-    each = max(each, tiles.pow2(cdiv(rows, MAX_SPLITS)))
-    splits = cdiv(rows, each)
+    splits, each = tiles.row_splits(rows, blocks, config, x)
     partial = x.new_empty(splits, n, dtype=torch.float32)
-    kernel = device("quantize").column_amax_kernel
-    launch(kernel, (blocks, splits), x, partial, rows, n, each, x.stride(0), **config)
-    config = COLUMNS.pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
-        x, partial, col, scale, rows, n, splits, x.stride(0), LIMIT=_limit(dtype), POW2=pow2,
-        ALIGN=_align(rows), BLOCK_S=MAX_SPLITS, **config,
+        device("quantize").column_amax_kernel, (blocks, splits),
+        x, partial, rows, n, each, x.stride(0), **config,
     )  # fmt: skip
+    inv = _scales(partial, scale, torch.empty_like(scale), splits, n, dtype, pow2)
+    _columns(x, inv, scale, col, one=False)
     return col, scale
 
 
@@ -258,6 +268,40 @@ def quantize_group_blocks(
     return col, scale
 
 
+def _scales(
+    partial: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    splits: int,
+    n: int,
+    dtype: torch.dtype,
+    pow2: bool,
+) -> Tensor:
+    """Stores scale and amax (n,) of the partial amaxes (splits, n) and gives the inverse scales."""
+    inv = torch.empty_like(scale)
+    block_n = tiles.pow2(n, most=32)
+    launch(
+        device("quantize").column_scale_kernel, (cdiv(n, block_n),),
+        partial, inv, scale, amax, splits, n,
+        LIMIT=_limit(dtype), POW2=pow2, BLOCK_S=128, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return inv
+
+
+def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> None:
+    """The transpose of x in ``col``, with one inverse scale or one a column; with one, x in ``row``
+    too unless it is empty.
+    """
+    rows, n = x.shape
+    both = one and bool(row.numel())
+    config = (TENSOR_BOTH if both else COLUMNS).pick(rows, (n,), x)
+    launch(
+        device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
+        x, inv, row, col, rows, n, x.stride(0),
+        LIMIT=_limit(col.dtype), ONE=one, ROW=both, ALIGN=_align(rows), **config,
+    )  # fmt: skip
+
+
 def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
@@ -273,7 +317,9 @@ def _too_large(x: Tensor) -> bool:
 
 
 def _align(rows: int) -> int:
-    """What launches may know of the row count: whether the transposed store can be wide."""
+    """What launches may know of the row count: 16 where that divides it, so that the transposed
+    store can be wide.
+    """
     return 16 if rows % 16 == 0 else 1
 
 

@@ -65,16 +65,20 @@ def row_loop_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns a block of columns and walks over its rows, loads STAGES steps ahead."""
-    n = pow2(dims[-1], most=512 if itemsize == 2 else 256)
-    sizes = ((2048, 4, 1), (4096, 8, 1), (2048, 4, 3), (4096, 8, 3))
+    """A program owns a block of columns and walks over its rows, loads STAGES steps ahead.
+
+    Four warps hold 16 bytes a lane of one row: sums over rows stay in a thread.
+    """
+    n = pow2(dims[-1], most=2048 // itemsize)
+    choices = ((8, 3, 4), (4, 1, 8))
     return [
-        {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes
+        {**_tile(rows, n, 4), "STAGES": stages, "PER_SM": per_sm}
+        for rows, stages, per_sm in choices
     ]
 
 
 def column_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """2048 elements by four warps."""
+    """The first candidate."""
     return column_candidates(dims, itemsize)[0]
 
 
@@ -83,15 +87,13 @@ def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:
     return (cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),)
 
 
-def row_splits(
-    rows: int, num_columns: int, block_r: int, like: Tensor, per_sm: int = 4
-) -> tuple[int, int]:
-    """(number of splits, rows of each) so that column blocks times splits fill the device
-    ``per_sm`` times.
+def row_splits(rows: int, num_columns: int, config: Config, like: Tensor) -> tuple[int, int]:
+    """(number of chunks, rows of each) so that column blocks times chunks fill the device PER_SM
+    times, which is taken out of the configuration.
     """
-    wanted = max(per_sm * num_sms(like.device) // max(num_columns, 1), 1)
-    each = pow2(cdiv(cdiv(max(rows, 1), wanted), block_r)) * block_r
-    return max(cdiv(rows, each), 1), each
+    wanted = max(config.pop("PER_SM") * num_sms(like.device) // max(num_columns, 1), 1)
+    each = cdiv(cdiv(max(rows, 1), wanted), config["BLOCK_R"]) * config["BLOCK_R"]
+    return cdiv(rows, each), each
 
 
 def _tile(block_r: int, block_n: int, num_warps: int) -> Config:

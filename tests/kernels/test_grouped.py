@@ -81,6 +81,38 @@ def test_wgrad(problem, with_tiles, accumulate):
     torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
 
 
+def gathered(rows, size, dtype, seed):
+    """x (T, size), and an index of `rows` of its rows; T is 1 to 90."""
+    count = 1 + seed % 90
+    g = torch.Generator().manual_seed(seed)
+    kind = torch.int32 if seed % 2 else torch.int64
+    return tensor((count, size), dtype, "normal", seed), torch.randint(
+        0, count, (rows,), generator=g, dtype=kind
+    )
+
+
+@given(problems(), SEEDS, st.booleans())
+@few
+def test_gathered_rows(problem, seed, with_tiles):
+    """Rows by index equal rows copied before, and the index of a padding row is never read."""
+    x, dy, weight, offs = problem
+    tiles = run(k.group_tiles, offs, len(x)) if with_tiles else None
+    (some_x, x_index), (some_dy, dy_index) = (
+        gathered(len(t), t.shape[1], t.dtype, seed + i) for i, t in enumerate((x, dy))
+    )
+    x_index[int(offs[-1]) :] = dy_index[int(offs[-1]) :] = 1 << 30
+    assert_matches(k.grouped_mm, some_x, weight, offs, tiles, None, x_index, sums=True)
+    other = weight.transpose(1, 2)
+    assert_matches(k.grouped_mm, some_dy, other, offs, tiles, None, dy_index, sums=True)
+    assert_matches(k.grouped_wgrad, dy, some_x, offs, tiles, None, x_index, sums=True)
+    assert_matches(k.grouped_wgrad, some_dy, x, offs, tiles, dy_index, None, sums=True)
+    got = torch.randn(len(offs), dy.shape[1], x.shape[1]).to(DEVICE)
+    want = got.cpu().clone()
+    run_in_place(k.grouped_wgrad_into, got, some_dy, x, offs, tiles, True, dy_index, None)
+    k.grouped_wgrad_into.twin(want, some_dy, x, offs, None, True, dy_index, None)
+    torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
+
+
 def run_in_place(op, buffer, *args):
     run(op, buffer, *args)
 

@@ -108,8 +108,8 @@ def act_bwd_bias_kernel(
     gate = gate_columns(cols, INTERLEAVE)
     step = INTERLEAVE if INTERLEAVE else N
     width = 2 * N if GATED else N
-    sum_g = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    sum_u = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    sum_g = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    sum_u = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in tl.range(0, ROWS, BLOCK_R, num_stages=STAGES):
         rows = first + start + tl.arange(0, BLOCK_R)
         mask = (rows < last)[:, None] & (cols < N)
@@ -120,11 +120,11 @@ def act_bwd_bias_kernel(
         _, dg, du = act_grad(x_row, cols, dy, mask, N, ACT, GATED, INTERLEAVE, ALPHA, LIMIT, OFFSET)
         dx = dx_ptr + (rows * width)[:, None] + gate
         tl.store(dx, dg.to(dx_ptr.dtype.element_ty), mask=mask)
-        sum_g += tl.where(mask, dg, 0.0)
+        sum_g += tl.sum(tl.where(mask, dg, 0.0), axis=0)
         if GATED:
             tl.store(dx + step, du.to(dx_ptr.dtype.element_ty), mask=mask)
-            sum_u += tl.where(mask, du, 0.0)
+            sum_u += tl.sum(tl.where(mask, du, 0.0), axis=0)
     partial = partial_ptr + split.to(tl.int64) * width + gate
-    tl.store(partial, tl.sum(sum_g, axis=0)[None, :], mask=cols < N)
+    tl.store(partial, sum_g[None, :], mask=cols < N)
     if GATED:
-        tl.store(partial + step, tl.sum(sum_u, axis=0)[None, :], mask=cols < N)
+        tl.store(partial + step, sum_u[None, :], mask=cols < N)

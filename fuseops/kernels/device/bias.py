@@ -39,46 +39,49 @@ def bias_fwd_kernel(
     tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R", "S"])
+@triton.jit(do_not_specialize=["R", "ROWS"])
 def bias_bwd_kernel(
-    dy_ptr, offs_ptr, probs_ptr, bias_ptr, partial_ptr, dprobs_ptr, R, N, S, stride_dy,
-    GROUPED: tl.constexpr, SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr,
+    dy_ptr, offs_ptr, probs_ptr, bias_ptr, partial_ptr, dprobs_ptr, R, N, E, ROWS, stride_dy,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, split, group): sums of one of S ranges of the group's rows.
+    """Program (block of columns, chunk): sums of ROWS rows, one a group: row chunk + group of partial.
 
     With NEED_DPROBS the block is as wide as the rows, which then need not be read again.
     """
-    split = tl.program_id(1)
-    group = tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    begin = tl.zeros((), dtype=tl.int64)
-    end = begin + R
+    chunk = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = chunk * ROWS
+    last = tl.minimum(begin + ROWS, R)
+    group = tl.zeros((), dtype=tl.int32)
+    used = last
     if GROUPED:
-        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64)
-        end = tl.load(offs_ptr + group).to(tl.int64)
-    each = tl.cdiv(tl.cdiv(end - begin, S), BLOCK_R) * BLOCK_R
-    first = begin + split * each
-    last = tl.minimum(first + each, end)
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    if NEED_DPROBS:
-        bias = tl.load(bias_ptr + group * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-    for start in tl.range(0, last - first, BLOCK_R, num_stages=STAGES):
-        rows = first + start + tl.arange(0, BLOCK_R)
-        mask = (rows < last)[:, None] & (cols < N)
-        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(offs_ptr + e, mask=e < E, other=2147483647)
+        group = tl.sum((ends <= begin).to(tl.int32), axis=0)
+        used = tl.minimum(tl.load(offs_ptr + E - 1), last)
+    while begin < used:
+        end = used
+        if GROUPED:
+            end = tl.minimum(tl.load(offs_ptr + group), used)
         if NEED_DPROBS:
-            tl.store(dprobs_ptr + rows, tl.sum(dy * bias, axis=1), mask=rows < last)
-        if SCALED:
-            dy *= tl.load(probs_ptr + rows, mask=rows < last, other=0.0)[:, None]
-        total += dy
-    tl.store(
-        partial_ptr + (group * S + split) * N + cols, tl.sum(total, axis=0)[None, :], mask=cols < N
-    )
-    if NEED_DPROBS:
-        if group == tl.num_programs(2) - 1:  # padding rows have no gradient
-            for start in range(end + split * BLOCK_R, R, S * BLOCK_R):
-                rows = start + tl.arange(0, BLOCK_R)
-                tl.store(dprobs_ptr + rows, tl.zeros((BLOCK_R,), tl.float32), mask=rows < R)
+            bias = tl.load(bias_ptr + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
+            bias = bias.to(tl.float32)[None, :]
+        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start in tl.range(begin, end, BLOCK_R, num_stages=STAGES):
+            rows = start + tl.arange(0, BLOCK_R)
+            mask = (rows < end)[:, None] & (cols < N)[None, :]
+            at = dy_ptr + (rows * stride_dy)[:, None] + cols[None, :]
+            dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            if NEED_DPROBS:
+                tl.store(dprobs_ptr + rows, tl.sum(dy * bias, axis=1), mask=rows < end)
+            if SCALED:
+                dy *= tl.load(probs_ptr + rows, mask=rows < end, other=0.0)[:, None]
+            total += tl.sum(dy, axis=0)
+        tl.store(partial_ptr + (chunk + group) * N + cols, total, mask=cols < N)
+        begin = end
+        group += 1
+    if NEED_DPROBS:  # padding rows have no gradient
+        for start in range(tl.maximum(begin, chunk * ROWS), last, BLOCK_R):
+            rows = start + tl.arange(0, BLOCK_R)
+            tl.store(dprobs_ptr + rows, tl.zeros((BLOCK_R,), tl.float32), mask=rows < last)

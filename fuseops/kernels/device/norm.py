@@ -40,7 +40,7 @@ def rmsnorm_bwd_kernel(
     """A program takes every num_programs-th block of rows and keeps its sum of dw in registers."""
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     KEEP: tl.constexpr = (
         HAS_WEIGHT and BLOCK_N <= 8192
     )  # wider weights would spill: read again for every row
@@ -56,7 +56,7 @@ def rmsnorm_bwd_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
         x_hat = x * rstd
         if NEED_DW:
-            total += dy * x_hat
+            total += tl.sum(dy * x_hat, axis=0)
         if KEEP:
             dy *= weight
         elif HAS_WEIGHT:
@@ -70,5 +70,5 @@ def rmsnorm_bwd_kernel(
             )
         tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
-        dw = tl.sum(total, axis=0)[None, :]
-        tl.store(partial_ptr + pid.to(tl.int64) * N + cols, dw, mask=cols < N)
+        at = partial_ptr + pid.to(tl.int64) * N + cols
+        tl.store(at, total[None, :], mask=cols < N)

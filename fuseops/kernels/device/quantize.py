@@ -8,15 +8,16 @@ FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def magnitude(x):
-    """|x| for an amax: NaN does not count, infinity counts as the largest finite value."""
-    return tl.minimum(tl.where(x == x, tl.abs(x), 0.0), FLT_MAX)
+    """|x| for an amax: NaN does not count (the larger of NaN and 0 is 0)."""
+    return tl.maximum(tl.abs(x), 0.0)
 
 
 @triton.jit
 def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
     """LIMIT / amax, correctly rounded, at most FLT_MAX; rounded down to a power of two if wanted;
-    1 for amax 0.
+    1 for amax 0. An infinite amax counts as the largest finite value.
     """
+    amax = tl.minimum(amax, FLT_MAX)
     inv = tl.minimum(tl.div_rn(LIMIT, tl.where(amax == 0.0, LIMIT, amax)), FLT_MAX)
     if POW2:
         inv = (inv.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -26,7 +27,13 @@ def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
 @triton.jit
 def saturate(x, LIMIT: tl.constexpr):
     """x within the finite range of the format; NaN stays NaN."""
-    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def converted(x, inv, like_ptr, LIMIT: tl.constexpr):
+    """x * inv in the FP8 format of ``like_ptr``."""
+    return saturate(x * inv, LIMIT).to(like_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -48,16 +55,71 @@ def store_tile(y_ptr, q, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def store_transposed(
-    col_ptr, q, row0, col0, R, N, ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """q (BLOCK_R, BLOCK_N) into the transposed tensor (N, R). R is not specialized: ALIGN says
-    what divides it.
+def load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The float32 tile at (row0, col0) as four slices (BLOCK_R // 4, BLOCK_N): row 4 i + j is row i
+    of the j-th, so that four rows of one column meet in one thread.
     """
-    R = R // ALIGN * ALIGN
-    c, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R)[None, :]
-    mask = (c < N - col0) & (r < R - row0)
-    tl.store(col_ptr + col0.to(tl.int64) * R + row0 + (c * R + r), tl.trans(q), mask=mask)
+    base = x_ptr + row0.to(tl.int64) * stride_x + col0
+    a = load_slice(base, 0, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    b = load_slice(base, 1, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    c = load_slice(base, 2, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    d = load_slice(base, 3, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    return a, b, c, d
+
+
+@triton.jit
+def load_slice(
+    base, J: tl.constexpr, rows, cols, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
+    return tl.load(base + (r * stride_x + c), mask=(r < rows) & (c < cols), other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def byte_of(q, J: tl.constexpr):
+    return q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * J)
+
+
+@triton.jit
+def store_transposed(
+    col_ptr, a, b, c, d, row0, col0, R, N,
+    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """FP8 slices into the transposed tensor (N, R). Where ALIGN, which divides R, allows, four rows
+    of a column are one word: the exchange between threads then moves words, and a thread stores 16
+    bytes.
+    """
+    if ALIGN % 4 == 0:
+        words = byte_of(a, 0) | byte_of(b, 1) | byte_of(c, 2) | byte_of(d, 3)
+        pitch = R // ALIGN * (ALIGN // 4)
+        n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :]
+        mask = (n < N - col0) & (r < pitch - row0 // 4)
+        at = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
+        tl.store(at + (n * pitch + r), tl.trans(words), mask=mask)
+    else:
+        base = col_ptr + col0.to(tl.int64) * R + row0
+        store_column_slice(base, 0, a, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 1, b, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 2, c, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 3, d, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
+
+
+@triton.jit
+def store_column_slice(
+    base, J: tl.constexpr, q, rows, cols, R, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :] * 4 + J
+    tl.store(base + (n * R + r), tl.trans(q), mask=(n < cols) & (r < rows))
+
+
+@triton.jit
+def largest_of(a, b, c, d):
+    """Elementwise magnitude of four slices."""
+    return tl.maximum(
+        tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d))
+    )
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -76,25 +138,16 @@ def amax_kernel(x_ptr, partial_ptr, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_tensor_kernel(
-    x_ptr, partial_ptr, row_ptr, col_ptr, scale_ptr, amax_ptr, R, N, P, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, inv_ptr, row_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """Rowwise. The last tiles come first: the pass for the amax left them in L2."""
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    amax = tl.max(tl.load(partial_ptr + p, mask=p < P, other=0.0), axis=0)
-    inv = inverse_scale(amax, LIMIT, POW2)
-    if pid == 0:
-        tl.store(scale_ptr, tl.div_rn(1.0, inv))
-        tl.store(amax_ptr, amax)
-    q = saturate(x * inv, LIMIT).to(row_ptr.dtype.element_ty)
-    if ROW:
-        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    if COL:
-        store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+    q = converted(x, tl.load(inv_ptr), row_ptr, LIMIT)
+    store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -108,8 +161,29 @@ def quantize_rows_kernel(
     x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
     inv = inverse_scale(tl.max(magnitude(x), axis=1), LIMIT, POW2)
     tl.store(scale_ptr + rows, tl.div_rn(1.0, inv), mask=rows < R)
-    q = saturate(x * inv[:, None], LIMIT).to(row_ptr.dtype.element_ty)
+    q = converted(x, inv[:, None], row_ptr, LIMIT)
     tl.store(row_ptr + (rows * N)[:, None] + cols, q, mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_vectors_kernel(
+    x_ptr, row_ptr, scale_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Vectors of 128 along a row, rowwise only; a tile is some of them wide."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
+    WIDE: tl.constexpr = BLOCK_N // 128
+    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    x = tl.reshape(x, (BLOCK_R, WIDE, 128))
+    inv = inverse_scale(tl.max(magnitude(x), axis=2), LIMIT, POW2)
+    q = tl.reshape(converted(x, inv[:, :, None], row_ptr, LIMIT), (BLOCK_R, BLOCK_N))
+    store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    rows = row0 + tl.arange(0, BLOCK_R)[:, None]
+    block = col0 // 128 + tl.arange(0, WIDE)[None, :]
+    at = scale_ptr + rows + block.to(tl.int64) * R
+    tl.store(at, tl.div_rn(1.0, inv), mask=(rows < R) & (block * 128 < N))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -119,94 +193,110 @@ def quantize_blocks_kernel(
     ROW: tl.constexpr, COL: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 128: along a row, along a column (BLOCK_R is 128), or SQUARE (the tile is one
-    block).
+    """Tiles of 128 rows: SQUARE, the tile is one block, or vectors along rows and columns.
+
+    For both layouts the tile is loaded again, from the cache, as the slices of the transposed store.
     """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block_r, block_n = pid // num_n, pid % num_n
     row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
-    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    size = magnitude(x)
-    if SQUARE:
-        inv = inverse_scale(tl.max(tl.max(size, axis=1), axis=0), LIMIT, POW2)
-        q = saturate(x * inv, LIMIT).to(row_ptr.dtype.element_ty)
-        if ROW:
+    if ROW:
+        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        amax = tl.max(magnitude(x), axis=1)
+        if SQUARE:
+            inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
             tl.store(row_scale_ptr + block_r * num_n + block_n, tl.div_rn(1.0, inv))
-            store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-        if COL:
+            q = converted(x, inv, row_ptr, LIMIT)
+        else:
+            tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
+            row_inv = inverse_scale(amax, LIMIT, POW2)
+            rows = row0 + tl.arange(0, BLOCK_R)
+            at = row_scale_ptr + block_n.to(tl.int64) * R + rows
+            tl.store(at, tl.div_rn(1.0, row_inv), mask=rows < R)
+            q = converted(x, row_inv[:, None], row_ptr, LIMIT)
+        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    if COL:
+        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        if SQUARE:
+            if not ROW:
+                amax = tl.max(largest_of(a, b, c, d), axis=1)
+                inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
             tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, tl.div_rn(1.0, inv))
-            store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
-    else:
-        if ROW:
-            WIDE: tl.constexpr = BLOCK_N // 128
-            inv = inverse_scale(tl.max(tl.reshape(size, (BLOCK_R, WIDE, 128)), axis=2), LIMIT, POW2)
-            scaled = tl.reshape(
-                tl.reshape(x, (BLOCK_R, WIDE, 128)) * inv[:, :, None], (BLOCK_R, BLOCK_N)
-            )
-            store_tile(
-                row_ptr,
-                saturate(scaled, LIMIT).to(row_ptr.dtype.element_ty),
-                row0,
-                col0,
-                R,
-                N,
-                BLOCK_R,
-                BLOCK_N,
-            )
-            rows = row0 + tl.arange(0, BLOCK_R)[:, None]
-            block = block_n * WIDE + tl.arange(0, WIDE)[None, :]
-            scale = row_scale_ptr + rows + block.to(tl.int64) * R
-            tl.store(scale, tl.div_rn(1.0, inv), mask=(rows < R) & (block * 128 < N))
-        if COL:
-            inv = inverse_scale(tl.max(size, axis=0), LIMIT, POW2)
-            q = saturate(x * inv[None, :], LIMIT).to(row_ptr.dtype.element_ty)
+            scale = inv
+        else:
+            col_inv = inverse_scale(tl.max(largest_of(a, b, c, d), axis=0), LIMIT, POW2)
             cols = col0 + tl.arange(0, BLOCK_N)
-            tl.store(
-                col_scale_ptr + block_r.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N
-            )
-            store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+            at = col_scale_ptr + block_r.to(tl.int64) * N + cols
+            tl.store(at, tl.div_rn(1.0, col_inv), mask=cols < N)
+            scale = col_inv[None, :]
+        a, b = converted(a, scale, col_ptr, LIMIT), converted(b, scale, col_ptr, LIMIT)
+        c, d = converted(c, scale, col_ptr, LIMIT), converted(d, scale, col_ptr, LIMIT)
+        store_transposed(col_ptr, a, b, c, d, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["R", "ROWS"])
 def column_amax_kernel(
-    x_ptr, partial_ptr, R, N, ROWS, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """A program takes ROWS rows of a block of columns: one row of ``partial``."""
-    split = tl.program_id(1)
-    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    first = split.to(tl.int64) * ROWS
-    last = tl.minimum(first + ROWS, R)
-    largest = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for start in range(0, ROWS, BLOCK_R):
-        rows = first + start + tl.arange(0, BLOCK_R)
-        mask = (rows < last)[:, None] & (cols < N)
-        x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(x))
-    at = partial_ptr + split.to(tl.int64) * N + cols
-    tl.store(at, tl.max(largest, axis=0)[None, :], mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["R", "S"])
-def quantize_columns_kernel(
-    x_ptr, partial_ptr, col_ptr, scale_ptr, R, N, S, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, partial_ptr, R, N, ROWS, stride_x,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile; S partial amaxes of its columns come from ``column_amax_kernel``."""
-    pid = tl.program_id(0)
+    """A program takes ROWS rows of a block of columns: one row of ``partial``."""
+    split = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = split * ROWS
+    last = tl.minimum(first + ROWS, R)
+    largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in tl.range(0, ROWS, BLOCK_R, num_stages=STAGES):
+        rows = first + start + tl.arange(0, BLOCK_R)
+        mask = (rows < last)[:, None] & (cols < N)[None, :]
+        at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(magnitude(x), axis=0))
+    tl.store(partial_ptr + split * N + cols, largest, mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["S"])
+def column_scale_kernel(
+    partial_ptr, inv_ptr, scale_ptr, amax_ptr, S, N,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales of a block of columns (of one, for a whole tensor) from their S partial amaxes."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    largest = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
+    for start in range(0, S, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)[:, None]
+        mask = (s < S) & (cols < N)[None, :]
+        at = partial_ptr + s.to(tl.int64) * N + cols[None, :]
+        largest = tl.maximum(largest, tl.load(at, mask=mask, other=0.0))
+    amax = tl.minimum(tl.max(largest, axis=0), FLT_MAX)
+    inv = inverse_scale(amax, LIMIT, POW2)
+    tl.store(amax_ptr + cols, amax, mask=cols < N)
+    tl.store(inv_ptr + cols, inv, mask=cols < N)
+    tl.store(scale_ptr + cols, tl.div_rn(1.0, inv), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_columns_kernel(
+    x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile, the last first: the pass for the amax left it in L2. ONE scale, or one a column.
+    ROW: the rowwise layout too, as in ``quantize_blocks_kernel``.
+    """
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     cols = col0 + tl.arange(0, BLOCK_N)
-    s = tl.arange(0, BLOCK_S)[:, None]
-    at = partial_ptr + s.to(tl.int64) * N + cols[None, :]
-    partial = tl.load(at, mask=(s < S) & (cols < N)[None, :], other=0.0)
-    inv = inverse_scale(tl.max(partial, axis=0), LIMIT, POW2)
-    if row0 == 0:
-        tl.store(scale_ptr + cols, tl.div_rn(1.0, inv), mask=cols < N)
-    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    q = saturate(x * inv[None, :], LIMIT).to(col_ptr.dtype.element_ty)
-    store_transposed(col_ptr, q, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+    inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
+    if ROW:
+        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        q = converted(x, inv, row_ptr, LIMIT)
+        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
+    c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
+    store_transposed(col_ptr, a, b, c, d, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["R"])

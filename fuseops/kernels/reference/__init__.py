@@ -46,3 +46,4 @@ from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .routing import counts_to_offs as counts_to_offs
 from .routing import route as route
+from .wide_mm import wide_mm as wide_mm

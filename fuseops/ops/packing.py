@@ -1,0 +1,99 @@
+"""One Parameter a group, over one packed storage: what `GroupedLinear(packed=False)` stands on.
+
+The packed tensor of E parameters of one shape is an alias of their storage while they lie there one after the other.
+`.to`, `deepcopy`, loading with `assign=True` and whatever else sets `.data` separates them; `repack` brings them
+together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import InPlaceError
+
+PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor (E, *shape) of which `parts` are the rows, in order; None unless they are, in one storage."""
+    first = parts[0].detach()
+    if not all(_alike(part, first) for part in parts):
+        return None
+    storage, size = first.untyped_storage(), first.numel() * first.itemsize
+    begin = first.storage_offset() * first.itemsize
+    if begin + len(parts) * size > storage.nbytes():
+        return None
+    if first.is_meta or torch_private.is_fake(first):
+        owner = torch_private.storage_id(first)
+        at = [
+            p.storage_offset() * p.itemsize - begin if torch_private.storage_id(p) == owner else -1
+            for p in parts
+        ]
+    else:  # addresses inside of a storage that is alive are that storage's
+        base = first.data_ptr()
+        at = [part.data_ptr() - base for part in parts]
+    if at != [e * size for e in range(len(parts))]:
+        return None
+    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+def _alike(part: Tensor, first: Tensor) -> bool:
+    return (
+        (type(part) in PLAIN or torch_private.is_fake(part))
+        and part.shape == first.shape
+        and part.dtype is first.dtype
+        and part.device == first.device
+        and part.is_contiguous()
+    )
+
+
+def repack(parts: Sequence[Tensor]) -> bool:
+    """Move parameters of one shape, dtype and device into one storage, unless they are.   -> whether they moved"""
+    plain = all(type(part) in PLAIN for part in parts)  # DTensors stay
+    first = parts[0]
+    if not plain or alias_of(parts) is not None:
+        return False
+    if any((p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device) for p in parts):
+        return False
+    with torch.no_grad():
+        for part, row in zip(parts, torch.stack([p.data for p in parts]), strict=True):
+            part.data = row
+    return True
+
+
+class Packed(torch.autograd.Function):
+    """(E, *shape) over the storage of E parameters; its gradient goes to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
+        ctx.parts, ctx.versions = parts, [torch_private.version(part) for part in parts]
+        ctx.set_materialize_grads(False)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor | None) -> Any:
+        # a node that saved the packed tensor saw writes to its first row only
+        for e, (part, version) in enumerate(zip(ctx.parts, ctx.versions, strict=True)):
+            if torch_private.version(part) != version:
+                raise InPlaceError(
+                    f"the parameter of group {e} was modified in place between the forward and the backward, "
+                    "which reads it."
+                )
+        return None, *([None] * len(ctx.parts) if d is None else d.unbind())
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.stack(parts)`, without a copy where they lie in one storage."""
+    opaque = torch.compiler.is_compiling() or torch_private.inside_functorch()
+    whole = None if opaque else alias_of(parts)
+    if whole is None:
+        return torch.stack(list(parts))
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        found: Tensor = Packed.apply(whole, *parts)  # type: ignore[no-untyped-call]
+        return found
+    return whole
