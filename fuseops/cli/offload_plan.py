@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import fuseops as fo
-from fuseops import offload
+from fuseops import offload, ops
+from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.offload.hardware import Hardware
 from fuseops.offload.plan import OffloadPlan
 from fuseops.offload.plan_text import HEADER, facts, rows
@@ -101,10 +101,10 @@ class Attention(nn.Module):
         self.heads = heads
 
     def forward(self, qkv: Tensor) -> Tensor:
-        rows, width = qkv.shape
-        q, k, v = qkv.view(1, rows, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        tokens, width = qkv.shape
+        q, k, v = qkv.view(1, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(rows, width // 3)
+        return y.transpose(1, 2).reshape(tokens, width // 3)
 
 
 class Stack(nn.Module):
@@ -113,19 +113,19 @@ class Stack(nn.Module):
     def __init__(self, blocks: int, width: int, ffn: int, heads: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            fo.Sequential(
+            Sequential(
                 {
-                    "attn": fo.Residual(
-                        fo.ops.RMSNorm(width),
-                        fo.ops.Linear(width, 3 * width, bias=False),
+                    "attn": Residual(
+                        ops.RMSNorm(width),
+                        ops.Linear(width, 3 * width, bias=False),
                         Attention(heads),
-                        fo.ops.Linear(width, width, bias=False),
+                        ops.Linear(width, width, bias=False),
                     ),
-                    "mlp": fo.Residual(
-                        fo.ops.RMSNorm(width),
-                        fo.ops.Linear(width, 2 * ffn, bias=False),
-                        fo.ops.SwiGLU(),
-                        fo.ops.Linear(ffn, width, bias=False),
+                    "mlp": Residual(
+                        ops.RMSNorm(width),
+                        ops.Linear(width, 2 * ffn, bias=False),
+                        ops.SwiGLU(),
+                        ops.Linear(ffn, width, bias=False),
                     ),
                 }
             )

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from .arena import aligned
 from .hardware import Hardware
 from .plan_simulate import Settings, again_at
-from .profile import Profile
+from .profile import Profile, Saved
 
-SEND, RELEASE, FETCH, READ, AGAIN = range(5)
+SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 
 
 class Choice(NamedTuple):
@@ -187,7 +187,7 @@ class Model:
                 if wait > 0.0:
                     stall += wait
                     late[item] = late.get(item, 0.0) + wait
-                if kind == READ:
+                if kind == LAST:
                     host -= aligned(saved[k].nbytes)
         return stall, recompute, host_peak, late
 
@@ -213,7 +213,7 @@ class Model:
                 group = self.profile.recompute[self.groups[item]]
                 stall += group.seconds / group.calls if item in choice.drop else 0.0
             else:
-                wanted[SEND if kind == RELEASE else FETCH][k] = now
+                wanted[SEND if kind == RELEASE else FETCH].setdefault(k, now)
         added = [0.0] * len(self.items)
         for lane, took in ((SEND, self.seconds_out), (FETCH, self.seconds_back)):
             spare = following = float("inf")  # what the next on the lane can be delayed by
@@ -291,11 +291,13 @@ class _Places:
         boundaries = profile.boundaries
         number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
         sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
-        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved
+        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved, in the order of saving
         now = 0
-        for position, what, k in profile.happenings:
+        for position, what, k, by in profile.happenings:
             if what in ("enter", "backward"):
                 now += 1
+            elif what == "share" and k in mine[profile.saved[k].call]:
+                mine[by].append(k)
             elif what == "save" and self._may_leave(k, number):
                 mine[profile.saved[k].call].append(k)
                 if not self.is_small(k):
@@ -305,8 +307,9 @@ class _Places:
                     sends.setdefault(saved, (position, now))
         at = [b.position for b in boundaries]
         for k, (position, passed) in sends.items():
-            call = profile.saved[k].call
-            due, fetch = passed + settings.lag, number["backward", call] - settings.ahead
+            own = number["backward", profile.saved[k].call]
+            others = [number["backward", call] for call in _others(profile.saved[k])]
+            due, fetch = passed + settings.lag, min([own, *others]) - settings.ahead
             if due < fetch:
                 self._add(k, position, at[due - 1], at[fetch - 1])
         self.movable.sort()
@@ -321,7 +324,7 @@ class _Places:
             saved.why is None
             and saved.nbytes > 0
             and saved.call >= 0
-            and ("backward", saved.call) in number
+            and all(("backward", call) in number for call in (saved.call, *_others(saved)))
         )
 
     def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
@@ -350,8 +353,11 @@ class _Places:
         movable = set(self.movable)
         fetches: dict[int, list[int]] = defaultdict(list)
         releases: dict[int, list[int]] = defaultdict(list)
-        for call, saved in mine.items():
-            due = number["backward", call] - ahead
+        fetched: set[int] = set()
+        for call in sorted(mine, key=lambda call: number["backward", call]):
+            due, saved = number["backward", call] - ahead, mine[call]
+            saved = [k for k in saved if k not in fetched]
+            fetched.update(saved)
             # Last saved, first read; the transfer of small ones comes where its last one would.
             large = [k for k in reversed(saved) if k in movable]
             small = [k for k in large if self.is_small(k)]
@@ -362,7 +368,7 @@ class _Places:
             if k in movable:
                 releases[passed + lag].append(k)
         now = 0
-        for position, what, k in self.profile.happenings:
+        for position, what, k, _ in self.profile.happenings:
             if what in ("enter", "backward"):
                 now += 1
                 self.events += [(FETCH, saved, position) for saved in fetches[now]]
@@ -370,7 +376,15 @@ class _Places:
             elif what == "save" and k in movable and not self.is_small(k):
                 self.events.append((SEND, k, position))
             elif what == "leave":
-                small = [s for s in mine[k] if s in movable and self.is_small(s)]
+                own = [s for s in mine[k] if self.profile.saved[s].call == k]
+                small = [s for s in own if s in movable and self.is_small(s)]
                 self.events += [(SEND, saved, position) for saved in small]
-            elif what == "read" and k in movable:
-                self.events.append((READ, k, position))
+            elif what in ("read", "reread") and k in movable:
+                reads = [self.profile.saved[k].read, *(a.read for a in self.profile.saved[k].again)]
+                last = position == max(reads)
+                self.events.append((LAST if last else READ, k, position))
+
+
+def _others(saved: Saved) -> list[int]:
+    """The other calls that save it."""
+    return [again.call for again in saved.again]

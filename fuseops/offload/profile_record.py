@@ -21,7 +21,7 @@ from fuseops.torch_private import WeakStorage, storage_key
 
 from .hardware import event
 from .labels import Labels, Named
-from .profile import LayerCall, Op, Saved
+from .profile import Again, LayerCall, Op, Saved
 from .profile_memory import Meter, tensors_in
 from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label
@@ -42,7 +42,9 @@ class _Storage:
         self.weak = WeakStorage(storage)
         self.made = -1
         self.handles = 0
-        self.held = self.read = self.freed = -1
+        self.held = self.freed = -1
+        self.saves: dict[int, int] = {}  # call -> position, of other calls
+        self.reads: dict[int, int] = {}  # call -> position of the first
 
     def look(self, position: int) -> None:
         """Notes when autograd alone holds it, and when it is gone."""
@@ -54,24 +56,32 @@ class _Storage:
 
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
-        read = freed if self.read < 0 else self.read
+        read = self.reads.get(self.call, freed)
+        again = tuple(Again(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
         held = freed if self.held < 0 else self.held
         return Saved(
             *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
-            *(self.made, self.at, held, read, freed, self.why),
+            made=self.made,
+            at=self.at,
+            held=held,
+            read=read,
+            freed=freed,
+            why=self.why,
+            again=again,
         )
 
 
 class _Noted(Kept):
     """What autograd holds: the tensor itself."""
 
-    __slots__ = ("recorder", "storage")
+    __slots__ = ("call", "recorder", "storage")
+    call: int
     recorder: Recorder
     storage: _Storage | None
 
     def restore(self) -> Tensor:
-        if self.storage is not None and self.storage.read < 0:
-            self.storage.read = self.recorder.position
+        if self.storage is not None:
+            self.storage.reads.setdefault(self.call, self.recorder.position)
         return super().restore()
 
 
@@ -95,7 +105,7 @@ class _Recording(Scope):
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
         handle = _Noted(t, Label(named.name, named.op), self._ledger)
-        handle.recorder = self._recorder
+        handle.recorder, handle.call = self._recorder, self._recorder.running_call
         handle.storage = None if odd is not None else self._recorder.saved(t, named, self)
         return handle
 
@@ -144,6 +154,11 @@ class Recorder:
     def position(self) -> int:
         return len(self.ops)
 
+    @property
+    def running_call(self) -> int:
+        """The call of a layer whose forward runs, -1 outside of all."""
+        return self._running[-1] if self._running else -1
+
     def owner_of(self, t: Tensor) -> str | None:
         """Whether t lies in a parameter or buffer, fake ones included."""
         return self._owned.get(t.untyped_storage())
@@ -184,17 +199,20 @@ class Recorder:
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
-            call = self._running[-1] if self._running else -1
+            call = self.running_call
             why = scope.why(t, named, self.min_bytes)
             if why is None and call < 0:
                 why = "outside of the layers"
             known = _Storage(t, named, call, self.position, why)
-            known.made = self._made.get(storage) or -1
+            made = self._made.get(storage)
+            known.made = -1 if made is None else made
             if why in HELD_ANYWAY:
                 known.nbytes = 0
             self._by_storage.set(storage, known)
             self._storages.append(known)
             self._living.append(known)
+        elif self.running_call not in (known.call, -1):
+            known.saves.setdefault(self.running_call, self.position)
         known.handles += 1
         return known
 

@@ -60,22 +60,23 @@ class Step(NamedTuple):
 
 def record(step: Step) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
-    model are as before afterwards.
+    model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
+    that adds to them.
     """
     cuda = any(p.is_cuda for p in step.model.parameters())
     assumed = []
-    with _untouched(step.model):
+    with _untouched(step, cuda):
+        new = [t for t in _leaves(step) if t.grad is None]
         step.run(step.args, step.side)  # warm up: caches, compilation
-        _clear_gradients(step.model)
-        whole = statistics.median(_timed(step, cuda) for _ in range(TIMED_STEPS))
-        there = [*step.model.parameters(), *step.model.buffers(), *tensors_in(step.args)]
-        meter = CudaMeter() if cuda else StorageMeter(there)
+        _drop_gradients(new)
+        whole = statistics.median(_timed(step, new, cuda) for _ in range(TIMED_STEPS))
+        meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
         recorder = Recorder(
             step.model, dict(step.layers), meter, seconds=None, min_bytes=step.min_bytes
         )
         with recorder.running():
             step.run(step.args, step.side)
-        _clear_gradients(step.model)
+        _drop_gradients(new)
     ops, saved, calls = recorder.result()
     # Recording makes the host slow, which shows in short ops: together they are the plain step.
     scale = whole / max(sum(op.seconds for op in ops), 1e-12)
@@ -113,11 +114,10 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     rows = _Rows(split)
     with _faked(step.model, mode):
         args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
-        there = [*step.model.parameters(), *step.model.buffers(), *tensors_in((args, side))]
         recorder = Recorder(
             step.model,
             dict(step.layers),
-            StorageMeter(there),
+            StorageMeter(_there(step.model, (args, side))),
             seconds=_Roofline(hardware),
             min_bytes=step.min_bytes,
             intercept=rows,
@@ -153,7 +153,7 @@ def _recomputations(
         members = tuple(
             n
             for n, s in enumerate(saved)
-            if s.call in mine and s.nbytes and s.made >= calls[s.call].enter
+            if s.call in mine and s.nbytes and not s.again and s.made >= calls[s.call].enter
         )
         again = sum(sum(seconds[calls[k].enter : calls[k].leave]) for k in mine)
         if members:
@@ -163,7 +163,7 @@ def _recomputations(
 # --- a real step
 
 
-def _timed(step: Step, cuda: bool) -> float:
+def _timed(step: Step, new: list[Tensor], cuda: bool) -> float:
     """Seconds of one step as users run it."""
     if cuda:
         torch.cuda.synchronize()
@@ -172,30 +172,39 @@ def _timed(step: Step, cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     took = time.perf_counter() - start
-    _clear_gradients(step.model)
+    _drop_gradients(new)
     return took
 
 
-def _clear_gradients(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
+def _leaves(step: Step) -> list[Tensor]:
+    """What gets a gradient."""
+    inputs = tensors_in((step.args, step.side))
+    return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
+
+
+def _drop_gradients(leaves: list[Tensor]) -> None:
+    for t in leaves:
+        t.grad = None
+
+
+def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
+    """What is on the device before the step begins."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*model.parameters(), *model.buffers(), *gradients, *tensors_in(inputs)]
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(step: Step, cuda: bool) -> Iterator[None]:
     """Gradients, buffers and random states come back."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    _clear_gradients(model)
+    kept = [t.grad for t in _leaves(step) if t.grad is not None]
+    before = [(t, t.to("cpu", copy=True)) for t in (*kept, *step.model.buffers())]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([torch.cuda.current_device()] if cuda else []):
             yield
     finally:
-        for p, grad in gradients:
-            p.grad = grad
         with torch.no_grad():
-            for b, before in buffers:
-                b.copy_(before)
+            for t, value in before:
+                t.copy_(value)
 
 
 # --- a step of fake tensors
@@ -227,7 +236,10 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     else:
         fake = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=t.requires_grad)
+        parameter = nn.Parameter(fake, requires_grad=t.requires_grad)
+        if t.grad is not None:
+            parameter.grad = _fake(t.grad, mode)
+        return parameter
     return fake.requires_grad_() if t.requires_grad else fake
 
 

@@ -115,7 +115,7 @@ def test_the_host_budget_is_kept() -> None:
 
 
 def test_the_same_profile_has_the_same_plan() -> None:
-    profile, again = transformer(12, 6), transformer(12, 6)
+    profile, again = transformer(12, 6), Profile.from_json(transformer(12, 6).to_json())
     limits = Limits(profile.peak * 2 // 3)
     first, second = (solve(Model(p, LINK, Settings()), limits) for p in (profile, again))
     assert first.choice == second.choice
