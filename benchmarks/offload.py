@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.offload.devices import lanes_of
 from fuseops.offload.plan import Limits, plan_profile
 
 GIB = 1 << 30
@@ -166,7 +168,7 @@ class Bench:
         for peak in peaks:
             limits = Limits(base + int(peak * GIB), None)
             plan = plan_profile(first.profile, hardware, limits, layers=("blocks.*",))
-            name = f"plan, {peak} GiB"
+            name = f"plan {peak} GiB"
             self.add_scheduler(name, plan=plan)
             self.predicted[name] = {
                 "predicted_peak_gib": (plan.after.peak - base) / GIB,
@@ -239,6 +241,40 @@ class Bench:
                 rounds[way].append(self.visit(way))
         return {way: self.summary(way, rounds) for way in rounds}
 
+    def exact(self, way: str) -> dict[str, bool]:
+        """Whether gradients equal those of the plain step to the bit, with a delay on each stream in
+        turn before every block, forward and backward. "nothing": whether two plain steps are equal.
+        """
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            plain = self.gradients()
+            found = {"nothing": all(map(torch.equal, plain, self.gradients()))}
+            with self.ways[way]():
+                self.step()  # the order becomes known
+                for lane in ("compute", "d2h", "h2d"):
+                    hooks = self.delays(lane)
+                    found[lane] = all(map(torch.equal, plain, self.gradients()))
+                    for hook in hooks:
+                        hook.remove()
+        torch.use_deterministic_algorithms(False)
+        return found
+
+    def gradients(self) -> list[Tensor]:
+        self.step()
+        return [p.grad for p in (*self.leaves, *self.model.parameters())]
+
+    def delays(self, lane: Any) -> list[Any]:
+        if not self.cuda:
+            return []
+        lanes = lanes_of(self.leaves[0].device)
+
+        def sleep(*_: Any) -> None:
+            with torch.cuda.stream(lanes.stream(lane)):
+                torch.cuda._sleep(20_000_000)
+
+        hooks = [m.register_forward_pre_hook(sleep) for m in self.model.blocks]
+        return hooks + [m.register_full_backward_pre_hook(sleep) for m in self.model.blocks]
+
     def once(self, way: str, scope: Callable[[], Any]) -> dict[str, Any]:
         """One step of a way that takes too long for rounds."""
         self.ways[way] = scope
@@ -266,7 +302,9 @@ class Bench:
 PEAKS = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [40.0, 32.0]}
 
 
-def stack(kind: str, small: bool, blocks: int | None, device: torch.device) -> Bench:
+def stack(
+    kind: str, small: bool, blocks: int | None, peaks: list[float], device: torch.device
+) -> Bench:
     shape = (SMALL if small else SHAPES)[kind]
     shape = shape._replace(blocks=blocks or shape.blocks)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -283,9 +321,9 @@ def stack(kind: str, small: bool, blocks: int | None, device: torch.device) -> B
     least = 1 if small else 1 << 20
     for units in (2, 4, 6) if kind == "dense" else (2, 3):
         policy = offload.Policy(layer_bytes=units * unit, min_bytes=least)
-        bench.add_scheduler(f"scheduler, {units} units", policy=policy)
+        bench.add_scheduler(f"scheduler {units} units", policy=policy)
     try:
-        bench.add_plans(PEAKS[kind], min_bytes=least)
+        bench.add_plans(peaks or PEAKS[kind], min_bytes=least)
     except Exception as error:  # the other ways are worth their time without
         print(f"plans failed: {type(error).__name__}: {error}", flush=True)
     return bench
@@ -332,13 +370,22 @@ def main() -> int:
     parser.add_argument(
         "--ways", default="", help="only those that begin with one of these, by comma"
     )
+    parser.add_argument("--peaks", default="", help="of the plans, in GiB, by comma")
+    parser.add_argument("--exact", action="store_true", help="compare gradients, time nothing")
     parser.add_argument("--once", action="store_true", help="save_on_cpu too: 11 s a step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    bench = stack(args.model, args.small, args.blocks, device)
+    peaks = [float(peak) for peak in args.peaks.split(",") if peak]
+    bench = stack(args.model, args.small, args.blocks, peaks, device)
     for way in [w for w in bench.ways if not w.startswith(("nothing", *args.ways.split(",")))]:
         del bench.ways[way]
+    if args.exact:
+        checked = {way: bench.exact(way) for way in bench.schedulers if way in bench.ways}
+        print(json.dumps(checked))
+        if args.out:
+            args.out.write_text(json.dumps({**provenance(device), "exact": checked}) + "\n")
+        return 0 if all(all(c.values()) for c in checked.values()) else 1
     pin = device.type == "cuda"
     found = bench.run(args.seconds)
     for last in (False, True):

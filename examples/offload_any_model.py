@@ -1,8 +1,7 @@
-"""Train a plain torch transformer, without one fuseops op, under a memory budget: a dry run tells what
-its layers save and when, the plan what leaves, and the scheduler does it through module hooks.
-"""
+"""Plan and train a plain torch transformer, without one fuseops op, under a memory budget."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,11 @@ def loss_of(logits: Tensor) -> Tensor:
 h200 = offload.Hardware.h200()
 slow = {dtype: rate / 20 for dtype, rate in h200.matmul.items()}  # a small GPU behind the same link
 gpu = replace(h200, name="a small GPU", memory=h200.memory / 20, matmul=slow)
-step = {"hardware": gpu, "layers": "1.layers.*", "loss": loss_of, "min_bytes": 1 << 18}
-free = offload.plan(model, tokens[:, :-1], **step)
-budget = int(0.7 * free.before.peak)  # less than the step needs
-plan = offload.plan(model, tokens[:, :-1], peak=budget, **step)
+planned = partial(
+    offload.plan, model, tokens[:, :-1], layers="1.layers.*", loss=loss_of, min_bytes=1 << 18
+)
+budget = int(0.7 * planned(hardware=gpu).before.peak)  # less than the step needs
+plan = planned(hardware=gpu, peak=budget)
 print(plan.explain())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 with offload.Scheduler(model, "1.layers.*", plan=plan) as scheduler:
