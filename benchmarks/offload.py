@@ -2,11 +2,13 @@
 
     python benchmarks/offload.py [--seconds 90] [--out FILE] [--small]
 
-The model: dense transformer blocks of fuseops ops (D 4096, F 14336, 32 heads, 8192 tokens, bf16, 12
-blocks). Ways take turns, two steps a visit, of which the second counts; the medians of their ratio to
-the plain step of the same round are printed with quartiles. Peaks are active bytes (allocated bytes
-hide what `record_stream` keeps from being used again), above what is there before a step, gradients included
-(they are set to None before each).
+The models, bf16, of fuseops ops: `dense`, 12 transformer blocks (D 4096, F 14336, 32 heads, 8192
+tokens); `moe`, 32 blocks with 32 experts of which each token takes 8 (D 2048, F 1024, 16 heads, 3
+sequences of 8192 tokens), whose saved tensors exceed 40 GiB.
+Ways take turns, two steps a visit, of which the second counts; the medians of their ratio to the plain
+step of the same round are printed with quartiles. Peaks are active bytes (allocated bytes hide what
+`record_stream` keeps from being used again) above what is there before a step, gradients included:
+those are set to None before each.
 --small: a few rows on any device, to try the script.
 """
 
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,35 +38,61 @@ GIB = 1 << 30
 class Attention(nn.Module):
     """Causal attention over one packed buffer of queries, keys and values."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, sequences: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.sequences = heads, sequences
 
     def forward(self, qkv: Tensor) -> Tensor:
         rows, width = qkv.shape
-        q, k, v = qkv.view(1, rows, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.view(self.sequences, -1, 3, self.heads, width // 3 // self.heads).permute(
+            2, 0, 3, 1, 4
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).reshape(rows, width // 3)
 
 
-def block(d: int, f: int, heads: int) -> fo.Sequential:
+class Shape(NamedTuple):
+    """Sizes of a stack; experts 0: dense."""
+
+    blocks: int
+    d: int
+    f: int
+    heads: int
+    tokens: int
+    sequences: int = 1
+    experts: int = 0
+    top_k: int = 0
+
+
+SHAPES = {
+    "dense": Shape(12, 4096, 14336, 32, 8192),
+    "moe": Shape(32, 2048, 1024, 16, 3 * 8192, 3, 32, 8),
+}
+SMALL = {"dense": Shape(4, 64, 128, 2, 64), "moe": Shape(4, 64, 64, 2, 64, 2, 4, 2)}
+
+
+def block(s: Shape) -> fo.Sequential:
     linear = lambda i, o: fo.ops.Linear(i, o, bias=False)  # noqa: E731
+    attention = (linear(s.d, 3 * s.d), Attention(s.heads, s.sequences), linear(s.d, s.d))
+    mlp: tuple[nn.Module, ...] = (
+        (fo.MoE(s.d, s.f, s.experts, s.top_k),)
+        if s.experts
+        else (linear(s.d, 2 * s.f), fo.ops.SwiGLU(), linear(s.f, s.d))
+    )
     return fo.Sequential(
         {
-            "attn": fo.Residual(
-                fo.ops.RMSNorm(d), linear(d, 3 * d), Attention(heads), linear(d, d)
-            ),
-            "mlp": fo.Residual(fo.ops.RMSNorm(d), linear(d, 2 * f), fo.ops.SwiGLU(), linear(f, d)),
+            "attn": fo.Residual(fo.ops.RMSNorm(s.d), *attention),
+            "mlp": fo.Residual(fo.ops.RMSNorm(s.d), *mlp),
         }
     )
 
 
-class Dense(nn.Module):
+class Stack(nn.Module):
     """A stack of blocks; `recompute` checkpoints each."""
 
-    def __init__(self, blocks: int, d: int, f: int, heads: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block(d, f, heads) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(shape) for _ in range(shape.blocks))
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,9 +141,10 @@ class AsyncHooks:
 class Bench:
     """One model and the ways to run a step of it."""
 
-    def __init__(self, model: nn.Module, batch: Callable[[], Tensor], device: torch.device) -> None:
-        self.model, self.batch, self.device = model, batch, device
-        self.cuda = device.type == "cuda"
+    def __init__(self, model: nn.Module, rows: Tensor) -> None:
+        self.model, self.leaves = model, (rows,)
+        self.batch = rows.clone  # no leaf: autograd holds those to the end
+        self.cuda = rows.is_cuda
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
         self.schedulers: dict[str, offload.Scheduler] = {}
         self.predicted: dict[str, dict[str, Any]] = {}
@@ -128,8 +157,7 @@ class Bench:
     def add_plans(self, peaks: list[float], **options: Any) -> None:
         """A way for each peak, in GiB above what is there before a step, by a step recorded once."""
         self.step()
-        for p in self.model.parameters():
-            p.grad = None
+        self.forget_gradients()
         base = self.active("current")
         hardware = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
         first = offload.plan(
@@ -156,11 +184,14 @@ class Bench:
             self.model.recompute = False
 
     def step(self) -> Tensor:
-        for p in self.model.parameters():
-            p.grad = None
+        self.forget_gradients()
         y = self.model(self.batch())
         y.backward(torch.ones_like(y))
         return y.detach()
+
+    def forget_gradients(self) -> None:
+        for p in (*self.model.parameters(), *self.leaves):
+            p.grad = None
 
     def visit(self, way: str, steps: int = 2) -> dict[str, float]:
         """Milliseconds of the last of some steps, on the device and on the host, and its peak."""
@@ -232,29 +263,31 @@ class Bench:
         return found
 
 
-def dense(small: bool, blocks: int, device: torch.device) -> Bench:
-    d, f, heads, tokens = (64, 128, 2, 64) if small else (4096, 14336, 32, 8192)
+PEAKS = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [40.0, 32.0]}
+
+
+def stack(kind: str, small: bool, blocks: int | None, device: torch.device) -> Bench:
+    shape = (SMALL if small else SHAPES)[kind]
+    shape = shape._replace(blocks=blocks or shape.blocks)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = Dense(blocks, d, f, heads).to(dtype)
-        rows = torch.randn(tokens, d, dtype=dtype)
-    bench = Bench(model, lambda: rows.clone().requires_grad_(), device)
+        model = Stack(shape).to(dtype)
+        rows = torch.randn(shape.tokens, shape.d, dtype=dtype)
+    rows.requires_grad_()
+    bench = Bench(model, rows)
     bench.ways["checkpoint"] = bench.recomputed
     if device.type == "cuda":
         bench.ways["async hooks"] = AsyncHooks(device)
-    scale = 16 << 10 if small else 64 << 20  # one activation of the width of the model
+    unit = rows.nbytes  # one activation of the width of the model
     least = 1 if small else 1 << 20
-    for units in (2, 4, 6, 8):
-        policy = offload.Policy(layer_bytes=units * scale, min_bytes=least)
-        bench.add_scheduler(f"scheduler, {units} units a layer", policy=policy)
+    for units in (2, 4, 6) if kind == "dense" else (2, 3):
+        policy = offload.Policy(layer_bytes=units * unit, min_bytes=least)
+        bench.add_scheduler(f"scheduler, {units} units", policy=policy)
     try:
-        bench.add_plans([12.8, 11.0, 9.0, 7.0], min_bytes=least)
+        bench.add_plans(PEAKS[kind], min_bytes=least)
     except Exception as error:  # the other ways are worth their time without
         print(f"plans failed: {type(error).__name__}: {error}", flush=True)
-    everything = offload.Policy(min_bytes=least)
-    bench.add_scheduler("scheduler, everything", policy=everything)
-    bench.add_scheduler("scheduler, nothing moves", policy=offload.Policy(fraction=0.0))
     return bench
 
 
@@ -294,21 +327,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="dense")
+    parser.add_argument("--blocks", type=int)
+    parser.add_argument(
+        "--ways", default="", help="only those that begin with one of these, by comma"
+    )
+    parser.add_argument("--once", action="store_true", help="save_on_cpu too: 11 s a step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    bench = dense(args.small, args.blocks, device)
+    bench = stack(args.model, args.small, args.blocks, device)
+    for way in [w for w in bench.ways if not w.startswith(("nothing", *args.ways.split(",")))]:
+        del bench.ways[way]
     pin = device.type == "cuda"
     found = bench.run(args.seconds)
     for last in (False, True):
+        if last and not args.once:
+            break
         if last:
             found |= bench.once(
                 "save_on_cpu", lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)
             )
         print(table(found), flush=True)
         if args.out:
-            record = {**provenance(device), "small": args.small, "dense": found}
+            record = {**provenance(device), "small": args.small, args.model: found}
             args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
