@@ -30,12 +30,8 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
     flat = None
 
     def __init__(self, t, shape, strides, block_shape):
-        self.base, self.shape, self.strides, self.block_shape = (
-            Address(t),
-            shape,
-            strides,
-            block_shape,
-        )
+        self.base, self.shape = Address(t), shape
+        self.strides, self.block_shape = strides, block_shape
         self.layout, self.padding = SWIZZLED, "zero"
 
 
