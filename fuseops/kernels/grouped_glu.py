@@ -100,4 +100,4 @@ def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
     if probs is None:
         return act_fwd.launcher(h, "swiglu")
     rows = torch.arange(h.shape[0], device=h.device)
-    return scaled_act_fwd.launcher(h, probs.where(rows < offs[-1], 0.0), "swiglu")
+    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), "swiglu")

@@ -380,3 +380,26 @@ def test_a_kept_plan_sees_every_call():
             offs = splits(rows, 4, rows, 3)
             y = assert_matches(k.grouped_mm, x, weight, offs, sums=True)
             assert_matches(k.grouped_wgrad, y, x, offs, sums=True)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_other_splits():
+    """The ends of groups, and how many rows there are, may differ at each replay."""
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy, weight, offs = make(2000, 256), make(2000, 512), make(9, 512, 256), splits(2000, 9, 0)
+    offs = offs.cuda()
+
+    def layer():
+        tiles = k.group_tiles(offs, 2000)
+        y = k.grouped_mm(x, weight, offs, tiles)
+        dx = k.grouped_mm(dy, weight.transpose(1, 2), offs, tiles)
+        return y, dx, k.grouped_wgrad(dy, x, offs, tiles)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    for seed, padding in ((1, 0), (2, 300), (3, 2000)):
+        offs.copy_(splits(2000, 9, seed, padding))
+        graph.replay()
+        assert all(map(torch.equal, captured, layer()))
