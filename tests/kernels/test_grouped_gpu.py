@@ -1,0 +1,178 @@
+"""Grouped GEMMs on a GPU: every path and configuration with more than ten tiles a program, since a
+fault of the barriers shows from the third tile on.
+"""
+
+import pytest
+import torch
+from laws import splits
+
+from fuseops.kernels import grouped as k
+from fuseops.kernels import grouped_glu, grouped_paths
+from fuseops.kernels.configs import forced
+
+pytestmark = pytest.mark.gpu
+
+
+def poison(x, offs):
+    """NaN in the padding rows, which nothing may read."""
+    x[int(offs[-1]) :] = float("nan")
+    return x
+
+
+def cases(spaces):
+    """(path, number of a configuration)"""
+    return [
+        (path, number)
+        for path, space in spaces.items()
+        for number in range(len(space.candidates((40, 2048, 1024), 2)))
+    ]
+
+
+def many_tiles(seed=0):
+    """More than ten tiles a program of any configuration: x, dy, weight, offs, bounds."""
+    torch.manual_seed(seed)
+    rows, n, size, groups = 40000, 2048, 1024, 40
+    offs = splits(rows, groups, seed, padding=77)
+    offs[3:6] = offs[3]
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy, weight = make(rows, size), make(rows, n), make(groups, n, size)
+    bounds = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+    return poison(x, offs), poison(dy, offs), weight, offs.cuda(), bounds
+
+
+def by_index(rows, offs, kind=torch.int32):
+    """(x (T, size), index, x[index]) in the place of `rows` (R, size)."""
+    x = torch.randn(3000, rows.shape[1], device="cuda", dtype=rows.dtype)
+    index = torch.randint(0, 3000, rows.shape[:1], device="cuda", dtype=kind)
+    copy = x[index]
+    index[int(offs[-1]) :] = 1 << 30
+    return x, index, copy
+
+
+def close(got, want):
+    """Relative error of a group; an empty one is all zero."""
+    error = (got.float() - want).norm() / want.norm().clamp(min=1e-20)
+    assert got.numel() == 0 or error < 4e-3, error
+
+
+def needs_gluon(path):
+    x = torch.empty(128, 128, device="cuda", dtype=torch.bfloat16)
+    if path in ("gather", "pingpong") and grouped_paths.wgrad_path(x, x) != "pingpong":
+        pytest.skip("needs Hopper and a Triton whose Gluon is tested")
+
+
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.MM_SPACES))
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_many_tiles_a_program(path, number, transposed, with_bias):
+    needs_gluon(path)
+    x, dy, weight, offs, bounds = many_tiles()
+    a, w = (dy, weight.transpose(1, 2)) if transposed else (x, weight)
+    bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
+    full, index = a, None
+    if path == "gather":
+        a, index, full = by_index(a, offs, torch.int64 if with_bias else torch.int32)
+    space = grouped_paths.MM_SPACES[path]
+    config = space.candidates((40, *w.shape[1:]), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        y = k.grouped_mm(a, w, offs, None, bias, index)
+        for _ in range(3):
+            again = k.grouped_mm(a, w, offs, None, bias, index)
+            assert torch.equal(y.view(torch.int16), again.view(torch.int16))
+    for e, (start, end) in enumerate(bounds):
+        want = full[start:end].float() @ w[e].float().t()
+        close(y[start:end], want + bias[e].float() if with_bias else want)
+    assert not y[bounds[-1][1] :].any()
+
+
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_SPACES))
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_many_tiles_with_an_activation(path, number, with_probs):
+    """h as the plain product stores it, a as a pass over h would make it."""
+    needs_gluon(path)
+    x, _, weight, offs, bounds = many_tiles()
+    probs = torch.rand(len(x), device="cuda") if with_probs else None
+    index, full = None, x
+    if path == "gather":
+        x, index, full = by_index(x, offs)
+        full[bounds[-1][1] :] = 0
+    space = grouped_paths.SWIGLU_SPACES[path]
+    config = space.candidates((40, 2048, 1024), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        h, a = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+        for _ in range(3):
+            again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+            assert torch.equal(h, again[0]) and torch.equal(a, again[1])
+    assert torch.equal(h, k.grouped_mm(full, weight, offs))
+    gate, up = h.double().chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
+    torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))
+@pytest.mark.parametrize("gathered_side", ["dy", "x"])
+def test_many_tiles_of_weight_gradients(path, number, gathered_side):
+    needs_gluon(path)
+    x, dy, weight, offs, bounds = many_tiles()
+    left, right, index = dy, x, (None, None)
+    if path == "gather" and gathered_side == "dy":
+        left, rows, dy = by_index(dy, offs)
+        index = rows, None
+    elif path == "gather":
+        right, rows, x = by_index(x, offs)
+        index = None, rows
+    space = grouped_paths.WGRAD_SPACES[path]
+    main = torch.ones(weight.shape, device="cuda")
+    config = space.candidates(tuple(weight.shape), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        dw = k.grouped_wgrad(left, right, offs, None, *index)
+        assert torch.equal(dw, k.grouped_wgrad(left, right, offs, None, *index))
+        k.grouped_wgrad_into(main, left, right, offs, None, True, *index)
+        fresh = torch.full_like(main, float("nan"))
+        k.grouped_wgrad_into(fresh, left, right, offs, None, False, *index)
+    for e, (start, end) in enumerate(bounds):
+        want = dy[start:end].float().t() @ x[start:end].float()
+        close(dw[e], want)
+        close(main[e] - 1, want)
+        close(fresh[e], want)
+
+
+@pytest.mark.parametrize(("n", "size"), [(1856, 2880), (2880, 1856), (520, 264), (16, 64)])
+@pytest.mark.parametrize("number", [0, 1])
+def test_weight_gradients_of_any_width(n, size, number):
+    """Tiles beyond both edges, with either side on the right."""
+    needs_gluon("pingpong")
+    offs = splits(5000, 7, 1, padding=5)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy = poison(make(5000, size), offs), poison(make(5000, n), offs)
+    ends, space = offs.tolist(), grouped_paths.WGRAD_PINGPONG
+    main = torch.ones(7, n, size, device="cuda")
+    with forced(space, space.candidates((7, n, size), 2)[number]):
+        dw = k.grouped_wgrad(dy, x, offs.cuda())
+        k.grouped_wgrad_into(main, dy, x, offs.cuda())
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        want = dy[start:end].float().t() @ x[start:end].float()
+        close(dw[e], want)
+        close(main[e] - 1, want)
+
+
+def test_a_graph_replays_other_splits():
+    """The ends of groups, and how many rows there are, may differ at each replay."""
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy, weight, offs = make(2000, 256), make(2000, 512), make(9, 512, 256), splits(2000, 9, 0)
+    offs = offs.cuda()
+
+    def layer():
+        tiles = k.group_tiles(offs, 2000)
+        y = k.grouped_mm(x, weight, offs, tiles)
+        dx = k.grouped_mm(dy, weight.transpose(1, 2), offs, tiles)
+        return y, dx, k.grouped_wgrad(dy, x, offs, tiles)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    for seed, padding in ((1, 0), (2, 300), (3, 2000)):
+        offs.copy_(splits(2000, 9, seed, padding))
+        graph.replay()
+        assert all(map(torch.equal, captured, layer()))
