@@ -5,7 +5,7 @@
 
 A cell is one GEMM of one shape and one split. Its candidates run in turn, in rotated order, back to
 back (hot: the GPU is at its power limit, as in training), and the median of the rounds counts; cool
-shots follow 70 ms of idling and one launch. The tile table is made inside every timed call.
+shots follow 40 ms of idling and one launch. The tile table is made inside every timed call.
 Correctness is checked before against float32 by group. TFLOP/s count the rows inside groups. Gathered
 cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
 time is that of a call that waits for nothing, with the tile table made before, as in a layer.
@@ -60,12 +60,12 @@ def round_robin(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def cool(calls: dict[str, Call], shots: int) -> dict[str, float]:
-    """Median microseconds of single launches, each after 70 ms of idling and one launch to warm up."""
+    """Median microseconds of single launches, each after 40 ms of idling and one launch to warm up."""
     spans: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(shots):
         for name, call in calls.items():
             torch.cuda.synchronize()
-            time.sleep(0.07)
+            time.sleep(0.04)
             call()
             spans[name].append(elapsed_us(call))
     return {name: statistics.median(us) for name, us in spans.items()}

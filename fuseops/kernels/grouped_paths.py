@@ -75,7 +75,7 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
     less at the edge of some N.
     """
     groups, n, k = dims
-    short = k <= 512 and rows >= 1024 * groups
+    short = k <= 768 and rows >= 1024 * groups
     return _pingpong_candidates(dims, itemsize)[short or 0 < n % 256 <= 128]
 
 
@@ -86,6 +86,18 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _gather_candidates(dims, itemsize)[0]
+
+
+def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_ring(64, 256, 0, 5), _ring(128, 256, 1, 4)]
+
+
+def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _swiglu_candidates(dims, itemsize)[0]
+
+
+def _swiglu_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _swiglu_candidates(dims, itemsize)[1]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -117,6 +129,10 @@ WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, _pointer_default)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
+SWIGLU_SPACES = {
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default),
+    "gather": Space("grouped_swiglu_gather", _swiglu_candidates, _swiglu_gather_default),
+}
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
     **{"tma": WGRAD_TMA, "pointer": WGRAD_POINTER},
@@ -150,6 +166,15 @@ def mm_path(
     return _mm_path(
         *where, x.shape[1], x.stride(), weight.shape, weight.stride(), index is not None
     )
+
+
+def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
+    """ "gather" or "pingpong" where that path ends in a SwiGLU: N a multiple of 256, of halves gate and
+    up; "" where the activation is a pass of its own.
+    """
+    path = mm_path(x, weight, None, index)
+    fits = weight.shape[1] % 256 == 0 and weight.stride(2) == 1
+    return path if path in SWIGLU_SPACES and fits else ""
 
 
 def wgrad_path(

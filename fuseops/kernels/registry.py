@@ -156,10 +156,10 @@ class KernelOp(Generic[P, R]):
             return False
         if not torch.compiler.is_compiling() and torch_private.inside_functorch():
             return False
-        grad = torch.is_grad_enabled()
-        for value in (*args, *kwargs.values()):
+        grad, where = torch.is_grad_enabled(), first.device
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
-                if value.dtype not in DTYPES or value.device != first.device:
+                if value.dtype not in DTYPES or value.device != where:
                     return False
                 if (grad and value.requires_grad) or not _known(value):
                     return False

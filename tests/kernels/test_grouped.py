@@ -8,7 +8,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
-from fuseops.kernels import grouped_paths
+from fuseops.kernels import grouped_glu, grouped_paths
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -65,6 +65,21 @@ def test_forward(problem, with_tiles, with_bias):
     y = assert_matches(k.grouped_mm, *args, sums=True)
     assert torch.equal(y, run(k.grouped_mm, *args))
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
+
+
+@given(problems(), SEEDS, st.booleans(), st.booleans())
+@few
+def test_swiglu(problem, seed, with_probs, gather):
+    """The product and its activation, whatever makes the second."""
+    x, _, weight, offs = problem
+    weight = torch.cat([weight, weight.flip(1)], 1)
+    probs = torch.rand(len(x)) if with_probs else None
+    index = None
+    if with_probs:
+        probs[int(offs[-1]) :] = float("nan")
+    if gather:
+        x, index = gathered(len(x), x.shape[1], x.dtype, seed)
+    assert_matches(grouped_glu.grouped_swiglu, x, weight, offs, None, probs, index, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())
@@ -262,6 +277,31 @@ def test_many_tiles_a_program(path, number, transposed, with_bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_SPACES))
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_many_tiles_with_an_activation(path, number, with_probs):
+    """h as the plain product stores it, a as a pass over h would make it."""
+    needs_gluon(path)
+    x, _, weight, offs, bounds = many_tiles()
+    probs = torch.rand(len(x), device="cuda") if with_probs else None
+    index, full = None, x
+    if path == "gather":
+        x, index, full = by_index(x, offs)
+        full[bounds[-1][1] :] = 0
+    space = grouped_paths.SWIGLU_SPACES[path]
+    config = space.candidates((40, 2048, 1024), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        h, a = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+        for _ in range(3):
+            again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+            assert torch.equal(h, again[0]) and torch.equal(a, again[1])
+    assert torch.equal(h, k.grouped_mm(full, weight, offs))
+    gate, up = h.double().chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
+    torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))
 @pytest.mark.parametrize("gathered_side", ["dy", "x"])
 def test_many_tiles_of_weight_gradients(path, number, gathered_side):
@@ -288,6 +328,26 @@ def test_many_tiles_of_weight_gradients(path, number, gathered_side):
         close(dw[e], want)
         close(main[e] - 1, want)
         close(fresh[e], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "size"), [(1856, 2880), (2880, 1856), (520, 264), (16, 64)])
+@pytest.mark.parametrize("number", [0, 1])
+def test_weight_gradients_of_any_width(n, size, number):
+    """Tiles beyond both edges, with either side on the right."""
+    needs_gluon("pingpong")
+    offs = splits(5000, 7, 1, padding=5)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy = poison(make(5000, size), offs), poison(make(5000, n), offs)
+    ends, space = offs.tolist(), grouped_paths.WGRAD_PINGPONG
+    main = torch.ones(7, n, size, device="cuda")
+    with forced(space, space.candidates((7, n, size), 2)[number]):
+        dw = k.grouped_wgrad(dy, x, offs.cuda())
+        k.grouped_wgrad_into(main, dy, x, offs.cuda())
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        want = dy[start:end].float().t() @ x[start:end].float()
+        close(dw[e], want)
+        close(main[e] - 1, want)
 
 
 @pytest.mark.gpu
