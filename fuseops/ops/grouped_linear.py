@@ -51,7 +51,12 @@ def grouped_linear(
         rows = len(x if index is None else index)
         check_splits(offs, rows, x.device)
         tiles = tiles_of(call, offs, rows)
-        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
+        shift = call.precision.cast(bias)
+        inside = probs is None and shift is not None and shift.dtype is x.dtype
+        w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
+        y = K.grouped_mm(x, w, offs, tiles, shift if inside else None, index)
+        if inside:
+            return y
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
