@@ -29,7 +29,7 @@ from fuseops.kernels.grouped_launch import launch_mm, launch_tiles, launch_wgrad
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.reference.grouped import group_of_row
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, require
+from fuseops.kernels.tiles import as_rows
 
 MAX_GROUPS = 1 << 11
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,10 +143,11 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
     and the same for 128, unused entries zero.
     """
-    require(offs.dim() == 1 and 0 < len(offs) <= MAX_GROUPS,
-            f"offs is {tuple(offs.shape)}, expected (E,) with 1 to {MAX_GROUPS} groups.")  # fmt: skip
-    require(offs.dtype == torch.int32, f"offs is {offs.dtype}, expected torch.int32.")
-    tiles = torch.empty(table_size(rows, len(offs)), dtype=torch.int32, device=offs.device)
+    if offs.dim() != 1 or not 0 < offs.shape[0] <= MAX_GROUPS or offs.dtype != torch.int32:
+        raise FuseOpsError(
+            f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
+        )
+    tiles = torch.empty(table_size(rows, offs.shape[0]), dtype=torch.int32, device=offs.device)
     launch_tiles(offs.contiguous(), tiles, rows)
     return tiles
 
@@ -231,9 +232,11 @@ def grouped_wgrad_into(
     x_index: Tensor | None = None,
 ) -> None:
     """Add `grouped_wgrad` to the float32 `main_grad` (E, N, K) unrounded, or overwrite it."""
-    require(main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+    if main_grad.dtype != torch.float32 or not main_grad.is_contiguous():
+        raise FuseOpsError(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
-            "expected a contiguous float32 buffer.")  # fmt: skip
+            "expected a contiguous float32 buffer."
+        )
     _wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
 
 
@@ -247,13 +250,15 @@ def _wgrad(
     dy_index: Tensor | None,
     x_index: Tensor | None,
 ) -> None:
-    require(x.dim() == dy.dim() == 2,
-            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K).")  # fmt: skip
     rows = _rows(dy, dy_index, "dy_index")
-    require(rows == _rows(x, x_index, "x_index"),
-            f"dy has {rows} rows and x {_rows(x, x_index, 'x_index')}, expected as many.")  # fmt: skip
+    if x.dim() != 2 or dy.dim() != 2 or rows != _rows(x, x_index, "x_index"):
+        raise FuseOpsError(
+            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
+            "or an index of R rows."
+        )
     shape = (offs.shape[0], dy.shape[1], x.shape[1])
-    require(dw.shape == shape, f"main_grad is {tuple(dw.shape)}, expected {shape}.")
+    if dw.shape != shape:
+        raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {shape}.")
     _check(x, dy, offs, offs.shape[0])
     if not rows and not accumulate:
         dw.zero_()
@@ -269,8 +274,10 @@ def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
     """Number of rows that an operand has in the product."""
     if index is None:
         return x.shape[0]
-    require(index.dim() == 1 and index.dtype in (torch.int32, torch.int64),
-            f"{name} is {index.dtype}{tuple(index.shape)}, expected (R,) of int32 or int64.")  # fmt: skip
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise FuseOpsError(
+            f"{name} is {index.dtype}{tuple(index.shape)}, expected (R,) of int32 or int64."
+        )
     return index.shape[0]
 
 
@@ -285,7 +292,7 @@ def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
 
 def _tiles(tiles: Tensor | None, offs: Tensor, rows: int) -> Tensor:
     if tiles is None:
-        return group_tiles.launcher(offs, rows)
+        return group_tiles(offs, rows)
     if tiles.shape[0] != table_size(rows, offs.shape[0]) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."

@@ -110,10 +110,8 @@ def _mm_plan(
             TRANSPOSED=transposed, HAS_BIAS=bias is not None, **config, num_warps=4, maxnreg=168,
         )  # fmt: skip
         inner = n if transposed else k
-        w_shape, w_block = (groups * n * k // inner, inner), [64, 64]
-        if not transposed and block_n != 192:
-            w_block = [block_n, 64]
-        y_block = [64 if block_n == 192 else block_m // (1 + config["COOPERATIVE"]), 64]
+        w_shape, w_block = (groups * n * k // inner, inner), [64 if transposed else block_n, 64]
+        y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
         x_of = _kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
         w_of = _kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
         y_of = _kept(lambda y: module.Descriptor(y, y.shape, (n, 1), y_block))
@@ -207,7 +205,8 @@ def _wgrad_plan(
 
     if path in ("gather", "pingpong"):
         module = device("grouped_wgrad_pingpong")
-        swap = x_index is not None  # the gathered operand is the left one
+        # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide
+        swap = n > k if path == "pingpong" else x_index is not None
         prepared = Prepared(
             module.grouped_wgrad_pingpong_kernel, aligned, GATHER=path == "gather",
             TRANSPOSED=swap, ACCUMULATE=accumulate, **config, num_warps=4, maxnreg=168,

@@ -62,18 +62,12 @@ def _pointer_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _pointer_candidates(dims, itemsize)[0]
 
 
-def _ring(m: int, n: int, cooperative: int, stages: int, lead: int = 0) -> Config:
-    return {
-        **{"BLOCK_M": m, "BLOCK_N": n, "COOPERATIVE": cooperative, "GROUP": 8},
-        **{"STAGES": stages, "LEAD": lead},
-    }
+def _ring(m: int, n: int, cooperative: int, stages: int) -> Config:
+    return {"BLOCK_M": m, "BLOCK_N": n, "COOPERATIVE": cooperative, "GROUP": 8, "STAGES": stages}
 
 
 def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [
-        *(_ring(64, 256, 0, 5), _ring(128, 128, 0, 6)),
-        *(_ring(128, 256, 1, 4), _ring(128, 192, 0, 5)),
-    ]
+    return [_ring(64, 256, 0, 5), _ring(128, 128, 0, 6), _ring(128, 256, 1, 4)]
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -81,40 +75,44 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
     less at the edge of some N.
     """
     groups, n, k = dims
-    short = k <= 768 and rows >= 1024 * groups
+    short = k <= 512 and rows >= 1024 * groups
     return _pingpong_candidates(dims, itemsize)[short or 0 < n % 256 <= 128]
 
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [
-        *(_ring(128, 256, 1, 4), _ring(128, 256, 1, 3, 3), _ring(128, 128, 0, 5, 1)),
-        *(_ring(64, 256, 0, 4, 4), _ring(64, 256, 0, 4, 6), _ring(64, 256, 0, 5, 1)),
-        *(_ring(128, 192, 0, 4, 3), _ring(128, 192, 0, 3, 4)),
-    ]
+    """Wide tiles: programs that gather drift apart, and smaller ones would read too much."""
+    return [_ring(128, 256, 1, 4)]
 
 
 def _gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _gather_candidates(dims, itemsize)[0]
 
 
+def _wgrad_ring(tile: Config) -> Config:
+    return {name: value for name, value in tile.items() if name != "BLOCK_N"}
+
+
 def _wgrad_ring_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    tiles = (_ring(64, 256, 0, 5), _ring(128, 256, 1, 4))
-    return [{k: v for k, v in tile.items() if k not in ("BLOCK_N", "LEAD")} for tile in tiles]
+    return [_wgrad_ring(_ring(64, 256, 0, 5)), _wgrad_ring(_ring(128, 256, 1, 4))]
 
 
 def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _wgrad_ring_candidates(dims, itemsize)[0]
 
 
+def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_wgrad_ring(tile) for tile in _gather_candidates(dims, itemsize)]
+
+
 def _wgrad_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _wgrad_ring_candidates(dims, itemsize)[1]
+    return _wgrad_gather_candidates(dims, itemsize)[0]
 
 
 MM_GATHER = Space("grouped_mm_gather", _gather_candidates, _gather_default)
 MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default)
 MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default)
 MM_POINTER = Space("grouped_mm", _pointer_candidates, _pointer_default)
-WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_ring_candidates, _wgrad_gather_default)
+WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates, _wgrad_gather_default)
 WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default)
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, _pointer_default)

@@ -35,11 +35,11 @@ class Case(NamedTuple):
     @property
     def needs(self) -> tuple[str, ...]:
         """Everything that a gradient can be asked of."""
-        buffers = self.op._buffers
+        given = {*self.sides, *(name for name, _ in self.op.named_parameters())}
         floating = [
             n
             for n, t in self.keywords.items()
-            if t is not None and t.is_floating_point() and n not in buffers
+            if n in given and t is not None and t.is_floating_point()
         ]
         return ("x", *floating) if self.x.is_floating_point() else tuple(floating)
 

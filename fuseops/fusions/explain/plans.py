@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from . import text
 from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
+from .rehearse import peak_of_step
 from .saved import Ledger, storages, tensors_by_owner
 
 
@@ -59,7 +61,13 @@ def plan_of(
     sequential: Sequential, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
-    return _observe(sequential, (x, *args), {**side, "returns": tuple(returns)})[0]
+    args, side = (x, *args), {**side, "returns": tuple(returns)}
+    plan = _observe(sequential, args, side)[0]
+    with _unplanned_again(sequential):
+        peak = peak_of_step(sequential, args, side)
+    if peak is None:
+        return plan
+    return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True)
 
 
 def _see_root(model: nn.Module) -> None:

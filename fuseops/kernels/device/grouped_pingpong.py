@@ -2,16 +2,12 @@
 memory, on alternate tiles of a program (ping-pong: one multiplies while the other stores) or,
 COOPERATIVE, on the upper and the lower half of each tile.
 
-One warp issues TMA for both operands. Rows given by index come by cp.async of four warps, LEAD steps
-ahead of the weights, whose latency is shorter, and across the borders of tiles.
-
 `order[w]` lets consumer w multiply: without it a consumer could wait more than one phase ahead on
 a ring slot, where the parity of an mbarrier says nothing.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,172 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-MAX_GROUPS = gl.constexpr(2048)
+from .grouped_rings import Descriptor as Descriptor
+from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
+
 ZEROS = gl.constexpr(1024)
-
-
-SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-
-
-class Address:
-    """All that a descriptor needs of its tensor, which it must not keep alive."""
-
-    def __init__(self, t):
-        self.dtype, self._address = t.dtype, t.data_ptr()
-
-    def data_ptr(self):
-        return self._address
-
-
-class Descriptor(TensorDescriptor):  # type: ignore[misc]
-    """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
-
-    flat = None
-
-    def __init__(self, t, shape, strides, block_shape):
-        self.base, self.shape, self.strides, self.block_shape = (
-            Address(t),
-            shape,
-            strides,
-            block_shape,
-        )
-        self.layout, self.padding = SWIZZLED, "zero"
-
-
-@gluon.jit
-def locate(tile, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):  # as grouped_mm_kernel does
-    """(group, first row, rows, row block, column block) of a tile, of the last one beyond it."""
-    entries_ptr, offs_ptr, total, R, _, _, num_n = problem
-    tile = gl.maximum(gl.minimum(tile, total - 1), 0)
-    entry = gl.load(entries_ptr + tile // num_n)
-    group = entry % MAX_GROUPS
-    start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
-    inside = (entry // MAX_GROUPS) * num_n + tile % num_n
-    band = inside // (GROUP * num_n)
-    height = gl.maximum(gl.minimum((size + BLOCK_M - 1) // BLOCK_M - band * GROUP, GROUP), 1)
-    place = inside - band * GROUP * num_n
-    return group, start, size, band * GROUP + place % height, place // height
-
-
-@gluon.jit
-def load_weight(weight, tile, full, group, k, first, N, K, TRANSPOSED: gl.constexpr):
-    """Columns `first` and on of the weight into a tile, in boxes."""
-    if TRANSPOSED:
-        PANEL: gl.constexpr = weight.block_type.shape[1]
-        last = (gl.cdiv(N, PANEL) - 1) * PANEL  # again for what lies beyond N: zero fill is slow
-        for i in gl.static_range(tile.shape[1] // PANEL):
-            col = gl.minimum(first + i * PANEL, last)
-            panel = tile.slice(i * PANEL, PANEL, 1)
-            tma.async_copy_global_to_shared(weight, [group * K + k, col], full, panel)
-    else:
-        BOX: gl.constexpr = weight.block_type.shape[0]
-        for i in gl.static_range(tile.shape[0] // BOX):
-            box = tile.slice(i * BOX, BOX, 0)
-            tma.async_copy_global_to_shared(weight, [group * N + first + i * BOX, k], full, box)
-
-
-@gluon.jit
-def load_tiles(
-    x, weight, problem, ring, BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr
-):
-    x_ring, w_ring, tail_ring, _, _, empty, ready = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
-    _, _, total, _, N, K, _ = problem
-    BLOCK_M: gl.constexpr = x.block_type.shape[0]
-    BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    MAIN: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
-    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    step = gl.to_tensor(0)
-    group, start, _, block_m, block_n = locate(gl.program_id(0), problem, BLOCK_M, GROUP)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = locate(tile + gl.num_programs(0), problem, BLOCK_M, GROUP)
-        for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            full = ready.index(slot)
-            mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
-            rows = [start + block_m * BLOCK_M, k]
-            tma.async_copy_global_to_shared(x, rows, full, x_ring.index(slot))
-            first = block_n * BLOCK_N
-            load_weight(weight, w_ring.index(slot), full, group, k, first, N, K, TRANSPOSED)
-            if MAIN < BLOCK_N:
-                first += MAIN
-                load_weight(weight, tail_ring.index(slot), full, group, k, first, N, K, TRANSPOSED)
-            step += 1
-        group, start, _, block_m, block_n = following
-
-
-@gluon.jit
-def indices(index_ptr, rows, start, size, block_m, BLOCK_M: gl.constexpr):
-    at = block_m * BLOCK_M + rows
-    return gl.load(index_ptr + start + at, mask=at < size, other=0).to(gl.int32)
-
-
-@gluon.jit
-def gather_tiles(
-    x_ptr, index_ptr, stride_x, weight, problem, ring,
-    BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Rows of step s, then the weights of step s - LEAD; the indices of a tile are asked for one
-    tile ahead.
-    """
-    _, _, total, _, N, K, _ = problem
-    x_ring, w_ring, tail_ring, x_empty, x_ready, empty, ready = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
-    X_STAGES: gl.constexpr = x_ring.shape[0]
-    LEAD: gl.constexpr = X_STAGES - STAGES
-    BLOCK_M: gl.constexpr = x_ring.shape[1]
-    BLOCK_K: gl.constexpr = x_ring.shape[2]
-    MAIN: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
-    W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    tile = gl.program_id(0)
-    all_steps = gl.cdiv(gl.maximum(total - tile, 0), gl.num_programs(0)) * (K // BLOCK_K)
-    w_tile = tile
-    group, start, size, block_m, block_n = locate(tile, problem, BLOCK_M, GROUP)
-    index = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-    tile += gl.num_programs(0)
-    _, start, size, block_m, _ = locate(tile, problem, BLOCK_M, GROUP)
-    following = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-    k = gl.to_tensor(0)
-    w_k = gl.to_tensor(0)
-    for step in range(0, all_steps + LEAD):
-        if step < all_steps:
-            slot = step % X_STAGES
-            pointers = x_ptr + index.to(gl.int64)[:, None] * stride_x + (k + cols)[None, :]
-            mbarrier.wait(x_empty.index(slot), ((step // X_STAGES) & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
-            async_copy.mbarrier_arrive(x_ready.index(slot), increment_count=False)
-            k += BLOCK_K
-            if k == K:
-                k = gl.to_tensor(0)
-                index = following
-                tile += gl.num_programs(0)
-                _, start, size, block_m, _ = locate(tile, problem, BLOCK_M, GROUP)
-                following = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
-        w_step = step - LEAD
-        if w_step >= 0:
-            slot = w_step % STAGES
-            mbarrier.wait(empty.index(slot), ((w_step // STAGES) & 1) ^ 1)
-            full = ready.index(slot)
-            mbarrier.expect(full, W_BYTES)
-            first = block_n * BLOCK_N
-            load_weight(weight, w_ring.index(slot), full, group, w_k, first, N, K, TRANSPOSED)
-            if MAIN < BLOCK_N:
-                first += MAIN
-                load_weight(
-                    weight, tail_ring.index(slot), full, group, w_k, first, N, K, TRANSPOSED
-                )
-            w_k += BLOCK_K
-            if w_k == K:
-                w_k = gl.to_tensor(0)
-                w_tile += gl.num_programs(0)
-                group, _, _, _, block_n = locate(w_tile, problem, BLOCK_M, GROUP)
 
 
 @gluon.jit
@@ -221,50 +56,29 @@ def halves(acc):
 
 
 @gluon.jit
-def upper(acc):
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    top, _ = acc.reshape((2, M // 2, N)).permute((1, 2, 0)).split()
-    return top
-
-
-@gluon.jit
-def lower(acc):
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    _, bottom = acc.reshape((2, M // 2, N)).permute((1, 2, 0)).split()
-    return bottom
-
-
-@gluon.jit
 def multiply_tiles(
-    out, problem, ring, order, BLOCK_N: gl.constexpr,
-    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr,
+    out, problem, ring, order, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr,
     COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, N, K, _ = problem
-    x_ring, w_ring, tail_ring, x_empty, x_ready, empty, ready = ring
+    x_ring, w_ring, empty, ready = ring
     PART: gl.constexpr = out[0].block_type.shape[1]
-    STAGES: gl.constexpr = w_ring.shape[0]
-    X_STAGES: gl.constexpr = x_ring.shape[0]
+    STAGES: gl.constexpr = x_ring.shape[0]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     BLOCK_K: gl.constexpr = x_ring.shape[2]
-    MAIN: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
-    TAIL: gl.constexpr = 64
+    BLOCK_N: gl.constexpr = w_ring.shape[2 if TRANSPOSED else 1]
     ROWS: gl.constexpr = BLOCK_M // 2 if COOPERATIVE else BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MAIN, 16]
-    )
-    tail_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     steps = K // BLOCK_K
     turn = gl.to_tensor(0)
+    entry = entry_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        following = entry_of(tile + gl.num_programs(0), problem)
         if COOPERATIVE or turn % 2 == WHICH:
-            group, start, size, block_m, block_n = locate(tile, problem, BLOCK_M, GROUP)
-            acc = gl.zeros((ROWS, MAIN), dtype=gl.float32, layout=layout)
-            tail = gl.zeros((ROWS, TAIL), dtype=gl.float32, layout=tail_layout)
+            group, start, size, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
+            acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
             if not COOPERATIVE:
                 mbarrier.wait(order.index(WHICH), (turn // 2 + 1 - WHICH) & 1)
             first = turn * steps
@@ -272,50 +86,25 @@ def multiply_tiles(
                 step = first + k
                 mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
                 if GATHER:
-                    mbarrier.wait(x_ready.index(step % X_STAGES), (step // X_STAGES) & 1)
                     fence_async_shared()
-                a, b = x_ring.index(step % X_STAGES), w_ring.index(step % STAGES)
+                a, b = x_ring.index(step % STAGES), w_ring.index(step % STAGES)
                 if COOPERATIVE:
                     a = a.slice(WHICH * ROWS, ROWS, 0)
                 if not TRANSPOSED:
                     b = b.permute((1, 0))
                 acc = warpgroup_mma(a, b, acc, is_async=True)
-                if MAIN < BLOCK_N:
-                    b = tail_ring.index(step % STAGES)
-                    if not TRANSPOSED:
-                        b = b.permute((1, 0))
-                    tail = warpgroup_mma(a, b, tail, is_async=True)
-                    acc, tail = warpgroup_mma_wait(num_outstanding=2, deps=(acc, tail))
-                else:
-                    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                before = step - 1 + STAGES * X_STAGES
-                mbarrier.arrive(empty.index(before % STAGES), count=1, pred=k > 0)
-                if GATHER:
-                    mbarrier.arrive(x_empty.index(before % X_STAGES), count=1, pred=k > 0)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             if not COOPERATIVE:
                 mbarrier.arrive(order.index(1 - WHICH), count=1)
-            if MAIN < BLOCK_N:
-                acc, tail = warpgroup_mma_wait(num_outstanding=0, deps=(acc, tail))
-            else:
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            last = first + steps - 1
-            mbarrier.arrive(empty.index(last % STAGES), count=1)
-            if GATHER:
-                mbarrier.arrive(x_empty.index(last % X_STAGES), count=1)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1)
             place = group, start, size, N
             row, col = block_m * BLOCK_M, block_n * BLOCK_N
             if COOPERATIVE:
                 row += WHICH * ROWS
             left, right = halves(acc)
-            # fmt: off
-            if MAIN < BLOCK_N:
-                store_part(out, place, upper(left), row, col, HAS_BIAS, 0)
-                store_part(out, place, lower(left), row + 64, col, HAS_BIAS, 0)
-                store_part(out, place, upper(right), row, col + 64, HAS_BIAS, 0)
-                store_part(out, place, lower(right), row + 64, col + 64, HAS_BIAS, 0)
-                store_part(out, place, upper(tail), row, col + 128, HAS_BIAS, 0)
-                store_part(out, place, lower(tail), row + 64, col + 128, HAS_BIAS, 0)
-            elif BLOCK_N == 2 * PART:
+            if BLOCK_N == 2 * PART:
                 store_part(out, place, left, row, col, HAS_BIAS, 0)
                 store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
             else:
@@ -325,7 +114,7 @@ def multiply_tiles(
                 store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
                 store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
                 store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
-            # fmt: on
+        entry = following
         turn += 1
     tma.store_wait(0)
 
@@ -335,7 +124,7 @@ def grouped_mm_pingpong_kernel(
     y_ptr, x, index_ptr, weight, y, bias_ptr, offs_ptr, tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, LEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]); 64 divides K."""
     BLOCK_K: gl.constexpr = 64
@@ -349,40 +138,30 @@ def grouped_mm_pingpong_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
     problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
-    MAIN: gl.constexpr = 128 if BLOCK_N == 192 else BLOCK_N
-    W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, MAIN] if TRANSPOSED else [STAGES, MAIN, BLOCK_K]
-    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES + LEAD, BLOCK_M, BLOCK_K], y.layout)
+    W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
+    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
-    tail_ring = w_ring
-    if MAIN < BLOCK_N:
-        tail_ring = gl.allocate_shared_memory(y.dtype, [STAGES, 64, 64], y.layout)
     buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [STAGES + LEAD, 1], mbarrier.MBarrierLayout())
-    x_ready = gl.allocate_shared_memory(gl.int64, [STAGES + LEAD, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(order.index(0), count=1)
     mbarrier.init(order.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
-        mbarrier.init(ready.index(i), count=1)
-    for i in gl.static_range(STAGES + LEAD):
-        mbarrier.init(x_empty.index(i), count=2 if COOPERATIVE else 1)
-        mbarrier.init(x_ready.index(i), count=128)
-    ring = x_ring, w_ring, tail_ring, x_empty, x_ready, empty, ready
+        mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
+    ring = x_ring, w_ring, empty, ready
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
     # fmt: off
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, problem, ring, order, BLOCK_N, TRANSPOSED, HAS_BIAS, GATHER,
+                (multiply_tiles, (out0, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
                                   COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, problem, ring, order, BLOCK_N, TRANSPOSED, HAS_BIAS, GATHER,
+                (multiply_tiles, (out1, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
                                   COOPERATIVE, GROUP, 1)),
-                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring,
-                                BLOCK_N, TRANSPOSED, GROUP)),
+                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, GROUP)),
             ],
             [4, 4],
             [224, 56],
@@ -390,11 +169,11 @@ def grouped_mm_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, problem, ring, order, BLOCK_N, TRANSPOSED, HAS_BIAS, GATHER,
+                (multiply_tiles, (out0, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
                                   COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, problem, ring, order, BLOCK_N, TRANSPOSED, HAS_BIAS, GATHER,
+                (multiply_tiles, (out1, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
                                   COOPERATIVE, GROUP, 1)),
-                (load_tiles, (x, weight, problem, ring, BLOCK_N, TRANSPOSED, GROUP)),
+                (load_tiles, (x, weight, problem, ring, TRANSPOSED, GROUP)),
             ],
             [4, 1],
             [232, 40],

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_pingpong import Descriptor, halves
+from .grouped_pingpong import halves
+from .grouped_rings import Descriptor
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
