@@ -15,7 +15,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
-from . import layouts
+from .layouts import load_either
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
@@ -229,7 +229,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        layouts.load(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
+        load_either(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
         self.repack()
 
     def extra_repr(self) -> str:
