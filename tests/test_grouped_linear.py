@@ -266,13 +266,30 @@ def test_main_grads_of_the_groups(
     assert all(p.grad is None and p.grad_added_to_main_grad for p in apart.parameters())
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_frozen_group_needs_no_main_grad(delayed: bool) -> None:
+    whole = experts()
+    step(whole, [2, 1, 1])
+    apart = experts(packed=False, accumulate_into_main_grad=True, delay_wgrad=delayed)
+    apart.load_state_dict(whole.state_dict())
+    apart["fc1"].weight1.requires_grad_(False)
+    for p in apart.parameters():
+        p.main_grad = torch.zeros_like(p) if p.requires_grad else None
+    step(apart, [2, 1, 1])
+    apart.backward_dw()
+    for e in (0, 2):
+        found = getattr(apart["fc1"], f"weight{e}").main_grad
+        torch.testing.assert_close(found, whole["fc1"].weight.grad[e])
+
+
 def test_delayed_gradients_of_the_groups() -> None:
     whole = experts()
     apart = experts(packed=False, delay_wgrad=True)
     apart.load_state_dict(whole.state_dict())
+    apart["fc2"].weight1.requires_grad_(False)
     step(whole, [2, 0, 1]), step(apart, [2, 0, 1])
     assert apart["fc1"].weight0.grad is None
-    assert apart.backward_dw() == 2
+    assert apart.backward_dw() == 2 and apart["fc2"].weight1.grad is None
     torch.testing.assert_close(gradient(apart["fc1"], "weight"), whole["fc1"].weight.grad)
     torch.testing.assert_close(gradient(apart["fc2"], "bias"), whole["fc2"].bias.grad)
 

@@ -15,7 +15,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
-from . import layouts
+from .layouts import load_either
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
@@ -51,7 +51,12 @@ def grouped_linear(
         rows = len(x if index is None else index)
         check_splits(offs, rows, x.device)
         tiles = tiles_of(call, offs, rows)
-        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
+        shift = call.precision.cast(bias)
+        inside = probs is None and shift is not None and shift.dtype is x.dtype
+        w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
+        y = K.grouped_mm(x, w, offs, tiles, shift if inside else None, index)
+        if inside:
+            return y
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
@@ -224,7 +229,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        layouts.load(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
+        load_either(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
         self.repack()
 
     def extra_repr(self) -> str:
