@@ -255,6 +255,15 @@ def test_copies_are_counted_once_and_in_training_only() -> None:
     }  # fmt: skip
 
 
+def test_a_compiled_checkpoint_counts_once() -> None:
+    moe = fo.MoE(D, F, E, 2, expert_bias=True)
+    run = torch.compile(
+        lambda x: checkpoint(moe, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    run(torch.randn(7, D, requires_grad=True)).sum().backward()
+    assert moe["router"].tokens_per_expert.sum() == 14
+
+
 def test_the_expert_bias_stays_in_float32() -> None:
     moe = fo.MoE(D, F, E, 2, expert_bias=True)
     moe["router"].expert_bias.fill_(1.001)  # which bfloat16 does not know
