@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -440,3 +444,12 @@ def test_what_is_not_there_is_said() -> None:
         moe(torch.randn(3, D), returns="router_loss")
     with pytest.raises(fo.FuseOpsError, match="Router expects x with 6 features"):
         moe(torch.randn(3, D + 1))
+
+
+def test_the_documented_layer_runs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "moe.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(snippet, "docs/moe.md", "exec"), {})
+    assert "routed_mlp" in out.getvalue()
