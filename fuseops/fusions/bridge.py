@@ -138,7 +138,7 @@ def run_backward(
         dside = {name: grads[position] for name, position in step.writes} if step.writes else None
         if dy is None and (dside is None or all(d is None for d in dside.values())):
             continue
-        partly = dside is not None and (dy is None or None in dside.values())
+        partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
         if step.later is None and not step.main:

@@ -14,13 +14,24 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.configs import Space
+from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
+from fuseops.ops.tiles import tiles_of
+from fuseops.torch_private import is_fake
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
 WEIGHT = frozenset({"weight"})
+
+
+EPILOGUE = Space(
+    "swiglu_epilogue",  # of fc1: (groups, 2F, D, by index)
+    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
+    lambda rows, dims, itemsize: {"EPILOGUE": 1},
+)
 
 
 class GroupedMLPSaved(NamedTuple):
@@ -73,8 +84,8 @@ class GroupedMLP(FusedOp):
         self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
-        h = self.hidden(saved, calls[0])
-        return Out(self.output(saved, h, calls[2]), saved._replace(h=h))
+        h, a = self.activated(saved, calls[0])
+        return Out(self.output(saved, a, calls[2]), saved._replace(h=h))
 
     def bwd(
         self,
@@ -102,10 +113,38 @@ class GroupedMLP(FusedOp):
         scale = s.probs if self.scale1 else None
         return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)  # type: ignore[arg-type]
 
-    def output(self, s: GroupedMLPSaved, h: Tensor, call: Call) -> Tensor:
-        """fc2 of the activation."""
+    def activated(
+        self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """fc1 and the activation of it, in one kernel where that is faster."""
+        weight = call.precision.cast(s.fc1)
+        if self._in_epilogue(s, weight, index):
+            probs = s.probs if self.scaled else None
+            tiles = tiles_of(call, s.offs, len(s.x if index is None else index))  # type: ignore[arg-type]
+            return K.grouped_swiglu(s.x, weight, s.offs, tiles, probs, index)  # type: ignore[arg-type]
+        h = self.hidden(s, call, index)
+        return h, self.activation(h, s.probs)
+
+    def _in_epilogue(
+        self, s: GroupedMLPSaved, weight: Tensor | None, index: Tensor | None
+    ) -> bool:
+        """Whether fc1's GEMM ends in the activation: halves of gate and up, no bias, a kernel, and data that says so."""
+        plain = self.kind == "swiglu" and not any(self.form) and s.bias1 is None
+        probs = s.probs if self.scaled else None
+        if not plain or not (probs is None or probs.dtype is torch.float32):
+            return False
+        x, weight, offs = cast("tuple[Tensor, Tensor, Tensor]", (s.x, weight, s.offs))
+        if torch.compiler.is_compiling() or not K.grouped_swiglu.launches((x, weight, offs), {}):
+            return False
+        if is_fake(x) or x.stride(1) != 1 or not swiglu_path(x, weight, index):
+            return False
+        rows = len(x if index is None else index)
+        return bool(EPILOGUE.pick(rows, (*weight.shape, index is not None), x)["EPILOGUE"])
+
+    def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
+        """fc2."""
         scale = s.probs if self.scale2 else None
-        return grouped_linear(self.activation(h, s.probs), s.fc2, s.bias2, s.offs, scale, call)  # type: ignore[arg-type]
+        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, call)  # type: ignore[arg-type]
 
     def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
         if not self.scaled:

@@ -47,9 +47,9 @@ def _copy_from(name: str, width: int) -> Space:
     )
 
 
-FC1 = _copy_from("routed_fc1", 2048)
+FC1 = _copy_from("routed_fc1", 4096)
 FC1_WGRAD = _copy_from("routed_fc1_wgrad", 4096)
-FC2_BWD = _copy_from("routed_fc2_bwd", 2048)  # one copy for two GEMMs
+FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
 
 
 def _moved(name: str) -> str:
@@ -90,9 +90,10 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h = self.mlp.hidden(s._replace(x=rows), calls[1], by)
+        h, a = self.mlp.activated(s._replace(x=rows), calls[1], by)
         del rows
-        y = self.mlp.output(s, h, calls[3])
+        y = self.mlp.output(s, a, calls[3])
+        del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs)
         return Out(y, RoutedMLPSaved(*s._replace(h=h), index, pos))
