@@ -19,6 +19,7 @@ from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
+from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
@@ -117,28 +118,27 @@ class GroupedMLP(FusedOp):
         self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """fc1 and the activation of it, in one kernel where that is faster."""
-        weight = call.precision.cast(s.fc1)
-        if self._in_epilogue(s, weight, index):
-            probs = s.probs if self.scaled else None
-            tiles = tiles_of(call, s.offs, len(s.x if index is None else index))  # type: ignore[arg-type]
-            return K.grouped_swiglu(s.x, weight, s.offs, tiles, probs, index)  # type: ignore[arg-type]
+        x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
+        weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
+        probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
+        if self._in_epilogue(s, x, weight, index, rows):
+            check_splits(offs, rows, x.device)
+            return K.grouped_swiglu(x, weight, offs, tiles_of(call, offs, rows), probs, index)
         h = self.hidden(s, call, index)
         return h, self.activation(h, s.probs)
 
     def _in_epilogue(
-        self, s: GroupedMLPSaved, weight: Tensor | None, index: Tensor | None
+        self, s: GroupedMLPSaved, x: Tensor, weight: Tensor, index: Tensor | None, rows: int
     ) -> bool:
-        """Whether fc1's GEMM ends in the activation: halves of gate and up, no bias, a kernel, and data that says so."""
-        plain = self.kind == "swiglu" and not any(self.form) and s.bias1 is None
-        probs = s.probs if self.scaled else None
-        if not plain or not (probs is None or probs.dtype is torch.float32):
+        """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
+        if self.kind != "swiglu" or any(self.form) or s.bias1 is not None:
             return False
-        x, weight, offs = cast("tuple[Tensor, Tensor, Tensor]", (s.x, weight, s.offs))
-        if torch.compiler.is_compiling() or not K.grouped_swiglu.launches((x, weight, offs), {}):
+        if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
-        if is_fake(x) or x.stride(1) != 1 or not swiglu_path(x, weight, index):
+        if torch.compiler.is_compiling() or is_fake(x) or x.stride(1) != 1:
             return False
-        rows = len(x if index is None else index)
+        if not K.grouped_swiglu.launches((x, weight), {}) or not swiglu_path(x, weight, index):
+            return False
         return bool(EPILOGUE.pick(rows, (*weight.shape, index is not None), x)["EPILOGUE"])
 
     def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
