@@ -2,6 +2,7 @@
 
     python benchmarks/grouped_gemm.py --out benchmarks/results/grouped_gemm_h200.json
     python benchmarks/grouped_gemm.py --out sweep.json --sweep      # every configuration beside the peers
+    python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
 A cell is one GEMM of one shape and one split. Its candidates run in turn, in rotated order, back to
 back (hot: the GPU is at its power limit, as in training), and the median of the rounds counts; cool
@@ -43,7 +44,7 @@ def elapsed_us(call: Call) -> float:
 def round_robin(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median microseconds of each, one a round, in rotated order, queued back to back."""
     names, spans = list(calls), {name: [] for name in calls}
-    for call in calls.values():
+    for call in 2 * list(calls.values()):
         call()
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -90,9 +91,9 @@ def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[s
             yield f"{path}{number}", run
 
 
-def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
+def cell(kind: str, t: dict[str, Tensor], rounds: int, problem: str | None,
          sweep: bool = False, loop: bool = False) -> dict[str, Any]:  # fmt: skip
-    """One GEMM: microseconds and TFLOP/s of every candidate."""
+    """One GEMM: microseconds and TFLOP/s of every candidate; problem: why they may not be believed."""
     calls, failed = {}, {}
     for name, call in [*candidates(kind, t, sweep), *peers(kind, t, loop).items()]:
         try:
@@ -101,7 +102,6 @@ def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
             calls[name] = call
         except Exception as error:  # reported, not hidden
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    problem = wrong(kind, t)
     us = round_robin(calls, rounds)
     flops = 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
     path = (
@@ -109,17 +109,13 @@ def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
         if kind in ("fwd", "dgrad")
         else grouped_paths.wgrad_path(t["dy"], t["x"])
     )
-    record = {
+    return {
         "wrong": problem,
         "path": path,
         "us": {name: round(v, 1) for name, v in us.items()},
         "tflops": {name: round(flops / v / 1e6, 1) for name, v in us.items()},
         "failed": failed,
     }
-    if shots:
-        calls.pop("loop", None)
-        record["cool_us"] = {name: round(v, 1) for name, v in cool(calls, shots).items()}
-    return record
 
 
 def gathered(shape: str, rounds: int) -> dict[str, Any]:
@@ -232,16 +228,16 @@ def host(rounds: int = 200) -> dict[str, Any]:
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below 1."""
     found: dict[str, Any] = {}
-    for kind, peer, state in itertools.product(KINDS, ("torch", "dense"), ("us", "cool_us")):
+    for kind, peer, state in itertools.product(KINDS, ("torch", "dense"), ("cells", "cool")):
         ratios = {
-            name: record[state][peer] / record[state]["fuseops"]
-            for name, record in report["cells"].items()
-            if f"/{kind}/" in name and {peer, "fuseops"} <= record.get(state, {}).keys()
+            name: record["us"][peer] / record["us"]["fuseops"]
+            for name, record in report[state].items()
+            if f"/{kind}/" in name + "/" and {peer, "fuseops"} <= record["us"].keys()
         }
         if ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
             least = min(ratios, key=lambda name: ratios[name])
-            found[f"{kind}/{peer}{'' if state == 'us' else '/cool'}"] = {
+            found[f"{kind}/{peer}{'' if state == 'cells' else '/cool'}"] = {
                 "geomean": round(mean, 3),
                 "least": [least, round(ratios[least], 3)],
                 "below_1": {n: round(r, 3) for n, r in ratios.items() if r < 1},
@@ -258,6 +254,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--shots", type=int, default=5, help="cool shots of uniform cells")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the cells")
+    parser.add_argument("--check", action="store_true", help="compare with float32, time nothing")
+    parser.add_argument("--checked", type=Path, help="what --check wrote: compare nothing")
     parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
     begun = time.perf_counter()
@@ -272,6 +270,7 @@ def main() -> None:
         "cells": {},
         "gathered": {},
         "edges": {},
+        "cool": {},
         "skipped": [],
     }
     torch.manual_seed(0)
@@ -294,32 +293,54 @@ def main() -> None:
             flush=True,
         )
 
-    report["host"] = host()
-    print(json.dumps(report["host"]), flush=True)
-    for layer, *sizes in layers():
-        if options.only not in ("", "edges", "gathered") and options.only not in layer:
-            continue
-        if options.only in ("edges", "gathered"):
-            break
-        groups, rows, _, _ = sizes
-        t = operands(*sizes, split("uniform", groups, rows))
-        for kind_of_split in SPLITS[:1] if options.sweep else SPLITS:
-            t["offs"] = split(kind_of_split, groups, rows)
-            shots = options.shots if kind_of_split == "uniform" else 0
-            loop = layer.startswith("qwen3_30b")
-            for kind in KINDS:
-                name = f"{layer}/{kind}/{kind_of_split}"
-                note("cells", name, cell, kind, t, options.rounds, shots, options.sweep, loop)
-    if options.only in ("", "gathered"):
-        for shape in SHAPES:
-            note("gathered", shape, gathered, shape, options.rounds)
+    checked = None
+    if options.checked:
+        found = json.loads(options.checked.read_text())
+        checked = {**found["cells"], **found["edges"]}
+
+    def one(name: str, kind: str, t: dict[str, Tensor], *flags: bool) -> dict[str, Any]:
+        problem = (
+            wrong(kind, t)
+            if checked is None
+            else checked.get(name, {"wrong": "not compared"})["wrong"]
+        )
+        if options.check:
+            return {"wrong": problem}
+        return cell(kind, t, options.rounds, problem, options.sweep, *flags)
+
+    if not options.check:
+        report["host"] = host()
+        print(json.dumps(report["host"]), flush=True)
+    chosen = [layer for layer in layers() if options.only in layer[0]]
+    for layer, *sizes in chosen:
+        t = operands(*sizes, split("uniform", *sizes[:2]))
+        for kind_of_split, kind in itertools.product(
+            SPLITS[:1] if options.sweep else SPLITS, KINDS
+        ):
+            t["offs"] = split(kind_of_split, *sizes[:2])
+            name = f"{layer}/{kind}/{kind_of_split}"
+            note("cells", name, one, name, kind, t, layer.startswith("qwen3_30b"))
     if options.only in ("", "edges"):
         for name, (n, k) in EDGES.items():
             t = operands(32, 65536, n, k, split("uniform", 32, 65536))
             for kind in KINDS[:3]:
-                note("edges", f"{name}/{kind}", cell, kind, t, options.rounds, 0, options.sweep)
+                note("edges", f"{name}/{kind}", one, f"{name}/{kind}", kind, t)
+    if options.check:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        both = [*report["cells"].items(), *report["edges"].items()]
+        print("wrong:", {name: c["wrong"] for name, c in both if c["wrong"]}, "of", len(both))
+        return
+    if options.only in ("", "gathered"):
+        for shape in SHAPES:
+            note("gathered", shape, gathered, shape, options.rounds)
+    if options.only in ("", "edges"):
         report["small_groups"] = small_groups(options.rounds)
         print(json.dumps(report["small_groups"]), flush=True)
+    for layer, *sizes in chosen:
+        t = operands(*sizes, split("uniform", *sizes[:2]))
+        for kind in KINDS[:3]:
+            calls = {"fuseops": ours(kind, t), **peers(kind, t, False)}
+            note("cool", f"{layer}/{kind}", lambda calls=calls: {"us": cool(calls, options.shots)})
     report["summary"] = summary(report)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -53,7 +53,7 @@ def _flops(
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
-    groups, rows, n, k = 8, 16384, 4096, 2048
+    groups, rows, n, k = 8, 16384, 2048, 4096
     make = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     offs, tiles = make(groups), make(table_size(rows, groups))
     probs, index = make(rows, dtype=torch.float32), make(rows)

@@ -368,8 +368,7 @@ def _misaligned(*tensors: Tensor | None) -> bool:
     """Whether some address is no multiple of 16, which Triton compiles other code for."""
     bits = 0
     for t in tensors:
-        if t is not None:
-            bits |= t.data_ptr()
+        bits |= 0 if t is None else t.data_ptr()
     return bits % 16 != 0
 
 

@@ -20,6 +20,7 @@ from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 
 TMA_ARCHS = (90, 100)
+GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8")
 
 
@@ -72,11 +73,14 @@ def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Square tiles read less, which shows where K is so short that loads do not hide, and waste
-    less at the edge of some N.
+    less at the edge of some N. Where K is so long that stores hardly count, wide tiles read least.
     """
     groups, n, k = dims
+    small, square, wide = _pingpong_candidates(dims, itemsize)
+    if k >= 8192:
+        return wide
     short = k <= 768 and rows >= 1024 * groups
-    return _pingpong_candidates(dims, itemsize)[short or 0 < n % 256 <= 128]
+    return square if short or 0 < n % 256 <= 128 else small
 
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -186,8 +190,9 @@ def wgrad_path(
     if dy.data_ptr() % 16 or x.data_ptr() % 16:
         return "pointer"
     where = current_arch(x.device), x.itemsize
-    gathers = dy_index is not None or x_index is not None
-    return _wgrad_path(*where, dy.shape[1], x.shape[1], dy.stride(), x.stride(), gathers)
+    n, k = dy.shape[1], x.shape[1]
+    other = n if x_index is not None else k if dy_index is not None else 0
+    return _wgrad_path(*where, n, k, dy.stride(), x.stride(), other)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,7 +213,8 @@ def _mm_path(
     fits = k % 64 == 0 and groups * max(n, k) < 1 << 31
     if not (_gluon(arch) and packed and fits):
         return "tma"
-    return "gather" if gathers and x_strides[0] % 16 == 0 else "pingpong"
+    inside = gathers and x_strides[0] % 16 == 0 and n < GATHER_BELOW
+    return "gather" if inside else "pingpong"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -219,15 +225,17 @@ def _wgrad_path(
     k: int,
     dy_strides: tuple[int, ...],
     x_strides: tuple[int, ...],
-    gathers: bool,
+    other: int,
 ) -> str:
+    """other: columns of the operand that is not gathered, 0 where none is."""
     strides = dy_strides, x_strides
     if k * itemsize % 16 or not all(_describable(arch, itemsize, s) for s in strides):
         return "pointer"
     if not _gluon(arch):
         return "tma"
     aligned = n % 16 == k % 16 == 0 and all(s[0] % 16 == 0 for s in strides)
-    return "gather" if gathers and aligned else "pingpong"
+    inside = aligned and 0 < other < GATHER_BELOW
+    return "gather" if inside else "pingpong"
 
 
 def _gluon(arch: int) -> bool:

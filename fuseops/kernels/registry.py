@@ -154,7 +154,7 @@ class KernelOp(Generic[P, R]):
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
-        if not torch.compiler.is_compiling() and torch_private.inside_functorch():
+        if torch_private.inside_functorch() and not torch.compiler.is_compiling():
             return False
         grad, where = torch.is_grad_enabled(), first.device
         for value in (*args, *kwargs.values()) if kwargs else args:

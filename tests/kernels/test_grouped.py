@@ -262,7 +262,7 @@ def test_many_tiles_a_program(path, number, transposed, with_bias):
     bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
     full, index = a, None
     if path == "gather":
-        a, index, full = by_index(a, offs)
+        a, index, full = by_index(a, offs, torch.int64 if with_bias else torch.int32)
     space = grouped_paths.MM_SPACES[path]
     config = space.candidates((40, *w.shape[1:]), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
@@ -309,7 +309,7 @@ def test_many_tiles_of_weight_gradients(path, number, gathered_side):
     x, dy, weight, offs, bounds = many_tiles()
     left, right, index = dy, x, (None, None)
     if path == "gather" and gathered_side == "dy":
-        left, rows, dy = by_index(dy, offs, torch.int64)
+        left, rows, dy = by_index(dy, offs)
         index = rows, None
     elif path == "gather":
         right, rows, x = by_index(x, offs)
