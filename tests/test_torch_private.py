@@ -228,6 +228,12 @@ def test_version_counts_writes_in_place() -> None:
         assert torch_private.version(torch.ones(4)) == 0
 
 
+def test_assert_async_names_what_was_wrong() -> None:
+    torch_private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_async(torch.tensor(False), "not fine")
+
+
 def test_base_of_a_view_is_what_it_views() -> None:
     t = torch.ones(4, requires_grad=True) * 1
     assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t
@@ -246,6 +252,17 @@ def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
     t = torch.ones(2)
     n = torch_private.negated_view(t)
     assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]
+
+
+def test_users_of_a_storage_are_counted() -> None:
+    t = torch.ones(4)
+    assert torch_private.storage_users(t) == 1
+    view = t[1:]
+    assert torch_private.storage_users(t) == torch_private.storage_users(view) == 2
+    storage = t.untyped_storage()  # its Python object is no tensor
+    assert torch_private.storage_users(t) == 2
+    del view, storage
+    assert torch_private.storage_users(t) == 1
 
 
 def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:

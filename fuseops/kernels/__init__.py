@@ -4,6 +4,7 @@ Each runs its kernel where there is one for the tensors at hand, and plain diffe
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 """
 
+from . import grouped_autograd as grouped_autograd
 from .activation import act_bwd as act_bwd
 from .activation import act_bwd_bias as act_bwd_bias
 from .activation import act_fwd as act_fwd

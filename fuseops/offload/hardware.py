@@ -180,8 +180,8 @@ class Hardware:
             )
         here = torch.cuda.get_device_properties(torch.cuda.current_device())
         return cls(
-            name=here.name,
-            **_copy_curves(),
+            here.name,
+            *_copy_curves(),
             memory=_memory_rate(),
             matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes()},
             device_bytes=here.total_memory,
@@ -189,7 +189,7 @@ class Hardware:
         )
 
 
-def _copy_curves() -> dict[str, Curve]:
+def _copy_curves() -> tuple[Curve, Curve, Curve]:
     """Bandwidth out, back and both ways at once, over SIZES."""
     points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
     out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -211,7 +211,8 @@ def _copy_curves() -> dict[str, Curve]:
         ):
             seconds = _median_seconds(works, repeat)
             points[name].append((size, _digits(len(works) * repeat * size / seconds / 1e9)))
-    return {name: Curve(tuple(curve)) for name, curve in points.items()}
+    out_alone, back_alone, both = (Curve(tuple(curve)) for curve in points.values())
+    return out_alone, back_alone, both
 
 
 def _memory_rate() -> float:
@@ -242,7 +243,7 @@ def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (event() for _ in range(2))
         main.synchronize()
         main.record_event(start)
         for stream, work in works:
@@ -256,6 +257,11 @@ def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
         stop.synchronize()
         rounds.append(start.elapsed_time(stop) / 1e3)
     return statistics.median(rounds[2:])
+
+
+def event() -> torch.cuda.Event:
+    """One that takes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _digits(value: float) -> float:

@@ -7,8 +7,9 @@ graphs need no code of their own.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from .policy import Candidate, Policy, Quota
 from .reasons import Facts, mark_on, why_keep
 from .records import Handle, Kept, Label, Moved, Mover, Watch
 from .report import KEPT, MOVED, SHARED, Entry
-from .schedule import Call
-from .scopes import Scope
+from .schedule import Call, Decision
+from .scopes import Scope, recompute
 from .storages import StorageMap
 
 
@@ -36,6 +37,8 @@ class Running(NamedTuple):
     call: Call | None
     labels: Labels
     quota: Quota
+    inputs: list[str]  # planned names of what the checkpoint of a layer will save
+    inside: ExitStack
 
 
 class _Thread(threading.local):
@@ -47,13 +50,20 @@ class LayerScope(Scope):
     """Takes what the layers of a scheduler save, and drives its schedule."""
 
     def __init__(
-        self, model: nn.Module, layers: dict[int, str], policy: Policy, mover: Callable[[], Mover]
+        self,
+        model: nn.Module,
+        layers: dict[int, str],
+        policy: Policy | None,
+        mover: Callable[[], Mover],
     ) -> None:
         super().__init__(model)
         self._policy, self._layers, self._make_mover = policy, layers, mover
         self._mover: Mover | None = None
+        self.paused = False  # a plan is being made
         self._thread_calls = _Thread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
+        self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
+        self._dropping: set[str] = set()  # layers with ops that drop fields
         self.names: dict[str, str] = {}  # decision of the last step by name
         self._know_root()
 
@@ -83,10 +93,13 @@ class LayerScope(Scope):
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels = Labels(self._labels.paths)
-        self._thread_calls.running.append(Running(module, call, labels, Quota()))
+        labels, inside = Labels(self._labels.paths), ExitStack()
+        inputs = list(self._recomputed.get(path, ()))
+        self._thread_calls.running.append(Running(module, call, labels, Quota(), inputs, inside))
         if call is None:
             return
+        if path in self._dropping:
+            inside.enter_context(recompute())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self)
@@ -98,7 +111,9 @@ class LayerScope(Scope):
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
             return
-        call = stack.pop().call
+        ended = stack.pop()
+        ended.inside.close()
+        call = ended.call
         if call is None:
             return
         take_out(self._hook)
@@ -111,9 +126,23 @@ class LayerScope(Scope):
                 node.register_prehook(_Begin(self.mover, call))
         self.mover.leave(call)
 
+    def follow(self, decisions: Mapping[str, Decision], recomputed: Iterable[str]) -> None:
+        """What a plan decided: by name, and the layers that are recomputed as a whole."""
+        if self._mover is not None:
+            self._mover.schedule.decisions = decisions
+        self._recomputed = {path: [] for path in recomputed}
+        self._dropping = set()
+        for path in self._layers.values():
+            mine = [name for name in decisions if name.startswith(f"{path}.")]
+            if path in self._recomputed:
+                # A checkpoint saves what comes in, and knows no names.
+                self._recomputed[path] = [n for n in mine if decisions[n] != "recompute"]
+            elif any(decisions[name] == "recompute" for name in mine):
+                self._dropping.add(path)
+
     def _why_layer_aside(self) -> str | None:
         """Why the schedule leaves a call alone, or None; "" is not worth a line."""
-        if not torch.is_grad_enabled() or torch_private.in_backward():
+        if self.paused or not torch.is_grad_enabled() or torch_private.in_backward():
             return ""
         if belongs_to_checkpoint(torch_private.top_saved_tensor_hooks()):
             return "recomputed by checkpoint"
@@ -124,7 +153,17 @@ class LayerScope(Scope):
     # --- saving
 
     def _named(self, t: Tensor) -> Named:
-        return self._now.labels.name(t)
+        running = self._now
+        named = running.labels.name(t)
+        if running.inputs and t.numel():
+            return named._replace(name=running.inputs.pop(0))
+        return named
+
+    def _why_aside(self, t: Tensor) -> str | None:
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            known = self.mover.schedule.order.predicts
+            return None if known else "CUDA graph capture, before a step has shown the order"
+        return super()._why_aside(t)
 
     @property
     def _now(self) -> Running:
@@ -139,8 +178,7 @@ class LayerScope(Scope):
 
     def _decide(self, t: Tensor, named: Named) -> Handle:
         running, storage = self._now, t.untyped_storage()
-        call = running.call
-        assert call is not None  # the hook pair is there only then
+        call = cast(Call, running.call)  # the hook pair is there only then
         record = records.find(t)
         if record is not None:
             self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
@@ -170,6 +208,8 @@ class LayerScope(Scope):
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned == "offload" else "planned"
+        if self._policy is None:
+            return "not in the plan"
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"

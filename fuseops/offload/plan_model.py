@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .arena import aligned
 from .hardware import Hardware
 from .plan_simulate import Settings, again_at
-from .profile import Profile
+from .profile import Profile, Saved
 
-SEND, RELEASE, FETCH, READ, AGAIN = range(5)
+SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 
 
 class Choice(NamedTuple):
@@ -54,16 +55,21 @@ class Hole(NamedTuple):
 class Model:
     """One profile on one machine under one schedule.
 
-    items   index into `profile.saved` of each tensor that the schedule can move
+    items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
+            far as the schedule can move them; micro-batches have the same names
     groups  index into `profile.recompute`
     """
 
     def __init__(self, profile: Profile, hardware: Hardware, settings: Settings) -> None:
         self.profile, self.hardware, self.settings = profile, hardware, settings
         places = _Places(profile, settings)
-        self.items = places.movable
-        self.of_saved = {saved: k for k, saved in enumerate(self.items)}
-        self.nbytes = [profile.saved[k].nbytes for k in self.items]
+        by_name: dict[str, list[int]] = defaultdict(list)
+        for k in places.movable:
+            by_name[profile.saved[k].name].append(k)
+        self.items = [tuple(saved) for saved in by_name.values()]
+        self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
+        self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
+        self.call = [profile.saved[saved[0]].call for saved in self.items]
         self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
         self.members = [
             frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
@@ -74,13 +80,13 @@ class Model:
             for item in members:
                 self.groups_of[item].append(g)
         # Small tensors of one call are one transfer: all are there when the last is.
-        self.slots = [
-            -1 - profile.saved[k].call if places.is_small(k) else n
-            for n, k in enumerate(self.items)
-        ]
-        self.out, self.back = self._costs(places)
+        self.slots = {
+            k: -1 - profile.saved[k].call if places.is_small(k) else k for k in places.movable
+        }
+        self.seconds_out, self.seconds_back = self._costs(places)
+        self.out = [sum(self.seconds_out[k] for k in saved) for saved in self.items]
         self.events = self._events(places)
-        self.holes = [places.holes[k] for k in self.items]
+        self.holes = [[h for k in saved for h in places.holes[k]] for saved in self.items]
         self.drops = [self._drops(g) for g in self.groups]
         self._segments()
         self.evaluations = 0
@@ -89,9 +95,8 @@ class Model:
         """Seconds, stalls, peak and host bytes under a choice."""
         self.evaluations += 1
         leave, drop = choice
-        stall, recompute, late = self._time(leave, drop)
+        stall, recompute, host, late = self._time(leave, drop)
         peak, top = self._peak(leave, drop)
-        host = sum(self.nbytes[k] for k in leave)
         seconds = self.profile.seconds + stall + recompute
         return Prediction(seconds, stall, recompute, peak, top, host, late)
 
@@ -111,52 +116,67 @@ class Model:
 
     # --- time
 
-    def _costs(self, places: _Places) -> tuple[list[float], list[float]]:
-        """Seconds out and back of every item."""
-        saved, out, back = self.profile.saved, [], []
+    def _costs(self, places: _Places) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds out and back of every saved storage that can move."""
+        saved = self.profile.saved
+        out: dict[int, float] = {}
+        back: dict[int, float] = {}
         together: dict[int, int] = defaultdict(int)
-        for k in self.items:
+        for k in places.movable:
             if places.is_small(k):
                 together[saved[k].call] += saved[k].nbytes
-        for k in self.items:
+        for k in places.movable:
             nbytes, whole = saved[k].nbytes, saved[k].nbytes
             if places.is_small(k):
                 whole = min(together[saved[k].call], self.settings.bundle)
-            share = nbytes / whole if whole else 0.0
-            out.append(self.hardware.copy_seconds("d2h", whole) * share)
-            back.append(self.hardware.copy_seconds("h2d", whole) * share)
+            out[k] = self.hardware.copy_seconds("d2h", whole) * nbytes / whole
+            back[k] = self.hardware.copy_seconds("h2d", whole) * nbytes / whole
         return out, back
 
-    def _events(self, places: _Places) -> list[tuple[int, int, float]]:
-        """(kind, item or group, seconds without any stall), in the order of the host program."""
+    def _events(self, places: _Places) -> list[tuple[int, int, int, float]]:
+        """(kind, item or group, saved, seconds without any stall), in the order of the program."""
         clock = self.profile.clock
-        found: list[tuple[tuple[int, int], int, int]] = []
+        found: list[tuple[tuple[int, int], int, int, int]] = []
         for order, (kind, saved, position) in enumerate(places.events):
-            if saved in self.of_saved:
-                found.append(((position, order), kind, self.of_saved[saved]))
+            found.append(((position, order), kind, self.of_saved[saved], saved))
         for g, group in enumerate(self.groups):
-            at = min(again_at(self.profile, k) for k in self.profile.recompute[group].saved)
-            found.append(((at, len(places.events)), AGAIN, g))
-        return [(kind, k, clock[position]) for (position, _), kind, k in sorted(found)]
+            by_call: dict[int, int] = {}  # call -> where it is made again
+            for k in self.profile.recompute[group].saved:
+                at = again_at(self.profile, k)
+                by_call[self.profile.saved[k].call] = min(
+                    at, by_call.get(self.profile.saved[k].call, at)
+                )
+            for call, at in by_call.items():
+                found.append(((at, len(places.events)), AGAIN, g, call))
+        return [(kind, k, saved, clock[p]) for (p, _), kind, k, saved in sorted(found)]
 
     def _time(
         self, leave: frozenset[int], drop: frozenset[int]
-    ) -> tuple[float, float, dict[int, float]]:
+    ) -> tuple[float, float, int, dict[int, float]]:
         stall = recompute = out_free = back_free = 0.0
+        host = host_peak = 0
         copied: dict[int, float] = {}  # by slot
         arrived: dict[int, float] = {}
         late: dict[int, float] = {}
-        out, back, slots = self.out, self.back, self.slots
-        for kind, k, base in self.events:
+        out, back, slots, saved = (
+            self.seconds_out,
+            self.seconds_back,
+            self.slots,
+            self.profile.saved,
+        )
+        for kind, item, k, base in self.events:
             if kind == AGAIN:
-                if k in drop:
-                    recompute += self.profile.recompute[self.groups[k]].seconds
+                if item in drop:
+                    group = self.profile.recompute[self.groups[item]]
+                    recompute += group.seconds / group.calls
                 continue
-            if k not in leave:
+            if item not in leave:
                 continue
             now, slot = base + stall + recompute, slots[k]
             if kind == SEND:
                 out_free = copied[slot] = (out_free if out_free > now else now) + out[k]
+                host += aligned(saved[k].nbytes)
+                host_peak = max(host, host_peak)
             elif kind == FETCH:
                 start = back_free if back_free > now else now
                 if copied[slot] > start:
@@ -166,8 +186,46 @@ class Model:
                 wait = (copied if kind == RELEASE else arrived)[slot] - now
                 if wait > 0.0:
                     stall += wait
-                    late[k] = late.get(k, 0.0) + wait
-        return stall, recompute, late
+                    late[item] = late.get(item, 0.0) + wait
+                if kind == LAST:
+                    host -= aligned(saved[k].nbytes)
+        return stall, recompute, host_peak, late
+
+    def stalls_of_more(self, choice: Choice) -> list[float]:
+        """About how many seconds each item would add, did it leave too.
+
+        It stands behind what is on its lane before it, and delays what comes after it, as far as
+        gaps on the lane and slack before the next wait do not take that up.
+        """
+        wanted: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
+        queue: dict[int, list[tuple[int, int, float]]] = {SEND: [], FETCH: []}
+        free = {SEND: 0.0, FETCH: 0.0}
+        stall = 0.0
+        for kind, item, k, base in self.events:
+            now, leaves = base + stall, item in choice.leave
+            if kind in queue:
+                start = max(free[kind], now)
+                queue[kind].append((item, k, start))
+                if leaves:
+                    took = self.seconds_out if kind == SEND else self.seconds_back
+                    free[kind] = start + took[k]
+            elif kind == AGAIN:
+                group = self.profile.recompute[self.groups[item]]
+                stall += group.seconds / group.calls if item in choice.drop else 0.0
+            else:
+                wanted[SEND if kind == RELEASE else FETCH].setdefault(k, now)
+        added = [0.0] * len(self.items)
+        for lane, took in ((SEND, self.seconds_out), (FETCH, self.seconds_back)):
+            spare = following = float("inf")  # what the next on the lane can be delayed by
+            for item, k, start in reversed(queue[lane]):
+                done = start + took[k]
+                late = done - wanted[lane][k]
+                if item in choice.leave:
+                    spare = min(max(-late, 0.0), max(following - done, 0.0) + spare)
+                    following = start
+                else:
+                    added[item] += max(late, done - following - spare, 0.0)
+        return added
 
     # --- bytes
 
@@ -231,13 +289,15 @@ class _Places:
         self.holes: dict[int, list[Hole]] = {}
         self.movable: list[int] = []
         boundaries = profile.boundaries
-        number = {(b.what, b.index): n + 1 for n, b in enumerate(boundaries)}
+        number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
         sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
-        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved
+        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved, in the order of saving
         now = 0
-        for position, what, k in profile.happenings:
+        for position, what, k, by in profile.happenings:
             if what in ("enter", "backward"):
                 now += 1
+            elif what == "share" and k in mine[profile.saved[k].call]:
+                mine[by].append(k)
             elif what == "save" and self._may_leave(k, number):
                 mine[profile.saved[k].call].append(k)
                 if not self.is_small(k):
@@ -247,8 +307,9 @@ class _Places:
                     sends.setdefault(saved, (position, now))
         at = [b.position for b in boundaries]
         for k, (position, passed) in sends.items():
-            call = profile.saved[k].call
-            due, fetch = passed + settings.lag, number["backward", call] - settings.ahead
+            own = number["backward", profile.saved[k].call]
+            others = [number["backward", call] for call in _others(profile.saved[k])]
+            due, fetch = passed + settings.lag, min([own, *others]) - settings.ahead
             if due < fetch:
                 self._add(k, position, at[due - 1], at[fetch - 1])
         self.movable.sort()
@@ -263,7 +324,7 @@ class _Places:
             saved.why is None
             and saved.nbytes > 0
             and saved.call >= 0
-            and ("backward", saved.call) in number
+            and all(("backward", call) in number for call in (saved.call, *_others(saved)))
         )
 
     def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
@@ -292,14 +353,22 @@ class _Places:
         movable = set(self.movable)
         fetches: dict[int, list[int]] = defaultdict(list)
         releases: dict[int, list[int]] = defaultdict(list)
-        for call, saved in mine.items():
-            due = number["backward", call] - ahead
-            fetches[due] += [k for k in reversed(saved) if k in movable]
+        fetched: set[int] = set()
+        for call in sorted(mine, key=lambda call: number["backward", call]):
+            due, saved = number["backward", call] - ahead, mine[call]
+            saved = [k for k in saved if k not in fetched]
+            fetched.update(saved)
+            # Last saved, first read; the transfer of small ones comes where its last one would.
+            large = [k for k in reversed(saved) if k in movable]
+            small = [k for k in large if self.is_small(k)]
+            first = next((n for n, k in enumerate(large) if self.is_small(k)), 0)
+            rest = [k for k in large[first:] if not self.is_small(k)]
+            fetches[due] += [*large[:first], *small, *rest]
         for k, (_, passed) in sends.items():
             if k in movable:
                 releases[passed + lag].append(k)
         now = 0
-        for position, what, k in self.profile.happenings:
+        for position, what, k, _ in self.profile.happenings:
             if what in ("enter", "backward"):
                 now += 1
                 self.events += [(FETCH, saved, position) for saved in fetches[now]]
@@ -307,7 +376,15 @@ class _Places:
             elif what == "save" and k in movable and not self.is_small(k):
                 self.events.append((SEND, k, position))
             elif what == "leave":
-                small = [s for s in mine[k] if s in movable and self.is_small(s)]
+                own = [s for s in mine[k] if self.profile.saved[s].call == k]
+                small = [s for s in own if s in movable and self.is_small(s)]
                 self.events += [(SEND, saved, position) for saved in small]
-            elif what == "read" and k in movable:
-                self.events.append((READ, k, position))
+            elif what in ("read", "reread") and k in movable:
+                reads = [self.profile.saved[k].read, *(a.read for a in self.profile.saved[k].again)]
+                last = position == max(reads)
+                self.events.append((LAST if last else READ, k, position))
+
+
+def _others(saved: Saved) -> list[int]:
+    """The other calls that save it."""
+    return [again.call for again in saved.again]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .hardware import Hardware
-from .lanes import Buf, Lane
+from .lanes import Lane
 from .profile import Happening, Profile
 from .schedule import Call, Item, Schedule
-from .simulated_lanes import Busy, Level, SimulatedLanes, Wait
+from .simulated_lanes import Busy, Level, SimulatedBuf, SimulatedLanes, Wait, simulated
 
 
 class Settings(NamedTuple):
@@ -23,6 +23,9 @@ class Settings(NamedTuple):
     ahead: int = 1
     small: int = 4 << 20
     bundle: int = 32 << 20
+
+
+DEFAULT = Settings()
 
 
 class Window(NamedTuple):
@@ -37,7 +40,7 @@ class Window(NamedTuple):
     slack: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """One steady step under a plan.
 
@@ -59,11 +62,6 @@ class Simulation:
     stalls: tuple[Wait, ...]
 
 
-def cost_on(hardware: Hardware) -> Cost:
-    """Seconds of what the schedule and the profile ask for."""
-    return Cost(hardware)
-
-
 class Cost:
     """Bytes on the copy lanes, seconds elsewhere (the protocol of `Lanes.op`)."""
 
@@ -80,7 +78,7 @@ def simulate(
     profile: Profile,
     offload: Collection[int],
     hardware: Hardware,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT,
     *,
     recompute: Collection[int] = (),
     host: int | None = None,
@@ -90,7 +88,7 @@ def simulate(
 
     offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
     """
-    lanes = lanes or SimulatedLanes(cost_on(hardware), budget=host)
+    lanes = lanes or SimulatedLanes(Cost(hardware), budget=host)
     schedule = Schedule(lanes, **settings._asdict())
     step = _Step(profile, schedule, lanes, set(offload), set(recompute))
     step.run()
@@ -114,27 +112,31 @@ class _Step:
         self.offload = offload - self.dropped
         self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
         for group in groups:
-            self.again[min(again_at(profile, k) for k in group.saved)] += group.seconds
+            for call in {profile.saved[k].call for k in group.saved}:
+                mine = [k for k in group.saved if profile.saved[k].call == call]
+                at = min(again_at(profile, k) for k in mine)
+                self.again[at] += group.seconds / group.calls
         self.absent = _absent(profile, self.dropped, self.offload)
         self.by_position: dict[int, list[Happening]] = defaultdict(list)
         for happening in profile.happenings:
-            if happening.what in ("enter", "leave", "backward") or happening.index in self.offload:
+            if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
 
     def run(self) -> Simulation:
         lanes, profile = self.lanes, self.profile
         self.calls: dict[int, Call] = {}
         self.items: dict[int, Item] = {}
-        self.made: dict[int, Buf] = {}
-        self.read: dict[int, Buf] = {}
+        self.made: dict[int, SimulatedBuf] = {}
+        self.read: dict[int, SimulatedBuf] = {}
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and how it was late
-        self.wanted: list[int] = []
+        self.wanted: list[int] = []  # saved storages that the next op reads
+        self.done: list[tuple[int, int]] = []  # saved tensors that go after it
         started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
         bytes_out = self.schedule.stats.out_bytes
         levels, recompute, host = [], 0.0, 0
         for position in range(len(profile.ops) + 1):
             for happening in self.by_position.get(position, ()):
-                getattr(self, f"_{happening.what}")(happening.index)
+                getattr(self, f"_{happening.what}")(happening.which, happening.call)
             host = max(host, lanes.arena.used)
             again = self.again.get(position, 0.0)
             if again:
@@ -147,9 +149,9 @@ class _Step:
             levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
             reads = [self.read[k] for k in self.wanted]
             lanes.op("compute", reads, (), op.seconds, None, op.name)
-            for k in self.wanted:
-                self.schedule.drop(self.calls[profile.saved[k].call], self.items[k])
-            self.wanted = []
+            for call, k in self.done:
+                self.schedule.drop(self.calls[call], self.items[k])
+            self.wanted, self.done = [], []
         top = max(range(len(levels)), key=lambda p: levels[p].nbytes, default=0)
         stalls = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
         return Simulation(
@@ -171,41 +173,57 @@ class _Step:
 
     # --- happenings
 
-    def _enter(self, k: int) -> None:
+    def _enter(self, k: int, _: int) -> None:
         call = self.profile.calls[k]
         self.calls[k] = self.schedule.enter(call.layer)
         if call.backward >= 0:
             self.schedule.keep(self.calls[k])  # its call lives until its backward
 
-    def _leave(self, k: int) -> None:
+    def _leave(self, k: int, _: int) -> None:
         self.schedule.leave(self.calls[k])
 
-    def _backward(self, k: int) -> None:
+    def _backward(self, k: int, _: int) -> None:
         self.schedule.backward(self.calls[k])
         self.schedule.drop(self.calls[k])
 
-    def _save(self, k: int) -> None:
+    def _save(self, k: int, _: int) -> None:
         saved = self.profile.saved[k]
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
         self.lanes.hold(source)  # by whoever made it
         self.made[k] = source
         self.items[k] = self.schedule.save(self.calls[saved.call], saved.name, source)
 
-    def _held(self, k: int) -> None:
+    def _held(self, k: int, _: int) -> None:
         self.lanes.free(self.made.pop(k))
 
-    def _read(self, k: int) -> None:
-        before = self.lanes.now["compute"]
-        buf, _ = self.schedule.fetch(self.items[k])
-        bundle = self.items[k].bundle
-        arrived = getattr(bundle and bundle.arrived, "seconds", before)
-        self.ready[k] = (before, arrived)
-        self.lanes.hold(buf)  # by the op that reads it
-        self.read[k] = buf
-        self.schedule.used(self.items[k])
-        self.wanted.append(k)
+    def _share(self, k: int, call: int) -> None:
+        if self._left(k):
+            self.schedule.share(self.calls[call], self.items[k])
 
-    def _freed(self, k: int) -> None:
+    def _left(self, k: int) -> bool:
+        """Whether it is the schedule's: not if it stays after all."""
+        return self.items[k].kept is None
+
+    def _read(self, k: int, _: int) -> None:
+        self._reread(k, self.profile.saved[k].call)
+
+    def _reread(self, k: int, call: int) -> None:
+        item, before = self.items[k], self.lanes.now["compute"]
+        if not self._left(k):
+            if item.source is not None:
+                self.read[k] = simulated(item.source)
+            return
+        buf, bundle = simulated(self.schedule.fetch(item)[0]), item.bundle
+        if k not in self.read:
+            arrived = getattr(bundle and bundle.arrived, "seconds", before)
+            self.ready[k] = (before, arrived)
+            self.lanes.hold(buf)  # by the op that reads it
+            self.read[k] = buf
+        self.schedule.used(item)
+        self.wanted.append(k)
+        self.done.append((call, k))
+
+    def _freed(self, k: int, _: int) -> None:
         self.lanes.free(self.read.pop(k))
 
     # --- what came of it

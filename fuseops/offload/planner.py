@@ -16,8 +16,9 @@ from typing import NamedTuple
 from .plan_model import Choice, Model, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
-EVENTS = 300_000  # that all predictions of one plan may pass over together
+EVENTS = 1_200_000  # that all predictions of one plan may pass over, but for the first few
 SMALL = 12  # so few alternatives are tried in pairs
+STARTS = 8  # numbers of recomputed layers that are tried, where predictions are cheap
 
 
 class Limits(NamedTuple):
@@ -25,6 +26,9 @@ class Limits(NamedTuple):
 
     peak: int | None = None
     host: int | None = None
+
+
+UNLIMITED = Limits()
 
 
 class Key(NamedTuple):
@@ -73,10 +77,12 @@ def solve(model: Model, limits: Limits) -> Solution:
     if not found.fits or search.is_small:
         other = search.improve(search.shrink(search.judge(search.everything())))
         found = min(found, other, key=lambda s: s.key)
-    if search.is_small:
-        for drop in search.few_drops():
-            start = search.judge(_with(NOTHING, drop, model))
-            found = min(found, search.improve(search.grow(start)), key=lambda s: s.key)
+    for drop in search.few_drops() if search.is_small else search.spread_drops():
+        start = search.judge(_with(NOTHING, drop, model))
+        if found.fits and start.key.seconds >= found.key.seconds:
+            continue
+        started = search.improve(search.grow(start, groups=search.is_small))
+        found = min(found, started, key=lambda s: s.key)
     return found
 
 
@@ -105,9 +111,11 @@ def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
 class _Search:
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.evaluations = max(24, EVENTS // max(len(model.events), 1))
+        self.evaluations = max(9, EVENTS // max(len(model.events), 1) - 20)
+        self.until = self.evaluations // 4 if self.evaluations > STARTS * 12 else self.evaluations
         self.is_small = len(model.items) + len(model.groups) <= SMALL
         self.time_of = _seconds_of_calls(model)
+        self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
 
     def judge(self, choice: Choice) -> Solution:
         prediction = self.model.predict(choice)
@@ -123,15 +131,17 @@ class _Search:
 
     @property
     def spent(self) -> bool:
-        return self.model.evaluations >= self.evaluations
+        return self.model.evaluations >= self.until
 
     # --- growing
 
-    def grow(self, found: Solution) -> Solution:
+    def grow(self, found: Solution, groups: bool = True) -> Solution:
         """Take more until it fits, or until nothing is left that would help."""
         best = found
         while not found.fits and self.limits.peak is not None:
-            moves = sorted(self._moves(found), key=lambda m: m.order)
+            moves = sorted(
+                (m for m in self._moves(found) if groups or m.group is None), key=lambda m: m.order
+            )
             if not moves:
                 break
             taken = self._enough(moves, found.prediction.peak - self.limits.peak)
@@ -141,29 +151,28 @@ class _Search:
 
     def _enough(self, moves: list[Move], wanted: int) -> list[Move]:
         """As many as it takes, in a few rounds: prices and crowding change as they are taken."""
-        goal = wanted if self.model.evaluations * 4 > self.evaluations else wanted / 4
+        rounds = 1 if self.model.evaluations * 2 > self.until else min(8, self.until // 3)
         taken, nbytes = [], 0
         for move in moves:
             taken.append(move)
             nbytes += move.nbytes
-            if self.is_small or nbytes >= goal or move.group is not None:
+            if self.is_small or nbytes * rounds >= wanted or move.group is not None:
                 break
         return taken
 
     def _moves(self, found: Solution) -> Iterator[Move]:
         """What would lower the peak where it is."""
         model, choice = self.model, found.choice
-        crowd = self._crowding(choice)
+        crowd, added = self._crowding(choice), model.stalls_of_more(choice)
         items, groups = model.covers(found.prediction.top)
         dropped = frozenset(chain.from_iterable(model.members[g] for g in choice.drop))
         room = None if self.limits.host is None else self.limits.host - found.prediction.host
         for k in items:
             if k in choice.leave or k in dropped or (room is not None and model.nbytes[k] > room):
                 continue
-            saved = model.profile.saved[model.items[k]]
-            crowding = crowd[saved.call] + model.out[k] / self.time_of[saved.call]
-            price = model.out[k] / model.nbytes[k] if crowding > 1 else 0.0
-            yield Move(k, None, model.nbytes[k], price, crowding)
+            call = model.call[k]
+            crowding = crowd[call] + model.out[k] / self.time_of[call]
+            yield Move(k, None, model.nbytes[k], added[k] / model.nbytes[k], crowding)
         for g in groups:
             members = model.members[g]
             nbytes = sum(h.nbytes for h in model.drops[g]) - sum(
@@ -177,7 +186,7 @@ class _Search:
         """Seconds of copies out in a second of each layer's forward."""
         load = dict.fromkeys(self.time_of, 0.0)
         for k in choice.leave:
-            call = self.model.profile.saved[self.model.items[k]].call
+            call = self.model.call[k]
             load[call] += self.model.out[k] / self.time_of[call]
         return load
 
@@ -203,12 +212,29 @@ class _Search:
             if not self.model.members[a.group or 0] & self.model.members[b.group or 0]:
                 yield [a, b]
 
+    def spread_drops(self) -> Iterator[list[Move]]:
+        """Some groups, evenly over those that lower the peak: the link is free in between."""
+        if self.until == self.evaluations:
+            return  # no predictions left for it
+        start = self.model.predict(NOTHING)
+        _, groups = self.model.covers(start.top)
+        share = (self.evaluations - self.until) // (2 * STARTS)
+        counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
+        for count in counts:
+            for first in (1, 2) if 0 < count <= len(groups) else ():  # in the middle, or early
+                self.until = self.model.evaluations + share
+                places = (
+                    n * len(groups) // count + len(groups) // (2 * count * first)
+                    for n in range(count)
+                )
+                yield [Move(None, groups[place], 0, 0.0, 0.0) for place in places]
+
     # --- filling and shrinking
 
     def fill(self, found: Solution) -> Solution:
         """Without a budget: all that leaves without a stall, where the link has most slack first."""
         model = self.model
-        pending = sorted(self._all_moves(found), key=lambda m: (m.crowding, -m.nbytes))
+        pending = self.by_slack
         size = max(1, len(pending) // 8)
         while pending and (not self.spent or size > 1):
             batch, rest = pending[:size], pending[size:]
@@ -222,12 +248,12 @@ class _Search:
                 size = max(1, size // 4)
         return found
 
-    def _all_moves(self, found: Solution) -> Iterator[Move]:
+    def _all_moves(self) -> Iterator[Move]:
         """One move an item, each as crowded as its layer is once the larger ones before it left."""
         model = self.model
         load = dict.fromkeys(self.time_of, 0.0)
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
-            call = model.profile.saved[model.items[k]].call
+            call = model.call[k]
             load[call] += model.out[k] / self.time_of[call]
             yield Move(k, None, model.nbytes[k], 0.0, load[call])
 
@@ -260,6 +286,17 @@ class _Search:
             tried = self.judge(choice)
             if tried.key < found.key:
                 return tried
+        return self._without_a_group(found)
+
+    def _without_a_group(self, found: Solution) -> Solution | None:
+        """Let more leave instead of a recomputation."""
+        for g in sorted(found.choice.drop):
+            if self.spent and not self.is_small:
+                return None
+            leave, drop = found.choice
+            tried = self.grow(self.judge(Choice(leave, drop - {g})), groups=False)
+            if tried.key < found.key:
+                return tried
         return None
 
     def _neighbours(self, found: Solution) -> Iterator[Choice]:
@@ -267,9 +304,8 @@ class _Search:
         model, (leave, drop) = self.model, found.choice
         late = found.prediction.late
         chosen = sorted(leave, key=lambda k: (-late.get(k, 0.0), model.nbytes[k]))
-        room = sorted(self._all_moves(found), key=lambda m: (m.crowding, -m.nbytes))
-        members = frozenset(chain.from_iterable(model.members[g] for g in drop))
-        other = [m.item for m in room if m.item is not None and m.item not in leave | members]
+        taken = leave.union(*(model.members[g] for g in drop))
+        other = [m.item for m in self.by_slack if m.item is not None and m.item not in taken]
         for g in drop:
             yield Choice(leave, drop - {g})
             yield Choice(leave | model.members[g], drop - {g})

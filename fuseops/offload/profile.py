@@ -32,6 +32,14 @@ class Op(NamedTuple):
     resident: int
 
 
+class Again(NamedTuple):
+    """A storage saved once more by another call of a layer: as its input, say."""
+
+    call: int
+    at: int
+    read: int
+
+
 class Saved(NamedTuple):
     """One saved storage.
 
@@ -42,6 +50,7 @@ class Saved(NamedTuple):
     read    position at which the backward reads it first
     freed   position at which it is gone, when nothing is offloaded
     why     why it stays whatever a plan says; None: it may leave
+    again   by which other calls it is saved too
     """
 
     name: str
@@ -56,6 +65,7 @@ class Saved(NamedTuple):
     read: int
     freed: int
     why: str | None = None
+    again: tuple[Again, ...] = ()
 
 
 class LayerCall(NamedTuple):
@@ -76,20 +86,22 @@ class Recompute(NamedTuple):
     name: str
     kind: str  # "op": fields that the op declares; "module": a whole layer, by checkpoint
     saved: tuple[int, ...]  # indices
-    seconds: float
+    seconds: float  # of all calls together
+    calls: int = 1
 
 
 class Happening(NamedTuple):
-    """Something between two ops: what happens ("enter", "save", "leave", "held", "backward", "read"
-    or "freed"), and to which call or saved storage.
+    """Something between two ops: what happens ("enter", "save", "share", "leave", "held", "backward",
+    "read", "reread" or "freed"), and to which call or saved storage; by which other call.
     """
 
     position: int
     what: str
-    index: int
+    which: int
+    call: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """One step, recorded or run dry.
 
@@ -135,6 +147,9 @@ class Profile:
             found.append(((at, 0, saved.call, 1), Happening(at, "save", k)))
             found.append(((held, 1, 0, 0), Happening(held, "held", k)))
             found.append(((saved.read, 3, 0, 0), Happening(saved.read, "read", k)))
+            for by, at, read in saved.again:
+                found.append(((at, 0, by, 1), Happening(at, "share", k, by)))
+                found.append(((read, 3, 1, 0), Happening(read, "reread", k, by)))
             found.append(((saved.freed, 4, 0, 0), Happening(saved.freed, "freed", k)))
         return tuple(happening for _, happening in sorted(found))
 
@@ -156,7 +171,7 @@ class Profile:
             last = boundary
         if last is None:
             return "before the first layer"
-        call = self.calls[last.index]
+        call = self.calls[last.which]
         if last.what == "backward":
             return f"backward of {call.layer}"
         return f"{'forward of' if position < call.leave else 'after the forward of'} {call.layer}"
@@ -190,7 +205,7 @@ class Profile:
             model=data["model"],
             kind=data["kind"],
             ops=tuple(Op(*op) for op in data["ops"]),
-            saved=tuple(Saved(**{**s, "shape": tuple(s["shape"])}) for s in data["saved"]),
+            saved=tuple(_saved(s) for s in data["saved"]),
             calls=tuple(LayerCall(**call) for call in data["calls"]),
             recompute=tuple(
                 Recompute(**{**g, "saved": tuple(g["saved"])}) for g in data["recompute"]
@@ -211,3 +226,8 @@ class Profile:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FuseOpsError(f"cannot read a step profile from {path}: {error}") from None
+
+
+def _saved(data: Mapping[str, Any]) -> Saved:
+    again = tuple(Again(*entry) for entry in data["again"])
+    return Saved(**{**data, "shape": tuple(data["shape"]), "again": again})

@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseops import torch_private
 from fuseops.torch_private import WeakStorage, storage_key
 
-from .labels import Named
-from .profile import LayerCall, Op, Saved
+from .hardware import event
+from .labels import Labels, Named
+from .profile import Again, LayerCall, Op, Saved
 from .profile_memory import Meter, tensors_in
 from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label
 from .report import dtype_name
-from .scopes import _Scope
+from .scopes import Scope
 from .storages import StorageMap
 
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
@@ -41,7 +42,9 @@ class _Storage:
         self.weak = WeakStorage(storage)
         self.made = -1
         self.handles = 0
-        self.held = self.read = self.freed = -1
+        self.held = self.freed = -1
+        self.saves: dict[int, int] = {}  # call -> position, of other calls
+        self.reads: dict[int, int] = {}  # call -> position of the first
 
     def look(self, position: int) -> None:
         """Notes when autograd alone holds it, and when it is gone."""
@@ -53,28 +56,36 @@ class _Storage:
 
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
-        read = freed if self.read < 0 else self.read
+        read = self.reads.get(self.call, freed)
+        again = tuple(Again(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
         held = freed if self.held < 0 else self.held
         return Saved(
             *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
-            *(self.made, self.at, held, read, freed, self.why),
+            made=self.made,
+            at=self.at,
+            held=held,
+            read=read,
+            freed=freed,
+            why=self.why,
+            again=again,
         )
 
 
 class _Noted(Kept):
     """What autograd holds: the tensor itself."""
 
-    __slots__ = ("recorder", "storage")
+    __slots__ = ("call", "recorder", "storage")
+    call: int
     recorder: Recorder
     storage: _Storage | None
 
     def restore(self) -> Tensor:
-        if self.storage is not None and self.storage.read < 0:
-            self.storage.read = self.recorder.position
+        if self.storage is not None:
+            self.storage.reads.setdefault(self.call, self.recorder.position)
         return super().restore()
 
 
-class _Recording(_Scope):
+class _Recording(Scope):
     """A scope that keeps everything, and tells the recorder."""
 
     def __init__(self, recorder: Recorder, root: nn.Module) -> None:
@@ -84,13 +95,17 @@ class _Recording(_Scope):
     def __str__(self) -> str:
         return "record()"
 
+    def called(self) -> None:
+        """A layer is called: its names count from 0, as under a scheduler."""
+        self._labels = Labels(self._labels.paths)
+
     def pack(self, t: Tensor) -> Handle:
         named = self._labels.name(t)
         odd = None if torch_private.is_fake(t) else why_not_plain(t)
         if odd is None and torch_private.in_backward():
             odd = "recomputed by checkpoint"
         handle = _Noted(t, Label(named.name, named.op), self._ledger)
-        handle.recorder = self._recorder
+        handle.recorder, handle.call = self._recorder, self._recorder.running_call
         handle.storage = None if odd is not None else self._recorder.saved(t, named, self)
         return handle
 
@@ -139,6 +154,11 @@ class Recorder:
     def position(self) -> int:
         return len(self.ops)
 
+    @property
+    def running_call(self) -> int:
+        """The call of a layer whose forward runs, -1 outside of all."""
+        return self._running[-1] if self._running else -1
+
     def owner_of(self, t: Tensor) -> str | None:
         """Whether t lies in a parameter or buffer, fake ones included."""
         return self._owned.get(t.untyped_storage())
@@ -155,7 +175,7 @@ class Recorder:
             for t in tensors:
                 self._owned.set(t.untyped_storage(), what)
         with ExitStack() as stack:
-            stack.enter_context(_Recording(self, self.model))
+            self._scope = stack.enter_context(_Recording(self, self.model))
             stack.callback(register_module_forward_pre_hook(self._entered).remove)
             stack.callback(register_module_forward_hook(self._left, always_call=True).remove)
             stack.enter_context(_Ops(self))
@@ -179,15 +199,20 @@ class Recorder:
         storage = t.untyped_storage()
         known = self._by_storage.get(storage)
         if known is None:
+            call = self.running_call
             why = scope.why(t, named, self.min_bytes)
-            call = self._running[-1] if self._running else -1
+            if why is None and call < 0:
+                why = "outside of the layers"
             known = _Storage(t, named, call, self.position, why)
-            known.made = self._made.get(storage) or -1
+            made = self._made.get(storage)
+            known.made = -1 if made is None else made
             if why in HELD_ANYWAY:
                 known.nbytes = 0
             self._by_storage.set(storage, known)
             self._storages.append(known)
             self._living.append(known)
+        elif self.running_call not in (known.call, -1):
+            known.saves.setdefault(self.running_call, self.position)
         known.handles += 1
         return known
 
@@ -209,6 +234,7 @@ class Recorder:
             return
         ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
         self._running.append(len(self.calls))
+        self._scope.called()
         self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -228,11 +254,11 @@ class Recorder:
             self.calls[k] = self.calls[k]._replace(backward=self.position)
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -277,18 +303,19 @@ class _Timer:
     """The time of one op: by events on CUDA, by the clock elsewhere."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
-        if self._events is not None:
+        self._events: list[torch.cuda.Event] = []
+        if on_gpu:
+            self._events = [event(), event()]
             self._events[0].record()
         self._start, self._end = time.perf_counter(), 0.0
 
     def stop(self) -> None:
         self._end = time.perf_counter()
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
 
     def seconds(self) -> float:
-        if self._events is None:
+        if not self._events:
             return self._end - self._start
         return self._events[0].elapsed_time(self._events[1]) / 1e3
 

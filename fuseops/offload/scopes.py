@@ -103,7 +103,7 @@ class Scope(Guarded):
         odd = why_not_plain(t)
         if odd is not None:
             return self._keep(t, named, odd, 0)
-        aside = self._why_aside()
+        aside = self._why_aside(t)
         if aside is not None:
             return self._keep(t, named, aside, t.untyped_storage().nbytes())
         return self._decide(t, named)
@@ -113,7 +113,9 @@ class Scope(Guarded):
             self._labels.start_again()
         return self._labels.name(t)
 
-    def _why_aside(self) -> str | None:
+    def _why_aside(self, t: Tensor) -> str | None:
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "CUDA graph capture"
         if not torch_private.in_backward():
             return None
         return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"

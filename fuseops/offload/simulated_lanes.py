@@ -143,7 +143,7 @@ class SimulatedLanes:
         buf.holders += 1
 
     def free(self, buf: Buf) -> None:
-        buf = _own(buf)
+        buf = simulated(buf)
         if buf.slab is not None:
             self.arena.give(buf.slab, buf.after)
             self._ghosts.append(buf)
@@ -165,7 +165,7 @@ class SimulatedLanes:
         name: str = "",
     ) -> None:
         name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
-        self._access(lane, [_own(b) for b in reads], [_own(b) for b in writes], name)
+        self._access(lane, [simulated(b) for b in reads], [simulated(b) for b in writes], name)
         start = max(self.now[lane], self.now["host"])  # it cannot start before it was issued
         other: Lane = "h2d" if lane == "d2h" else "d2h"
         self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
@@ -266,7 +266,8 @@ class SimulatedLanes:
         self.levels.append(Level(self.now["compute"], total, name))
 
 
-def _own(buf: Buf) -> SimulatedBuf:
+def simulated(buf: Buf) -> SimulatedBuf:
+    """The same buffer, which has to be one of a simulation."""
     if not isinstance(buf, SimulatedBuf):
         raise FuseOpsError(f"simulated lanes know only their own buffers, got {buf!r}.")
     return buf

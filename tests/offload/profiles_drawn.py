@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -102,6 +103,7 @@ def profiles(
     )
 
 
+@functools.cache
 def transformer(layers: int, each: int, seed: int = 0) -> Profile:
     """Many equal layers with a few sizes of tensors: what planners meet."""
     sizes = random.Random(seed).choices([1, 2, 4, 16, 64], k=each)
