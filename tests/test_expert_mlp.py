@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -91,6 +91,7 @@ def tokens(
 @pytest.mark.parametrize(
     ("act", "bias"), FORMS, ids=lambda value: getattr(value, "__name__", value)
 )
+@settings(max_examples=settings.default.max_examples // 4)
 @given(split=group_splits(), seed=st.integers(0, 99))
 def test_grouped_equals_unfused_in_every_form(
     act: Any, bias: str | None, split: Split, seed: int
