@@ -347,3 +347,51 @@ def test_a_packed_weight_of_other_groups_is_refused() -> None:
         fo.ops.GroupedLinear(E, D, F, packed=False).load_state_dict(state)
     missing = fo.ops.GroupedLinear(E, D, F).load_state_dict({}, strict=False)
     assert missing.missing_keys == ["weight", "bias"]
+
+
+# --- axes before the rows
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("recipe", [None, fo.recipes.Float8CurrentScaling()])
+def test_axes_before_the_last_are_rows(scaled: bool, recipe: Any) -> None:
+    op = fo.ops.GroupedLinear(E, D, F, scale_bias=scaled)
+    x = torch.randn(2, 3, 4, D)
+    probs = torch.rand(2, 3, 4)
+    offs = torch.tensor([5, 5, 22], dtype=torch.int32)
+
+    def run(x: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        op.zero_grad()
+        leaves = [x.clone().requires_grad_(), *([probs.clone().requires_grad_()] if scaled else [])]
+        with fo.recipe(recipe):
+            y = op(leaves[0], offs=offs, **({"probs": leaves[1]} if scaled else {}))
+        y.backward(torch.arange(float(y.numel())).sin().view(y.shape))
+        return y, *(t.grad for t in leaves), *(p.grad.clone() for p in op.parameters())
+
+    flat = run(x.view(-1, D), probs.view(-1))
+    for a, b in zip(run(x, probs), flat, strict=True):
+        assert torch.equal(a.reshape(b.shape), b)
+    y, dx, *_ = run(x, probs)
+    assert y.shape == (2, 3, 4, F) and dx.shape == x.shape
+    for needs in ("x", "weight"):  # one gradient alone
+        for p in op.parameters():
+            p.requires_grad_(needs == "weight")
+        with fo.recipe(recipe):
+            y = (
+                op(x.clone().requires_grad_(needs == "x"), offs=offs, probs=probs)
+                if scaled
+                else op(x.clone().requires_grad_(needs == "x"), offs=offs)
+            )
+        y.sum().backward()
+
+
+def test_experts_over_more_axes_run_unfused_and_say_why() -> None:
+    model = experts()
+    x = torch.randn(2, 5, D).double()
+    routing = fo.Routing.from_counts([3, 0, 6], torch.rand(2, 5).double())
+    plan = model.plan(x, routing)
+    assert ("grouped_mlp", (0, 3), "x has 3 axes, the fused op takes (rows, width)") in plan.misses
+    flat = fo.Routing(routing.offs, routing.probs.view(-1))  # type: ignore[union-attr]
+    torch.testing.assert_close(model(x, routing).view(10, D), model(x.view(10, D), flat))
+    with pytest.raises(fo.FuseOpsError, match=r"of shape \(\.\.\., rows, 6\)"):
+        model(x[0, 0], routing)

@@ -149,7 +149,7 @@ class GroupedMLP(FusedOp):
     def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
         if not self.scaled:
             return K.act_fwd(h, self.kind, *self.form)
-        check_probs("the scaled activation", h, probs)  # type: ignore[arg-type]
+        check_probs(type(self.members[1]).__name__, h, probs)  # type: ignore[arg-type]
         return K.scaled_act_fwd(h, probs, self.kind, *self.form)  # type: ignore[arg-type]
 
     def gradients(
