@@ -114,10 +114,10 @@ def test_routed_equals_unfused_in_every_form(
     assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
 
 
-COPIES = (routed_mlp.FC1, routed_mlp.FC1_WGRAD, routed_mlp.FC2_BWD)
+COPIES = (routed_mlp.FC1, routed_mlp.FC2_BWD)
 
 
-@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=3)), ids=str)
+@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=2)), ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "dropped"])
 def test_rows_that_are_copied_equal_unfused(kind: str, copied: tuple[int, ...]) -> None:
     model = routed().double()
