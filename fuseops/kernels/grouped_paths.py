@@ -64,7 +64,9 @@ def _pointer_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def _ring(m: int, n: int, cooperative: int, stages: int) -> Config:
-    return {"BLOCK_M": m, "BLOCK_N": n, "COOPERATIVE": cooperative, "GROUP": 8, "STAGES": stages}
+    """GROUP makes bands of 1024 rows."""
+    names = "BLOCK_M", "BLOCK_N", "COOPERATIVE", "GROUP", "STAGES"
+    return dict(zip(names, (m, n, cooperative, 1024 // m, stages), strict=True))
 
 
 def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -72,15 +74,15 @@ def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Square tiles read less, which shows where K is so short that loads do not hide, and waste
-    less at the edge of some N. Where K is so long that stores hardly count, wide tiles read least.
+    """Small tiles hide their stores. Where K is so long that stores hardly count, or so short that
+    nothing hides them, wide tiles read least; square ones are between, and waste less at some N.
     """
     groups, n, k = dims
     small, square, wide = _pingpong_candidates(dims, itemsize)
-    if k >= 8192:
+    many = rows >= 1024 * groups
+    if k >= 8192 or (many and k <= 256):
         return wide
-    short = k <= 768 and rows >= 1024 * groups
-    return square if short or 0 < n % 256 <= 128 else small
+    return square if (many and k <= 512) or 0 < n % 256 <= 128 else small
 
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -173,12 +175,13 @@ def mm_path(
 
 
 def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
-    """ "gather" or "pingpong" where that path ends in a SwiGLU: N a multiple of 256, of halves gate and
-    up; "" where the activation is a pass of its own.
+    """The path that ends in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate and
+    up; "" where the activation is a pass of its own, as for narrow products that gather nothing: there
+    the pass costs less than the longer epilogue.
     """
-    path = mm_path(x, weight, None, index)
-    fits = weight.shape[1] % 256 == 0 and weight.stride(2) == 1
-    return path if path in SWIGLU_SPACES and fits else ""
+    path, n = mm_path(x, weight, None, index), weight.shape[1]
+    pays = forced_path is not None or path == "gather" or n >= GATHER_BELOW
+    return path if path in SWIGLU_SPACES and pays and n % 256 == 0 and weight.stride(2) == 1 else ""
 
 
 def wgrad_path(
