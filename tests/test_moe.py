@@ -145,6 +145,16 @@ def test_an_injected_loss_is_one_that_is_added(
         assert_same(step(injecting, x, returned=False), (y, x.new_zeros(()), grads))
 
 
+@some
+@given(layers())
+def test_fused_is_unfused(case: tuple[fo.MoE, Tensor, str]) -> None:
+    moe, x, _ = case
+    assert fo.testing.assert_fused_matches_unfused(moe, x) == ("routed_mlp",)
+    with fo.fusion(False):
+        unfused = step(moe, x)
+    assert_same(step(moe, x), unfused)
+
+
 def test_aux_says_how_the_loss_leaves() -> None:
     assert "inject" in fo.MoE(D, F, E, 2, aux="inject", z_loss=0.1)._modules
     assert "inject" not in fo.MoE(D, F, E, 2, aux="inject")._modules  # there is no loss

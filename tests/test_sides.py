@@ -307,9 +307,10 @@ def test_from_counts_refuses_what_is_no_counts(counts: object) -> None:
 
 @st.composite
 def top_k(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
+    """Choices of tokens; -1 is a copy that was dropped."""
     E = draw(st.integers(1, 6))
     T, K = draw(st.integers(0, 8)), draw(st.integers(1, 3))
-    flat = draw(st.lists(st.integers(0, E - 1), min_size=T * K, max_size=T * K))
+    flat = draw(st.lists(st.integers(-1, E - 1), min_size=T * K, max_size=T * K))
     return torch.tensor(flat, dtype=torch.int64).view(T, K), torch.rand(T, K), E
 
 
@@ -322,13 +323,23 @@ def by_expert(chosen: Tensor, weights: Tensor, E: int) -> Iterator[tuple[int, in
                     yield e, t, float(weights[t, k])
 
 
+def assert_inverse(routing: fo.Routing, kept: Tensor) -> None:
+    """`pos` has every row once, at the token that `index` says; -1 where nothing was kept."""
+    assert routing.pos.dtype is torch.int32 and torch.equal(routing.pos >= 0, kept)
+    assert sorted(routing.pos[kept].tolist()) == list(range(int(kept.sum())))
+    for t, rows in enumerate(routing.pos.tolist()):
+        assert all(routing.index[row] == t for row in rows if row >= 0)
+
+
 @given(top_k())
 def test_from_topk_is_the_naive_loop(case: tuple[Tensor, Tensor, int]) -> None:
     chosen, weights, E = case
     rows = list(by_expert(chosen, weights, E))
     routing = fo.Routing.from_topk(chosen, weights, num_experts=E)
-    assert routing.index.tolist() == [t for _, t, _ in rows]
-    assert routing.probs.tolist() == [w for _, _, w in rows]
+    dropped = [0] * (chosen.numel() - len(rows))
+    assert routing.index.tolist() == [t for _, t, _ in rows] + dropped
+    assert routing.probs.tolist() == [w for _, _, w in rows] + dropped
+    assert_inverse(routing, chosen >= 0)
     assert routing.offs.tolist() == naive_offs([sum(e == i for e, _, _ in rows) for i in range(E)])
     assert routing.offs.dtype is torch.int32 and routing.probs.dtype is torch.float32
 
@@ -342,6 +353,7 @@ def test_from_multihot_is_the_naive_loop(T: int, E: int, seed: int, spare: int) 
     assert routing.index.tolist() == [t for _, t in rows]
     assert routing.probs.tolist() == [float(probs[t, e]) for e, t in rows]
     assert routing.offs.tolist() == naive_offs([int(c) for c in chosen.sum(0)])
+    assert_inverse(routing, chosen)
     if T:
         roomy = fo.Routing.from_multihot(chosen, probs, rows=len(rows) + spare)
         assert (
@@ -356,9 +368,10 @@ def test_from_multihot_refuses_too_little_room() -> None:
 
 def test_routing_probabilities_keep_their_graph() -> None:
     weights = torch.rand(3, 2, requires_grad=True)
-    routing = fo.Routing.from_topk(torch.tensor([[0, 1], [1, 0], [1, 1]]), weights, num_experts=2)
+    chosen = torch.tensor([[0, 1], [1, -1], [1, 1]])
+    routing = fo.Routing.from_topk(chosen, weights, num_experts=2)
     routing.probs.square().sum().backward()
-    torch.testing.assert_close(weights.grad, 2 * weights.detach())
+    torch.testing.assert_close(weights.grad, 2 * weights.detach() * (chosen >= 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -29,13 +29,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    block_k = pow2(dims[0], least=16)
+    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": pow2(dims[0], least=16), "num_warps": 4}
     return [
-        {"SPLITS": splits, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": 4}
-        for splits, m, n, stages in (
-            (2, 64, 64, 3), (4, 64, 64, 3), (2, 64, 64, 4), (2, 64, 128, 2), (4, 64, 128, 2),
-        )
-    ]  # fmt: skip
+        {"SPLITS": splits, "STAGES": stages, **tile} for splits, stages in ((2, 4), (2, 3), (4, 3))
+    ]
 
 
 def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:

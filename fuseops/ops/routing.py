@@ -108,7 +108,9 @@ class Routing(NamedTuple):
 
 def _checkable(t: Tensor) -> bool:
     """Whether a look at the values costs no synchronisation, and there are some."""
-    return t.device.type == "cpu" and bool(t.numel()) and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # where a size may be unknown
+        return False
+    return t.device.type == "cpu" and bool(t.numel())
 
 
 def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ class Exchange:
         self.received = received.view(world, local).sum(1).tolist()
         self.counts = received.view(world, local).sum(0)  # (E / world,): rows of the experts here
         self.expert = torch.arange(local, device=counts.device).repeat(world)
-        self.expert = self.expert.repeat_interleave(received)  # of every row that arrives
+        arriving = sum(self.received)
+        self.expert = self.expert.repeat_interleave(received, output_size=arriving)  # of every row
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows by expert on the rank of their token -> rows by rank on the rank of their expert."""

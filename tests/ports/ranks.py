@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 WORLD = 2
 COLLECTIVE = timedelta(seconds=40)  # a rank that waits longer for the other one gives up
-CELL = 100  # seconds in which a cell must answer
+CELL = 200  # seconds in which a cell must answer
 
 
 class Outcome(NamedTuple):
