@@ -108,9 +108,11 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
     record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
     record["held_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
-    for leaf in p.leaves:
-        leaf.grad = None
-    record["peak_bytes"] = {n: measure.peak_bytes(s) for n, s in steps.items()}
+    record["peak_bytes"] = {n: measure.peak_bytes(s, p.leaves) for n, s in steps.items()}
+    given = sum(t.nbytes for t in (p.x, p.probs, p.offs))  # saved, but there before the step
+    record["plan_peak_over_real"] = round(
+        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
+    )
     if options.warm:
         return record
     record["us"], record["tflops"], record["ratios"] = {}, {}, {}

@@ -108,8 +108,10 @@ def held_bytes(forward: Call) -> int:
     return held
 
 
-def peak_bytes(step: Call) -> int:
-    """Bytes that a training step allocates at the most, beyond what was there before."""
+def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
+    """Bytes that a training step allocates at the most, new gradients of the leaves too."""
+    for leaf in leaves:
+        leaf.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

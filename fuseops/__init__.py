@@ -15,6 +15,7 @@ from .fusions.config import fusion as fusion
 from .fusions.config import recipe as recipe
 from .fusions.config import reference as reference
 from .fusions.config import rules as rules
+from .fusions.debug import debug as debug
 from .fusions.explain import explain as explain
 from .fusions.explain import plans as plans
 from .fusions.plan import FusionPlan as FusionPlan

@@ -120,6 +120,11 @@ def version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Have the device check a 0-d bool tensor when it gets there; on the CPU at once, by RuntimeError."""
+    torch._assert_async(condition, message)
+
+
 def base_of(t: torch.Tensor) -> torch.Tensor:
     """The tensor that t is a view of, or t itself. Views of one base share its version counter."""
     base: torch.Tensor | None = t._base

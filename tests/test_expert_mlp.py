@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
+from fuseops.fusions.fused import routed_mlp
 from fuseops.fusions.plan import FusionPlan
 from fuseops.fusions.rule import types_of
 from fuseops.fusions.tables import PLAIN, SCALED
+from fuseops.kernels import configs
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import GROUPS, Split, group_splits
 
@@ -111,6 +113,24 @@ def test_routed_equals_unfused_in_every_form(
     assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
 
 
+COPIES = (routed_mlp.FC1, routed_mlp.FC1_WGRAD, routed_mlp.FC2_BWD)
+
+
+@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=3)), ids=str)
+@pytest.mark.parametrize("kind", ["zipf", "dropped"])
+def test_rows_that_are_copied_equal_unfused(kind: str, copied: tuple[int, ...]) -> None:
+    model = routed().double()
+    x, side = tokens(model, torch.float64, kind)
+    with ExitStack() as scopes:
+        for space, copies in zip(COPIES, copied, strict=True):
+            scopes.enter_context(configs.forced(space, {"COPY": copies}))
+        assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
+        model = model.bfloat16()
+        x, side = tokens(model, torch.bfloat16, kind)
+        plan = model.plan(x.requires_grad_(), **side)
+    assert plan.saved_bytes <= 2 * TOKENS * D + 4 * ROWS * F + 16 * ROWS + 4 * GROUPS
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("make", [grouped, routed])
 @pytest.mark.parametrize("act", [fo.ops.ScaledSwiGLU, fo.ops.ScaledSReLU, fo.ops.GEGLU])
@@ -170,6 +190,7 @@ def test_a_routed_layer_saves_tokens_h_and_indices_to_the_byte() -> None:
         "act.probs": 4 * ROWS,
         "fc1.offs": 4 * GROUPS,
         "permute.index": 8 * ROWS,
+        "permute.pos": 4 * ROWS,
     }
 
 
@@ -237,14 +258,14 @@ def expected(needs: set[str], routes: bool) -> Ran:
         "act_dprobs": int("probs" in needs and not below),
         "scaled_act_fwd": int("fc2.weight" in needs and not below),
         "combine_fwd": int(routes and "x" in needs),
-        "gather_rows": int(routes and "fc2.bias" in needs),
+        "scatter_rows": int(routes and "fc2.bias" in needs),
     }
     saved = {"fc1.offs"} if needs else set()
     saved |= {"fc1.x"} if "fc1.weight" in needs else set()
     saved |= {"act.x"} if through or "fc2.weight" in needs else set()
     saved |= {"act.probs"} if below or "fc2.weight" in needs else set()
     if routes and needs:
-        saved |= {"permute.index"} | ({"permute.pos"} if "x" in needs else set())
+        saved |= {"permute.index", "permute.pos"}
     return Ran({name: n for name, n in kernels.items() if n}, saved)
 
 

@@ -198,8 +198,28 @@ def test_the_sum_over_plans_is_what_the_graph_holds() -> None:
     del y
 
 
-def test_peak_adds_the_largest_output_that_is_not_saved() -> None:
-    plan = fo.Sequential(fo.ops.Linear(D, 10 * D, bias=False), fo.ops.SwiGLU()).plan(rows())
+class Reads(nn.Module):
+    """A plain module that reads values: no fake tensor can stand in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.sum() > 0)
+
+
+def test_the_peak_of_a_rehearsed_step_is_all_that_lives_in_it() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, 4 * D, bias=False))
+    plan = model.plan(rows())
+    x, y, w = ROWS * D, ROWS * 4 * D, 4 * D * D
+    assert plan.rehearsed
+    assert plan.saved_bytes == x * FLOAT
+    assert plan.peak_bytes == (x + y + x + w) * FLOAT  # with dx and dw
+    assert all(p.grad is None for p in model.parameters())
+    assert "at the peak of a step" in str(plan) and "at the peak of a step" in plan.to_html()
+
+
+def test_peak_without_a_rehearsal_adds_the_largest_output_that_is_not_saved() -> None:
+    ops = fo.ops.Linear(D, 10 * D, bias=False), fo.ops.SwiGLU(), Reads()
+    plan = fo.Sequential(*ops).plan(rows())
+    assert not plan.rehearsed and "with the largest temporary" in str(plan)
     # the Linear's output is the SwiGLU's saved x; the SwiGLU's own output is not saved
     assert plan.temporaries == ROWS * 5 * D * FLOAT
     assert plan.peak_bytes == plan.saved_bytes + plan.temporaries

@@ -2,13 +2,17 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -202,6 +206,29 @@ def test_compiled() -> None:
     compiled = torch.compile(apart, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(step(compiled, [2, 0, 1]), step(whole, [2, 0, 1]))
     torch.testing.assert_close(gradient(apart["fc1"], "weight"), whole["fc1"].weight.grad)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_fsdp2(packed: bool, alone: None) -> None:
+    whole, sharded = experts(), experts(packed=packed)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    for a, b in zip(step(sharded, [2, 0, 1]), step(whole, [2, 0, 1]), strict=True):
+        torch.testing.assert_close(a, b)
+    for name, op in whole.named_children():
+        for key, p in op.named_parameters():
+            grads = [
+                getattr(sharded[name], k).grad.full_tensor() for k in sharded[name].registered(key)
+            ]
+            torch.testing.assert_close(grads[0] if packed else torch.stack(grads), p.grad)
 
 
 # --- main_grad and delayed gradients

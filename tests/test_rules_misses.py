@@ -222,7 +222,7 @@ def overridden(op: Op[Any], how: str) -> Op[Any]:
 
 def exemplar(rule: fo.Rule) -> fo.Sequential:
     ops: dict[str, Callable[[], fo.Sequential]] = {
-        "routed_mlp": routed,
+        "routed_mlp": lambda: routed()[:4],  # Combine is optional
         "grouped_mlp": mlp,
         "norm_linear": normed,
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(6, 6, bias=False), fo.ops.SiLU()),
@@ -238,7 +238,7 @@ def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, 
 
 
 @pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
 def test_an_overridden_op_is_itself_inside_and_never_fused(
     rule: fo.Rule, place: int, how: str

@@ -228,6 +228,12 @@ def test_version_counts_writes_in_place() -> None:
         assert torch_private.version(torch.ones(4)) == 0
 
 
+def test_assert_async_names_what_was_wrong() -> None:
+    torch_private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_async(torch.tensor(False), "not fine")
+
+
 def test_base_of_a_view_is_what_it_views() -> None:
     t = torch.ones(4, requires_grad=True) * 1
     assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t

@@ -359,10 +359,10 @@ def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
-    """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
-    bodies = run_forward.__code__, run_backward.__code__
-    step = None if error is None else checks.failing_step(error, *bodies)
+def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> str:
+    """A segment, or one step of it (that which raised an error), in words: its path, and the ops in it."""
+    if isinstance(step, BaseException):
+        step = checks.failing_step(step, run_forward.__code__, run_backward.__code__)
     members = range(len(seg.ops)) if step is None else step.members
     names = [seg.names[i] for i in members]
     inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

@@ -80,10 +80,10 @@ def reference_only() -> Iterator[None]:
 
 
 @contextmanager
-def watching() -> Iterator[list[Call]]:
+def watching(into: list[Call] | None = None) -> Iterator[list[Call]]:
     """Inside, launches are noted as (op, args, kwargs), those of other threads (a backward) too."""
     global _watched
-    outer, _watched = _watched, []
+    outer, _watched = _watched, [] if into is None else into
     try:
         yield _watched
     finally:

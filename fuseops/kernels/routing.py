@@ -123,3 +123,21 @@ def counts_to_offs(counts: Tensor) -> Tensor:
         counts.contiguous(), offs, num_experts, BLOCK_E=pow2(num_experts), num_warps=4,
     )  # fmt: skip
     return offs
+
+
+@kernel_op(twin=reference.expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
+def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
+    """counts (E,) int32: the copies of each expert; those of none count nowhere."""
+    if num_experts > MAX_EXPERTS:
+        return reference.expert_counts(experts, num_experts)
+    experts, rows = experts.contiguous(), experts.numel()
+    config = ROUTE.pick(rows, (num_experts,), experts)
+    block_h, block_e = config["BLOCK_H"], pow2(num_experts + 1, least=16)
+    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
+    programs = cdiv(rows, chunk)
+    counts = torch.empty(programs, block_e, dtype=torch.int32, device=experts.device)
+    launch(
+        device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
+        BLOCK_H=block_h, BLOCK_E=block_e, num_warps=config["num_warps"],
+    )  # fmt: skip
+    return counts[:, :num_experts].sum(0, dtype=torch.int32)

@@ -95,7 +95,7 @@ class MoE(Sequential):
             "shared": shared,
             "swap": ops.Swap("tokens", "shared") if shared else None,
             "router": route,
-            "inject": ops.InjectLoss() if _injects(aux, route) else None,
+            "inject": ops.InjectLoss().to(device) if _injects(aux, route) else None,
             "dispatch": dispatch,
             "permute": ops.Permute(top_k),
             "fc1": ops.GroupedLinear(groups, dim, ffn * (1 + _gated(act)), **linear),

@@ -20,6 +20,7 @@ from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
 from .routing import check_offs, check_probs
+from .splits import check_splits
 from .tiles import tiles_of
 
 PACKED = ("weight", "bias")
@@ -44,9 +45,12 @@ def grouped_linear(
 ) -> Tensor:
     """The grouped product in the precision of the call. index: row r of x is its row index[r]."""
     if isinstance(x, Quantized):
+        check_splits(offs, len(x.row), offs.device)  # type: ignore[arg-type]
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
-        tiles = tiles_of(call, offs, len(x if index is None else index))
+        rows = len(x if index is None else index)
+        check_splits(offs, rows, x.device)
+        tiles = tiles_of(call, offs, rows)
         y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
@@ -190,7 +194,11 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def registered(self, name: str) -> tuple[str, ...]:
         if self.packed or name not in PACKED or name in self._parameters:
             return (name,)
-        return tuple(f"{name}{e}" for e in range(self.num_groups))
+        return tuple([f"{name}{e}" for e in range(self.num_groups)])
+
+    def sample(self, name: str) -> Any:
+        parts = [getattr(self, key) for key in self.registered(name)]
+        return next((part for part in parts if part is not None and part.requires_grad), parts[0])
 
     def __getattr__(self, name: str) -> Any:
         if name in PACKED and name not in self._parameters and not self.packed:

@@ -1,5 +1,6 @@
 """InjectLoss: a loss that reaches the backward without ever being added to the training loss."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ class InjectLoss(Op[InjectLossSaved]):
 
     As if scale * loss were added to the training loss, so the loss need not leave the layer: it crosses plain blocks,
     checkpoints and the stages of a pipeline.
-    scale: a buffer () that is not in the state_dict, 1 at first. Each forward saves the one that it sees, for a
-    micro-batch whose backward runs later: assign a new one (`set_scale`) instead of writing to it.
+    scale: a tensor () on the device, 1 at first. Each forward saves the one that it sees, for a micro-batch whose
+    backward runs later: assign a new one (`set_scale`) instead of writing to it.
     """
 
     saves_for = {"x": ()}
@@ -28,10 +29,15 @@ class InjectLoss(Op[InjectLossSaved]):
     def __init__(self, name: str = "router_loss") -> None:
         super().__init__()
         self.reads = (name,)
-        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.scale = torch.ones(())  # no buffer: DDP would write to it
 
     def extra_repr(self) -> str:
         return repr(self.reads[0])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.scale = fn(self.scale)
+        return self
 
     def set_scale(self, scale: float | Tensor) -> None:
         """The weight of the loss in the forwards to come: a number, or a () tensor on the device."""

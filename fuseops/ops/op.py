@@ -202,6 +202,10 @@ class Op(nn.Module, Generic[S]):
         """The registered parameters that a keyword of `fwd` stands for: itself, or those that it is packed of."""
         return (name,)
 
+    def sample(self, name: str) -> Any:
+        """A tensor with the dtype, the class and the need of a gradient of what `name` stands for."""
+        return getattr(self, name)
+
     def side_names(self) -> tuple[str, ...]:
         """Side inputs that `fwd` of this instance takes."""
         unread = [name for name in self.reads if name not in self.signature.keywords]

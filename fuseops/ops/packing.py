@@ -22,34 +22,26 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor (E, *shape) of which `parts` are the rows, in order; None unless they are, in one storage."""
     first = parts[0].detach()
-    if not all(_alike(part, first) for part in parts):
+    fake = first.is_meta or torch_private.is_fake(first)
+    if not (fake or type(parts[0]) in PLAIN) or not first.is_contiguous():
         return None
     storage, size = first.untyped_storage(), first.numel() * first.itemsize
     begin = first.storage_offset() * first.itemsize
     if begin + len(parts) * size > storage.nbytes():
         return None
-    if first.is_meta or torch_private.is_fake(first):
-        owner = torch_private.storage_id(first)
-        at = [
-            p.storage_offset() * p.itemsize - begin if torch_private.storage_id(p) == owner else -1
-            for p in parts
-        ]
-    else:  # addresses inside of a storage that is alive are that storage's
-        base = first.data_ptr()
-        at = [part.data_ptr() - base for part in parts]
-    if at != [e * size for e in range(len(parts))]:
-        return None
+    # an address inside of a storage that is alive is that storage's; without addresses, ask whose the tensor is
+    place = _place_without_address if fake else Tensor.data_ptr
+    expected, alike = place(first), (first.shape, first.stride(), first.dtype)
+    for part in parts:
+        if place(part) != expected or (part.shape, part.stride(), part.dtype) != alike:
+            return None
+        expected += size
     return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
-def _alike(part: Tensor, first: Tensor) -> bool:
-    return (
-        (type(part) in PLAIN or torch_private.is_fake(part))
-        and part.shape == first.shape
-        and part.dtype is first.dtype
-        and part.device == first.device
-        and part.is_contiguous()
-    )
+def _place_without_address(t: Tensor) -> int:
+    """A number that tells bytes of different storages apart, and moves with the offset in one."""
+    return (torch_private.storage_id(t) << 48) + int(t.storage_offset()) * t.itemsize
 
 
 def repack(parts: Sequence[Tensor]) -> bool:

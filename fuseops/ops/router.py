@@ -35,9 +35,9 @@ TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
 class RouterSaved(NamedTuple):
     x: Tensor | None  # (T, D)
     weight: Tensor | None  # the parameter itself
-    logits: Tensor | None  # (T, E) float32
+    logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
-    load: Tensor | None  # (E,) float32: f_e, where there is a balance loss
+    load: Tensor | None  # (E,): f_e, where there is a balance loss
 
 
 class Router(Op[RouterSaved]):
@@ -156,6 +156,8 @@ class Router(Op[RouterSaved]):
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert = fn(self.tokens_per_expert)
         after = self.expert_bias
         if before is not None and after is not None and after.itemsize < before.itemsize:
             self.expert_bias = before.to(after.device)
@@ -173,7 +175,7 @@ class Router(Op[RouterSaved]):
     def count(self, experts: Tensor) -> None:
         """Add the copies of each expert to `tokens_per_expert`.   experts (T, K)"""
         if self.tokens_per_expert is not None:
-            self.tokens_per_expert += self._counts(experts)
+            self.tokens_per_expert.add_(K.expert_counts(experts, self.num_experts))
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
@@ -206,26 +208,36 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        loses = self.balance_loss is not None
+        balances = self.balance_loss is not None
         if chosen is None and self.groups == 1:
             weights, experts, scores = K.router_fwd(
-                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, loses
+                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, balances
             )
         else:
             scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
             experts = self._limited(scores, expert_bias) if chosen is None else chosen
             weights = self._weights(scores, experts)
-        load = self._load(experts) if loses else None
+        load = self._load(experts, logits.dtype) if balances else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
             side["router_loss"] = self._loss(logits, scores, load)
+        if self._chosen_suffice:
+            logits = logits.gather(-1, experts.long())
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
+
+    @property
+    def _chosen_suffice(self) -> bool:
+        """Whether the gradient depends on the chosen logits alone: a normalised softmax is the softmax over those."""
+        alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
+        return alone and "router_loss" not in self.writes
 
     def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
         key = scores if expert_bias is None else scores + expert_bias
         grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
-        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        best, at = grouped.max(-1)
+        if grouped.shape[-1] > 1:  # topk would sort
+            best = best + grouped.scatter(-1, at.unsqueeze(-1), -math.inf).amax(-1)
         groups = _top(best, self.top_groups).long()
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
         return _top(grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2), self.top_k)
@@ -236,20 +248,15 @@ class Router(Op[RouterSaved]):
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.scale
 
-    def _load(self, experts: Tensor) -> Tensor:
-        """f_e: the share of the copies that each expert gets.   (E,) float32"""
-        return self._counts(experts).to(torch.float32) / max(experts.numel(), 1)
-
-    def _counts(self, experts: Tensor) -> Tensor:
-        """Copies of each expert.   (E,) int32"""
-        offs = K.route(experts, self.num_experts)[0]
-        return offs.diff(prepend=offs.new_zeros(1))
+    def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """f_e: the share of the copies that each expert gets.   (E,)"""
+        return K.expert_counts(experts, self.num_experts).to(dtype) / max(experts.numel(), 1)
 
     def _loss(self, logits: Tensor, scores: Tensor, load: Tensor | None) -> Tensor:
         tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
         if self.balance_loss is not None and load is not None:
             mean = self._shares(scores).sum(0) / tokens
-            loss = loss + self.balance_loss * self.num_experts * (load.to(mean.dtype) * mean).sum()
+            loss = loss + self.balance_loss * self.num_experts * (load * mean).sum()
         if self.z_loss is not None:
             loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
         return loss
@@ -286,20 +293,27 @@ class Router(Op[RouterSaved]):
         dweights, dloss = dside["weights"], dside.get("router_loss")
         if dweights is None:
             dweights = torch.zeros_like(experts, dtype=logits.dtype)
-        dscores = self._dscores(logits, load, dloss)
-        rest = self.score, self.normalize, self.scale, dscores
-        dlogits = K.router_bwd(dweights, logits, experts, *rest)
+        if dloss is not None:
+            dloss = dloss.to(logits.dtype)
+        form = self.score, self.normalize, self.scale
+        if self._chosen_suffice:
+            own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
+            chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
+            zeros = logits.new_zeros(len(logits), self.num_experts)
+            return zeros.scatter(-1, experts.long(), chosen)
+        dscores = self._dscores(logits, load, dloss)  # type: ignore[arg-type]
+        dlogits = K.router_bwd(dweights, logits, experts, *form, dscores)
         if dloss is None or self.z_loss is None:
             return dlogits
         slope = 2 * self.z_loss / max(logits.shape[0], 1) * logits.logsumexp(-1, keepdim=True)
         return dlogits + dloss * slope * logits.softmax(-1)
 
-    def _dscores(self, logits: Tensor, load: Tensor | None, dloss: Tensor | None) -> Tensor | None:
+    def _dscores(self, logits: Tensor, load: Tensor, dloss: Tensor | None) -> Tensor | None:
         """The balance loss' gradient of the scores, (T, E)."""
-        if dloss is None or load is None or self.balance_loss is None:
+        if dloss is None or self.balance_loss is None:
             return None
         slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
-        dshares = (dloss * slope * load.to(logits.dtype)).expand_as(logits)
+        dshares = (dloss * slope * load).expand_as(logits)
         if self.score == "softmax":
             return dshares
         scores = logits.sigmoid()
@@ -314,7 +328,4 @@ def _top(key: Tensor, k: int) -> Tensor:
 
 def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
     """dy + dlogits @ weight."""
-    if dy is None:
-        return dlogits.to(weight.dtype) @ weight
-    dtype = torch.promote_types(dy.dtype, weight.dtype)
-    return torch.addmm(dy.to(dtype), dlogits.to(dtype), weight.to(dtype))
+    return dlogits.to(weight.dtype) @ weight if dy is None else K.add_mm(dy, dlogits, weight)

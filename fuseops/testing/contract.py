@@ -35,11 +35,11 @@ class Case(NamedTuple):
     @property
     def needs(self) -> tuple[str, ...]:
         """Everything that a gradient can be asked of."""
-        buffers = self.op._buffers
+        given = {*self.sides, *(name for name, _ in self.op.named_parameters())}
         floating = [
             n
             for n, t in self.keywords.items()
-            if t is not None and t.is_floating_point() and n not in buffers
+            if n in given and t is not None and t.is_floating_point()
         ]
         return ("x", *floating) if self.x.is_floating_point() else tuple(floating)
 
@@ -341,7 +341,7 @@ def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
         for n in case.sides
     }
     for name, p in op.named_parameters():
-        p.requires_grad_(name in needs)
+        p.requires_grad_(any(name in op.registered(need) for need in needs))
     torch.manual_seed(SEED)
     with torch.enable_grad():
         out = op(x, **side)
@@ -354,16 +354,22 @@ def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
         if (d := {"y": vjp.dy, **vjp.dside}.get(name)) is not None and t.requires_grad
     ]
     names = sorted(needs)
-    leaves = [x if n == "x" else side[n] if n in side else op.get_parameter(n) for n in names]
+    leaves: list[Any] = []
+    of: list[slice] = []  # the leaves of each name
+    for name in names:
+        given = {"x": x, **side}.get(name)
+        mine = [op.get_parameter(n) for n in op.registered(name)] if given is None else [given]
+        of.append(slice(len(leaves), len(leaves) + len(mine)))
+        leaves += mine
     if not leaves:
         return
     found = torch.autograd.grad(
-        [t for t, _ in pairs],
-        leaves,  # type: ignore[arg-type]
-        [d for _, d in pairs],
-        materialize_grads=True,
+        [t for t, _ in pairs], leaves, [d for _, d in pairs], materialize_grads=True
     )
     words = ("the op as a module", "autograd over fwd")
-    for name, grad in zip(names, found, strict=True):
+    for name, where in zip(names, of, strict=True):
+        parts = found[where]
+        packed = name not in side and name != "x" and op.registered(name) != (name,)
+        grad = torch.stack(parts) if packed else parts[0]
         if wrong := difference(f"gradient of {name}", grad, vjp.grads[name], TOLERANCE, words):
             raise AssertionError(f"{type(op).__name__} with needs {sorted(needs)}: {wrong}")

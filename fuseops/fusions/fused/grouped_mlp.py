@@ -7,7 +7,7 @@ Numerics: every GEMM and activation rounds as the op alone does; `a` of the back
 of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +19,7 @@ from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
 
 Tensors = Mapping[str, Tensor]
+Params = Mapping[str, Tensor | None]
 WEIGHT = frozenset({"weight"})
 
 
@@ -119,29 +120,39 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         x_index: Tensor | None = None,
         dy_index: Tensor | None = None,
+        rows_of_x: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None,
     ) -> tuple[Grads, Grads, Grads]:
-        """Of fc1, the activation and fc2: what their calls need, and no work for anything else."""
+        """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
+
+        rows_of_x: (x, dh) -> x and index for fc1's weight gradient, called when its turn comes.
+        """
         first, act, last = calls
-        fc1 = GroupedLinearSaved(s.x, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
+        fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
-        rest = last._replace(needs=last.needs - WEIGHT)
-        da, params2, side2 = grouped_linear_bwd(fc2, dy, rest, dy_index=dy_index)
-        h, a, dh, dprobs = s.h, None, None, None
+        above = grouped_linear_bwd(fc2, dy, _without_weight(last), dy_index=dy_index)
+        dw1: Params = {}
+        dw2: Params = {}
+        below = Grads()
+        da, h, a, dh, dprobs = above.x, s.h, None, None, None
+        above = above._replace(x=None)
         if h is None and (da is not None or "weight" in last.needs):
             h = self.hidden(s, first, x_index)
         if da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
-            del da  # before the weight gradients, which are the peak
+            del da  # before the gradients of the weights, which are the peak
         if "weight" in last.needs:
             a = self.activation(h, s.probs) if a is None else a  # type: ignore[arg-type]
-            only = last._replace(needs=WEIGHT)
-            weight2 = grouped_linear_bwd(fc2._replace(x=a), dy, only, dy_index=dy_index).params
-            params2 = {**(params2 or {}), **(weight2 or {})}
+            dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
-        below = Grads() if dh is None else grouped_linear_bwd(fc1, dh, first, x_index=x_index)
+        if dh is not None:
+            if "weight" in first.needs:
+                rows = (s.x, x_index) if rows_of_x is None else rows_of_x(s.x, dh)  # type: ignore[arg-type]
+                dw1 = _weight(fc1._replace(x=rows[0]), dh, first, rows[1], None)
+                del rows
+            below = grouped_linear_bwd(fc1, dh, _without_weight(first))
         side = {"probs": dprobs} if "probs" in act.needs else None
-        return below, Grads(side=side), Grads(params=params2, side=side2)
+        return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
     def _activation_bwd(
         self,
@@ -163,3 +174,23 @@ class GroupedMLP(FusedOp):
             da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
+
+
+def _without_weight(call: Call) -> Call:
+    return call._replace(needs=call.needs - WEIGHT)
+
+
+def _weight(
+    saved: GroupedLinearSaved,
+    dy: Tensor,
+    call: Call,
+    x_index: Tensor | None,
+    dy_index: Tensor | None,
+) -> Params:
+    """The gradient of the weight alone."""
+    only = call._replace(needs=WEIGHT)
+    return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
+
+
+def _with(grads: Grads, params: Params) -> Grads:
+    return grads._replace(params={**(grads.params or {}), **params})

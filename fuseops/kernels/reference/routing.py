@@ -34,3 +34,9 @@ def route(
 def counts_to_offs(counts: Tensor) -> Tensor:
     """offs (E,) int32: the row ends of groups with these counts (E,)."""
     return counts.cumsum(0).to(torch.int32)
+
+
+def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
+    """counts (E,) int32: the copies of each expert.   experts (T, K) int"""
+    every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    return (experts.flatten()[:, None] == every).sum(0).to(torch.int32)
