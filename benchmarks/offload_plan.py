@@ -2,12 +2,13 @@
 
     python benchmarks/offload_plan.py [--seconds 30] [--out FILE] [--small]
 
-Measures the machine (what `fuseops env --measure` prints), records one step of the dense stack of
-benchmarks/offload.py, plans it for a few budgets, and runs each plan under a scheduler in turns with
+Measures the machine (what `fuseops env --measure` prints), records one step of the example of
+`fuseops offload-plan`, plans it for a few budgets, and runs each plan under a scheduler in turns with
 the plain step. Peaks are active bytes, absolute. --small: tiny, on any device, to try the script.
 """
 
 import argparse
+import datetime
 import json
 import statistics
 import sys
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload import GIB, Dense, provenance
 
 from fuseops import offload
+from fuseops.cli.env import describe
+from fuseops.cli.offload_plan import Stack
 from fuseops.offload.plan import OffloadPlan, plan_profile
 from fuseops.offload.planner import Limits
 
+GIB = 1 << 30
 SHARES = (None, 0.85, 0.7)  # of the plain peak above what is there before the step; None: no stall
 
 
@@ -33,7 +36,7 @@ class Run:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = Dense(blocks, d, f, heads).to(dtype)
+            self.model = Stack(blocks, d, f, heads).to(dtype)
             self.x = torch.randn(tokens, d, dtype=dtype, requires_grad=True)
         self.cuda = device.type == "cuda"
         self.min_bytes = 1 << 10 if small else 1 << 20
@@ -105,7 +108,12 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     machine = offload.Hardware.measure() if device.type == "cuda" else offload.Hardware.h200()
-    found: dict[str, Any] = {**provenance(device), "hardware": machine.to_json(), "plans": []}
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **{k: v for k, v in describe().items() if k in ("versions", "devices")},
+        "measured": machine.to_json(),
+        "plans": [],
+    }
 
     def write() -> None:
         if args.out:

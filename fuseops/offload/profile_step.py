@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import as_if_on
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
@@ -122,7 +123,8 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
             min_bytes=step.min_bytes,
             intercept=rows,
         )
-        with mode, sdpa_kernel(backends), recorder.running(), _explained():
+        as_on = as_if_on(hardware.arch)
+        with mode, sdpa_kernel(backends), recorder.running(), as_on, _explained():
             step.run(args, side)
     ops, saved, calls = recorder.result()
     if any("scaled_dot_product" in op.name for op in ops):
@@ -131,7 +133,8 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     if rows.used:
         assumed.append(f"data-dependent selections find {list(split or ())} rows in turn")
     if any(isinstance(m, FuseOp) for m in step.model.modules()):
-        assumed.append("fused as on this device, which may fuse less than CUDA")
+        kernels = f"kernels of sm_{hardware.arch}" if hardware.arch else "no kernels"
+        assumed.append(f"fuseops: {kernels}; rules that ask for a CUDA device do not fire")
     recompute = tuple(_recomputations(step, saved, calls, [op.seconds for op in ops]))
     return Profile(
         *(type(step.model).__name__, DRY_RUN, ops, saved, calls, recompute, tuple(assumed)),
@@ -273,11 +276,24 @@ class _Roofline:
         kwargs: Any,
     ) -> float:
         nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
+        if "scaled_dot_product" in str(func):
+            flops = _attention_flops(func, args, kwargs)
+            return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)
         formula = self._flops.get(func._overloadpacket)
         out = outputs[0] if len(outputs) == 1 else tuple(outputs)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
         return self._hardware.op_seconds(flops, nbytes, dtype)
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+    """Of every kernel alike; torch counts those of CUDA only, and what a causal mask leaves out."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    batch, heads, queries, width = named["query"].shape
+    keys = named["key"].shape[-2]
+    products = 10 if "backward" in str(func) else 4
+    flops = float(products * batch * heads * queries * keys * width)
+    return flops / 2 if named.get("is_causal") else flops
 
 
 class _Rows:

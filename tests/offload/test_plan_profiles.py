@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fuseops.offload.profile import Profile
 from fuseops.offload.profile_memory import StorageMeter
 from fuseops.offload.profile_step import Step, dry_run, layers_of, record
 
-H200 = Hardware.h200()
+H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
 D = 32
 
 
@@ -143,6 +144,31 @@ def test_gradients_that_exist_are_there_from_the_start() -> None:
     with_them = dry_run(step_of(model, x), H200)
     extra = with_them.ops[0].resident - without.ops[0].resident
     assert extra == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_kernels_of_the_machine_are_one_op_each(step: Step) -> None:
+    """Their temporaries are inside them, as on CUDA; what they save is the same."""
+    here, there = dry_run(step, H200), dry_run(step, Hardware.h200())
+    assert any(op.name.startswith("fuseops.") for op in there.ops)
+    assert not any(op.name.startswith("fuseops.") for op in here.ops)
+    assert len(there.ops) < len(here.ops) and there.peak <= here.peak
+    assert [s.name for s in there.saved] == [s.name for s in here.saved]
+    assert [s.nbytes for s in there.saved] == [s.nbytes for s in here.saved]
+
+
+def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
+    fast, slow = (dry_run(step, replace(H200, attention_rate=r)) for r in (1e-6, 1e-7))
+    for way in ("", "_backward"):
+        times = [
+            sum(
+                op.seconds
+                for op in p.ops
+                if "scaled_dot_product" in op.name and ("backward" in op.name) == bool(way)
+            )
+            for p in (fast, slow)
+        ]
+        flops = 3 * (10 if way else 4) * 2 * 2 * 16 * 16 * (D // 2) / 2
+        assert times == pytest.approx([flops / 1e6, flops / 1e5])
 
 
 def test_a_model_without_memory_is_profiled_too(step: Step) -> None:
