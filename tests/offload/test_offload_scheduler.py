@@ -552,9 +552,7 @@ def test_device_bytes_are_let_go_and_the_books_add_up() -> None:
         y = model(inputs())
         gone = {name for name, storage in storages.items() if storage.expired()}
         assert gone == set("acde")  # b is held, f not yet let go
-        assert [n for n, _ in scheduler.report().held] == ["1.MulBackward0.0"] or len(
-            scheduler.report().held
-        ) == 1
+        assert len(scheduler.report().held) == 1  # b
         y.sum().backward()
 
 
