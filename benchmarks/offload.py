@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -33,6 +34,8 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.offload.devices import lanes_of
 from fuseops.offload.plan import Limits, plan_profile
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 GIB = 1 << 30
 
@@ -149,6 +152,7 @@ class Bench:
         self.cuda = rows.is_cuda
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
         self.schedulers: dict[str, offload.Scheduler] = {}
+        self.resident = 0  # bytes on the device after a forward
         self.predicted: dict[str, dict[str, Any]] = {}
 
     def add_scheduler(self, name: str, **options: Any) -> None:
@@ -156,8 +160,10 @@ class Bench:
         self.schedulers[name] = scheduler
         self.ways[name] = lambda: scheduler
 
-    def add_plans(self, peaks: list[float], **options: Any) -> None:
-        """A way for each peak, in GiB above what is there before a step, by a step recorded once."""
+    def add_plans(self, peaks: list[float | None], **options: Any) -> None:
+        """A way for each peak, in GiB above what is there before a step, by a step recorded once. None:
+        what leaves without a stall.
+        """
         self.step()
         self.forget_gradients()
         base = self.active("current")
@@ -166,13 +172,14 @@ class Bench:
             self.model, self.batch(), layers="blocks.*", record=True, hardware=hardware, **options
         )
         for peak in peaks:
-            limits = Limits(base + int(peak * GIB), None)
+            limits = Limits(None if peak is None else base + int(peak * GIB), None)
             plan = plan_profile(first.profile, hardware, limits, layers=("blocks.*",))
-            name = f"plan {peak} GiB"
+            name = "plan free" if peak is None else f"plan {peak} GiB"
             self.add_scheduler(name, plan=plan)
             self.predicted[name] = {
                 "predicted_peak_gib": (plan.after.peak - base) / GIB,
                 "predicted_ratio": plan.after.seconds / plan.before.seconds,
+                "planned_gib": plan.bytes_of("offload") / GIB,
                 "recomputed": list(plan.recomputed),
                 "warnings": list(plan.warnings),
             }
@@ -185,9 +192,12 @@ class Bench:
         finally:
             self.model.recompute = False
 
-    def step(self) -> Tensor:
+    def step(self, look: bool = False) -> Tensor:
         self.forget_gradients()
+        before = self.active("current") if look else 0
         y = self.model(self.batch())
+        if look:
+            self.resident = self.active("current") - before
         y.backward(torch.ones_like(y))
         return y.detach()
 
@@ -199,8 +209,9 @@ class Bench:
         """Milliseconds of the last of some steps, on the device and on the host, and its peak."""
         scheduler = self.schedulers.get(way)
         with self.ways[way]():
-            for _ in range(steps - 1):
-                self.step()
+            for k in range(steps - 1):
+                self.step(look=k == steps - 2)
+            self.forget_gradients()
             moved = scheduler.report().moved_bytes if scheduler else 0
             start, end = self.mark(), self.mark()
             if self.cuda:
@@ -211,6 +222,7 @@ class Bench:
             self.step()
             host = time.perf_counter() - host
             found = {"ms": host * 1e3, "host_ms": host * 1e3, "peak_gib": 0.0}
+            found["resident_gib"] = self.resident / GIB
             if self.cuda:
                 end.record()
                 torch.cuda.synchronize()
@@ -245,7 +257,7 @@ class Bench:
         """Whether gradients equal those of the plain step to the bit, with a delay on each stream in
         turn before every block, forward and backward. "nothing": whether two plain steps are equal.
         """
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             plain = self.gradients()
             found = {"nothing": all(map(torch.equal, plain, self.gradients()))}
@@ -290,20 +302,25 @@ class Bench:
             "quartiles": [quartiles[0], quartiles[2]],
             **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
             "peak_gib": max(r["peak_gib"] for r in mine),
+            "resident_gib": mine[-1]["resident_gib"],
         }
         scheduler = self.schedulers.get(way)
         if scheduler is not None:
-            found["moved_gib"] = mine[-1]["moved_gib"]
+            moved = found["moved_gib"] = mine[-1]["moved_gib"]
+            if moved:  # which share of the bytes that moved is off the device
+                gone = base[-1]["resident_gib"] - found["resident_gib"]
+                lower = base[-1]["peak_gib"] - found["peak_gib"]
+                found["gone_over_moved"], found["peak_over_moved"] = gone / moved, lower / moved
             found |= self.predicted.get(way, {})
             found["schedule"] = dict(scheduler.report().schedule)
         return found
 
 
-PEAKS = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [40.0, 32.0]}
+PEAKS: dict[str, list[float | None]] = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [None]}
 
 
 def stack(
-    kind: str, small: bool, blocks: int | None, peaks: list[float], device: torch.device
+    kind: str, small: bool, blocks: int | None, peaks: list[float | None], device: torch.device
 ) -> Bench:
     shape = (SMALL if small else SHAPES)[kind]
     shape = shape._replace(blocks=blocks or shape.blocks)
@@ -353,6 +370,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             f"{way:28}{row['ms']:9.2f}{row['host_ms']:8.1f}{ratio}{spread:>15}"
             f"{row['peak_gib']:9.2f}{moved}"
         )
+        if "gone_over_moved" in row:
+            lines[-1] += f" {row['gone_over_moved']:.4f} {row['peak_over_moved']:.4f}"
         if "predicted_peak_gib" in row:
             lines[-1] += (
                 f"  {row['predicted_peak_gib']:.2f} GiB, {row['predicted_ratio']:.4f}, "
@@ -370,13 +389,13 @@ def main() -> int:
     parser.add_argument(
         "--ways", default="", help="only those that begin with one of these, by comma"
     )
-    parser.add_argument("--peaks", default="", help="of the plans, in GiB, by comma")
+    parser.add_argument("--peaks", default="", help="of the plans: GiB, or free, by comma")
     parser.add_argument("--exact", action="store_true", help="compare gradients, time nothing")
     parser.add_argument("--once", action="store_true", help="save_on_cpu too: 11 s a step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    peaks = [float(peak) for peak in args.peaks.split(",") if peak]
+    peaks = [None if p == "free" else float(p) for p in args.peaks.split(",") if p]
     bench = stack(args.model, args.small, args.blocks, peaks, device)
     for way in [w for w in bench.ways if not w.startswith(("nothing", *args.ways.split(",")))]:
         del bench.ways[way]

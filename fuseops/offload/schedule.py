@@ -33,7 +33,7 @@ Decision = Literal["keep", "offload", "recompute"]
 class Schedule:
     """Drives one device.
 
-    decisions  by name of a saved tensor; what is not named is offloaded
+    decisions  by name of a saved tensor, for whoever asks before `save`
     lag        boundaries between the forward of a call and the release of what it sent
     ahead      boundaries between a reload and the backward that reads it
     small      storages below so many bytes share a transfer; 0: none do
@@ -126,10 +126,6 @@ class Schedule:
         """Whether the backward of this call begins too soon for anything of it to leave."""
         distance = self.order.distance(call.key) if self.keep_last else None
         return distance is not None and distance <= self.lag + self.ahead
-
-    def decision(self, name: str) -> Decision:
-        """What was decided for the saved tensor of that name."""
-        return self.decisions.get(name, "offload")
 
     def save(
         self,
