@@ -216,7 +216,11 @@ def plan_profile(
         before,
         after,
         layers=layers,
-        recomputed=tuple(profile.recompute[model.groups[g]].name for g in solution.choice.drop),
+        recomputed=tuple(
+            group.name
+            for group in (profile.recompute[model.groups[g]] for g in sorted(solution.choice.drop))
+            if group.kind == "module"
+        ),
     )
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
@@ -260,7 +264,7 @@ def _planned(model: Model, solution: Solution, after: Simulation) -> Iterator[Pl
         window, decision = after.windows.get(k), KEEP
         if k in dropped:
             decision, group = RECOMPUTE, dropped[k]
-            reason = f"with {group.name}, {group.seconds * 1e3:.2f} ms"
+            reason = f"{group.kind} {group.name}, {group.seconds * 1e3:.2f} ms"
         elif k in leave and k not in after.stayed:
             decision = OFFLOAD
             reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"

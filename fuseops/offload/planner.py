@@ -217,7 +217,9 @@ class _Search:
         if self.until == self.evaluations:
             return  # no predictions left for it
         start = self.model.predict(NOTHING)
-        _, groups = self.model.covers(start.top)
+        _, covering = self.model.covers(start.top)
+        kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
+        groups = [g for g in covering if kinds[g] == "module"]
         share = (self.evaluations - self.until) // (2 * STARTS)
         counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
         for count in counts:
