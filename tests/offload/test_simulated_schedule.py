@@ -150,6 +150,7 @@ def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings:
         else st.just(frozenset())
     )
     drop = data.draw(st.frozensets(st.sampled_from(range(len(model.groups)))))
+    assert not any(model.rivals)
     leave -= {k for g in drop for k in model.members[g]}
     prediction = model.predict(Choice(leave, drop))
     done = simulate(
