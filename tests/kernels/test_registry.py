@@ -34,16 +34,6 @@ def test_every_op_has_a_sample():
     assert set(SAMPLES) == set(KERNEL_OPS)
 
 
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_fake_cpu_tensors_are_taken_for_those_of_a_gpu():
     """For dry runs: the registered op where an architecture has the kernel, the twin elsewhere."""
     op = KERNEL_OPS["bias_fwd"]
@@ -52,7 +42,7 @@ def test_fake_cpu_tensors_are_taken_for_those_of_a_gpu():
         fake = (mode.from_tensor(x), mode.from_tensor(bias))
 
         def names(arch):
-            with Ops() as seen, as_if_on(arch):
+            with Seen() as seen, as_if_on(arch):
                 assert op(*fake).shape == (2, 3)
             return [name for name in seen.names if name.startswith("fuseops")]
 
