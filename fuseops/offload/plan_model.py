@@ -3,7 +3,8 @@ times, and the schedule itself only once, at the end.
 
 Where events stand in the step does not depend on the choice; only stalls do. So they are laid out
 once, and a prediction is one pass over those of the chosen tensors. Small tensors of a call, which
-share a transfer, each bear their part of its cost.
+share a transfer, each bear their part of its cost; copies cost what they do while the other
+direction is idle. The simulation that a plan reports knows better in both.
 """
 
 from __future__ import annotations
