@@ -219,8 +219,8 @@ def _copy_curves() -> tuple[Curve, Curve, Curve]:
             ("h2d", ((back, up),)),
             ("both", ((out, down), (back, up))),
         ):
-            seconds = _median_seconds(works, repeat)
-            points[name].append((size, _digits(len(works) * repeat * size / seconds / 1e9)))
+            seconds = _seconds(works, repeat)
+            points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
     out_alone, back_alone, both = (Curve(tuple(curve)) for curve in points.values())
     return out_alone, back_alone, both
 
@@ -230,7 +230,7 @@ def _memory_rate() -> float:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     works = ((torch.cuda.current_stream(), lambda: target.copy_(source)),)
-    return _digits(2 * source.numel() / _median_seconds(works, 2) / 1e9)
+    return _digits(2 * source.numel() / _seconds(works, 2) / 1e9)
 
 
 def _matmul_dtypes() -> tuple[torch.dtype, ...]:
@@ -242,7 +242,7 @@ def _matmul_rate(dtype: torch.dtype) -> float:
     n = 2048 if dtype is torch.float32 else 8192
     a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
     works = ((torch.cuda.current_stream(), lambda: torch.mm(a, b)),)
-    return _digits(2 * n**3 / _median_seconds(works, 3) / 1e12)
+    return _digits(2 * n**3 / _seconds(works, 3) / 1e12)
 
 
 def _attention_rate() -> float:
@@ -259,14 +259,14 @@ def _attention_rate() -> float:
         torch.autograd.grad(y, (q, k, v), dy)
 
     flops = (4 + 10) * batch * heads * tokens**2 * width / 2
-    return _digits(flops / _median_seconds(((torch.cuda.current_stream(), work),), 1) / 1e12)
+    return _digits(flops / _seconds(((torch.cuda.current_stream(), work),), 2) / 1e12)
 
 
 Work = tuple[torch.cuda.Stream, Callable[[], object]]
 
 
-def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
-    """Seconds of `repeat` calls of each work, all streams at once; the median of ROUNDS."""
+def _seconds(works: tuple[Work, ...], repeat: int) -> float:
+    """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up
@@ -283,7 +283,7 @@ def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
         main.record_event(stop)
         stop.synchronize()
         rounds.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(rounds[2:])
+    return statistics.median(rounds[2:]) / repeat
 
 
 def event() -> torch.cuda.Event:

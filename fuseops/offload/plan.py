@@ -8,6 +8,7 @@ the step will cost.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,11 +189,16 @@ def plan(
     )
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
-        hardware = Hardware.measure() if torch.cuda.is_available() else Hardware.h200()
+        hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
     step = Step(model, sample, side, units, loss, min_bytes)
     profile = recorded(step) if record else dry_run(step, hardware, split)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+
+
+@functools.cache
+def _this_machine() -> Hardware:
+    return Hardware.measure()
 
 
 def plan_profile(

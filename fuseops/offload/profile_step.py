@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import as_if_on
+from fuseops.kernels.registry import as_if_on, register_flops
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
@@ -265,6 +265,7 @@ class _Roofline:
     def __init__(self, hardware: Hardware) -> None:
         from torch.utils.flop_counter import flop_registry
 
+        register_flops()
         self._hardware, self._flops = hardware, flop_registry
 
     def __call__(
