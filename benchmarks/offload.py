@@ -37,6 +37,7 @@ from fuseops.offload.plan import Limits, plan_profile
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
+START = time.perf_counter()
 GIB = 1 << 30
 
 
@@ -219,9 +220,8 @@ class Bench:
     def active(self, what: str) -> int:
         return torch.cuda.memory_stats()[f"active_bytes.all.{what}"] if self.cuda else 0
 
-    def run(self, seconds: float) -> dict[str, Any]:
-        """Rounds of all ways until the time is up."""
-        stop = time.perf_counter() + seconds
+    def run(self, stop: float) -> Iterator[dict[str, Any]]:
+        """Rounds of all ways until the clock says `stop`, three at least; what is known after each."""
         for way in list(self.ways):
             try:
                 self.visit(way)
@@ -232,7 +232,7 @@ class Bench:
         while time.perf_counter() < stop or len(rounds["nothing"]) < 3:
             for way in self.ways:
                 rounds[way].append(self.visit(way))
-        return {way: self.summary(way, rounds) for way in rounds}
+            yield {way: self.summary(way, rounds) for way in rounds}
 
     def exact(self, way: str) -> dict[str, bool]:
         """Whether gradients equal those of the plain step to the bit, with a delay on each stream in
@@ -416,7 +416,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seconds", type=float, default=90.0, help="from the start of the script")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", choices=sorted(SHAPES), default="dense")
     parser.add_argument("--blocks", type=int)
@@ -443,20 +443,22 @@ def main() -> int:
         if args.out:
             args.out.write_text(json.dumps({**provenance(device), "exact": checked}) + "\n")
         return 0 if all(all(c.values()) for c in checked.values()) else 1
-    pin = device.type == "cuda"
-    found = bench.run(args.seconds)
-    for last in (False, True):
-        if last and not args.once:
-            break
-        if last:
-            found |= bench.once(
-                "save_on_cpu", lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)
-            )
-        print(table(found), flush=True)
-        if args.out:
-            record = {**provenance(device), "small": args.small, args.model: found}
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    for found in bench.run(START + args.seconds):
+        write(args, device, found)  # each time, so that a run that is cut off leaves something
+    if args.once:
+        pin = device.type == "cuda"
+        scope = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)  # noqa: E731
+        found |= bench.once("save_on_cpu", scope)
+        write(args, device, found)
+    print(table(found))
     return 0
+
+
+def write(args: argparse.Namespace, device: torch.device, found: dict[str, Any]) -> None:
+    if args.out:
+        record = {**provenance(device), "small": args.small, args.model: found}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

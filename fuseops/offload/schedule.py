@@ -93,6 +93,8 @@ class Schedule:
         if self.lag == 0:
             self._release_due()
         call.running = False
+        if Boundary("backward", call.key) in self.order.coming(self.ahead):
+            self._fetch_ahead(call)  # it shares storages of earlier calls, which may be gone
         self._forget(call)
 
     def backward(self, call: Call) -> None:
@@ -100,7 +102,7 @@ class Schedule:
         if call.backward:
             return
         call.backward = True
-        self._fetch_ahead(call)
+        self.stats.misses += self._fetch_ahead(call)  # ahead no more
         self._pass("backward", call)
 
     def _pass(self, way: Literal["forward", "backward"], call: Call) -> None:
@@ -258,14 +260,16 @@ class Schedule:
                 seen.add(id(bundle))
                 yield bundle
 
-    def _fetch_ahead(self, call: Call) -> None:
-        if self.manual:
-            return
-        for bundle in self._bundles(call):
+    def _fetch_ahead(self, call: Call) -> int:
+        """Bring back what a call will read; -> how many transfers that took."""
+        count = 0
+        for bundle in () if self.manual else self._bundles(call):
             if not bundle.released:
                 bundle.wanted = True
             elif bundle.target is None:
                 self._reload(bundle)
+                count += 1
+        return count
 
     def _reload(self, bundle: Bundle) -> Buf:
         target = self.lanes.alloc(bundle.nbytes, "device", bundle.name)

@@ -498,6 +498,30 @@ def test_a_plan_is_followed_and_a_difference_is_named() -> None:
         scheduler.assert_matched({"nowhere": "offload"})
 
 
+def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
+    plain, model = Model(), Model()
+    x = inputs(rows=1 << 16)
+    hardware = offload.Hardware.h200()
+    free = offload.plan(plain, x, layers="blocks.*", hardware=hardware, record=True)
+    peak = (free.before.peak + free.after.peak) // 2
+    with offload.Scheduler(model, "blocks.*", peak=peak, hardware=hardware) as scheduler:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert scheduler.plan is None  # an evaluation plans nothing
+        model.train()
+        for _ in range(3):
+            for m in (plain, model):
+                m(x).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))
+        scheduler.assert_matched()
+    assert scheduler.plan.fits and scheduler.plan.after.peak <= peak < scheduler.plan.before.peak
+    chosen = {n for n, d in scheduler.plan.decisions.items() if d == "offload"}
+    assert moved(scheduler) == chosen
+    with pytest.raises(FuseOpsError, match="plans by itself"):
+        offload.Scheduler(model, "blocks.*", peak=peak, policy=ALL)
+
+
 def test_the_host_budget_is_kept_and_is_a_reason() -> None:
     def run(model: Model) -> None:
         one_step(model)
