@@ -3,8 +3,8 @@
     python benchmarks/offload.py [--seconds 90] [--out FILE] [--small]
 
 The models, bf16, of fuseops ops: `dense`, 12 transformer blocks (D 4096, F 14336, 32 heads, 8192
-tokens); `moe`, 32 blocks with 32 experts of which each token takes 8 (D 2048, F 1024, 16 heads, 3
-sequences of 8192 tokens), whose saved tensors exceed 40 GiB.
+tokens); `moe`, 32 blocks with 32 experts of which each token takes 8 (D 1024, F 1024, 8 heads, 8
+sequences of 4096 tokens), whose saved tensors exceed 40 GiB.
 Ways take turns, two steps a visit, of which the second counts; the medians of their ratio to the plain
 step of the same round are printed with quartiles. Peaks are active bytes (allocated bytes hide what
 `record_stream` keeps from being used again) above what is there before a step, gradients included:
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -34,6 +35,9 @@ from fuseops import offload
 from fuseops.offload.devices import lanes_of
 from fuseops.offload.plan import Limits, plan_profile
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+
+START = time.perf_counter()
 GIB = 1 << 30
 
 
@@ -68,7 +72,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "dense": Shape(12, 4096, 14336, 32, 8192),
-    "moe": Shape(32, 2048, 1024, 16, 3 * 8192, 3, 32, 8),
+    "moe": Shape(32, 1024, 1024, 8, 8 * 4096, 8, 32, 8),
 }
 SMALL = {"dense": Shape(4, 64, 128, 2, 64), "moe": Shape(4, 64, 64, 2, 64, 2, 4, 2)}
 
@@ -149,6 +153,7 @@ class Bench:
         self.cuda = rows.is_cuda
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
         self.schedulers: dict[str, offload.Scheduler] = {}
+        self.resident = 0  # bytes on the device after a forward
         self.predicted: dict[str, dict[str, Any]] = {}
 
     def add_scheduler(self, name: str, **options: Any) -> None:
@@ -156,26 +161,10 @@ class Bench:
         self.schedulers[name] = scheduler
         self.ways[name] = lambda: scheduler
 
-    def add_plans(self, peaks: list[float], **options: Any) -> None:
-        """A way for each peak, in GiB above what is there before a step, by a step recorded once."""
-        self.step()
-        self.forget_gradients()
-        base = self.active("current")
-        hardware = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
-        first = offload.plan(
-            self.model, self.batch(), layers="blocks.*", record=True, hardware=hardware, **options
-        )
-        for peak in peaks:
-            limits = Limits(base + int(peak * GIB), None)
-            plan = plan_profile(first.profile, hardware, limits, layers=("blocks.*",))
-            name = f"plan {peak} GiB"
-            self.add_scheduler(name, plan=plan)
-            self.predicted[name] = {
-                "predicted_peak_gib": (plan.after.peak - base) / GIB,
-                "predicted_ratio": plan.after.seconds / plan.before.seconds,
-                "recomputed": list(plan.recomputed),
-                "warnings": list(plan.warnings),
-            }
+    def add_plan(self, name: str, plan: dict[str, Any]) -> None:
+        """A way that follows decisions made before."""
+        self.add_scheduler(name, plan=plan["decisions"])
+        self.predicted[name] = plan["predicted"]
 
     @contextlib.contextmanager
     def recomputed(self) -> Iterator[None]:
@@ -185,9 +174,12 @@ class Bench:
         finally:
             self.model.recompute = False
 
-    def step(self) -> Tensor:
+    def step(self, look: bool = False) -> Tensor:
         self.forget_gradients()
+        before = self.active("current") if look else 0
         y = self.model(self.batch())
+        if look:
+            self.resident = self.active("current") - before
         y.backward(torch.ones_like(y))
         return y.detach()
 
@@ -199,8 +191,9 @@ class Bench:
         """Milliseconds of the last of some steps, on the device and on the host, and its peak."""
         scheduler = self.schedulers.get(way)
         with self.ways[way]():
-            for _ in range(steps - 1):
-                self.step()
+            for k in range(steps - 1):
+                self.step(look=k == steps - 2)
+            self.forget_gradients()
             moved = scheduler.report().moved_bytes if scheduler else 0
             start, end = self.mark(), self.mark()
             if self.cuda:
@@ -211,6 +204,7 @@ class Bench:
             self.step()
             host = time.perf_counter() - host
             found = {"ms": host * 1e3, "host_ms": host * 1e3, "peak_gib": 0.0}
+            found["resident_gib"] = self.resident / GIB
             if self.cuda:
                 end.record()
                 torch.cuda.synchronize()
@@ -226,12 +220,11 @@ class Bench:
     def active(self, what: str) -> int:
         return torch.cuda.memory_stats()[f"active_bytes.all.{what}"] if self.cuda else 0
 
-    def run(self, seconds: float) -> dict[str, Any]:
-        """Rounds of all ways until the time is up."""
-        stop = time.perf_counter() + seconds
+    def run(self, stop: float) -> Iterator[dict[str, Any]]:
+        """Rounds of all ways until the clock says `stop`, three at least; what is known after each."""
         for way in list(self.ways):
             try:
-                self.visit(way, steps=3)
+                self.visit(way)
             except Exception as error:  # a way that fails takes the others' time, not their figures
                 print(f"{way} failed: {type(error).__name__}: {error}", flush=True)
                 del self.ways[way]
@@ -239,13 +232,13 @@ class Bench:
         while time.perf_counter() < stop or len(rounds["nothing"]) < 3:
             for way in self.ways:
                 rounds[way].append(self.visit(way))
-        return {way: self.summary(way, rounds) for way in rounds}
+            yield {way: self.summary(way, rounds) for way in rounds}
 
     def exact(self, way: str) -> dict[str, bool]:
         """Whether gradients equal those of the plain step to the bit, with a delay on each stream in
         turn before every block, forward and backward. "nothing": whether two plain steps are equal.
         """
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             plain = self.gradients()
             found = {"nothing": all(map(torch.equal, plain, self.gradients()))}
@@ -290,43 +283,100 @@ class Bench:
             "quartiles": [quartiles[0], quartiles[2]],
             **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
             "peak_gib": max(r["peak_gib"] for r in mine),
+            "resident_gib": mine[-1]["resident_gib"],
         }
         scheduler = self.schedulers.get(way)
         if scheduler is not None:
-            found["moved_gib"] = mine[-1]["moved_gib"]
-            found |= self.predicted.get(way, {})
+            moved = found["moved_gib"] = mine[-1]["moved_gib"]
+            if moved:  # which share of the bytes that moved is off the device
+                gone = base[-1]["resident_gib"] - found["resident_gib"]
+                lower = base[-1]["peak_gib"] - found["peak_gib"]
+                found["gone_over_moved"], found["peak_over_moved"] = gone / moved, lower / moved
+            if way in self.predicted:
+                found["predicted"] = self.predicted[way]
             found["schedule"] = dict(scheduler.report().schedule)
         return found
 
 
-PEAKS = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [40.0, 32.0]}
+PEAKS: dict[str, list[float | None]] = {"dense": [12.8, 11.0, 9.0, 7.0], "moe": [None]}
 
 
-def stack(
-    kind: str, small: bool, blocks: int | None, peaks: list[float], device: torch.device
-) -> Bench:
+def plans(
+    model: nn.Module, rows: Tensor, base: int, peaks: list[float | None], **options: Any
+) -> dict[str, dict[str, Any]]:
+    """Decisions for each peak, in GiB above `base`, by one step recorded or run dry. None: what leaves
+    without a stall.
+    """
+    first = offload.plan(model, rows, layers="blocks.*", **options)
+    found = {}
+    for peak in peaks:
+        limits = Limits(None if peak is None else base + int(peak * GIB), None)
+        plan = plan_profile(first.profile, first.hardware, limits, layers=("blocks.*",))
+        again = dict.fromkeys(plan.recomputed, "recompute")
+        predicted = {
+            "made_from": first.profile.kind,
+            "before_gib": (plan.before.peak - base) / GIB,
+            "peak_gib": (plan.after.peak - base) / GIB,
+            "ratio": plan.after.seconds / plan.before.seconds,
+            "offload_gib": plan.bytes_of("offload") / GIB,
+            "recomputed": len(again),
+            "warnings": list(plan.warnings),
+        }
+        name = "plan free" if peak is None else f"plan {peak} GiB"
+        found[name] = {"predicted": predicted, "decisions": {**plan.decisions, **again}}
+    return found
+
+
+def stack(kind: str, small: bool, blocks: int | None, device: torch.device) -> tuple[Any, Tensor]:
     shape = (SMALL if small else SHAPES)[kind]
     shape = shape._replace(blocks=blocks or shape.blocks)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32 if small else torch.bfloat16
     torch.manual_seed(0)
     with torch.device(device):
-        model = Stack(shape).to(dtype)
-        rows = torch.randn(shape.tokens, shape.d, dtype=dtype)
-    rows.requires_grad_()
+        rows = torch.randn(shape.tokens, shape.d, dtype=dtype, requires_grad=True)
+        return Stack(shape).to(dtype), rows
+
+
+def bench_of(args: argparse.Namespace, device: torch.device) -> Bench:
+    model, rows = stack(args.model, args.small, args.blocks, device)
     bench = Bench(model, rows)
     bench.ways["checkpoint"] = bench.recomputed
-    if device.type == "cuda":
+    if bench.cuda:
         bench.ways["async hooks"] = AsyncHooks(device)
-    unit = rows.nbytes  # one activation of the width of the model
-    least = 1 if small else 1 << 20
-    for units in (2, 4, 6) if kind == "dense" else (2, 3):
-        policy = offload.Policy(layer_bytes=units * unit, min_bytes=least)
+    least = 1 if args.small else 1 << 20
+    for units in (2, 4, 6):  # a unit is one activation of the width of the model
+        policy = offload.Policy(layer_bytes=units * rows.nbytes, min_bytes=least)
         bench.add_scheduler(f"scheduler {units} units", policy=policy)
     try:
-        bench.add_plans(peaks or PEAKS[kind], min_bytes=least)
+        made = json.loads(args.plans.read_text()) if args.plans else recorded(bench, args, least)
+        for name, plan in made.items():
+            bench.add_plan(name, plan)
     except Exception as error:  # the other ways are worth their time without
         print(f"plans failed: {type(error).__name__}: {error}", flush=True)
     return bench
+
+
+def recorded(bench: Bench, args: argparse.Namespace, least: int) -> dict[str, dict[str, Any]]:
+    """Plans of one step on this device, as it runs."""
+    bench.step()
+    bench.forget_gradients()
+    hardware = offload.Hardware.measure() if bench.cuda else offload.Hardware.h200()
+    options = {"record": True, "hardware": hardware, "min_bytes": least}
+    base = bench.active("current")
+    return plans(bench.model, bench.batch(), base, peaks_of(args), **options)
+
+
+def dry(args: argparse.Namespace) -> None:
+    """Plans of a dry run, without any memory, into a file."""
+    model, rows = stack(args.model, args.small, args.blocks, torch.device("meta"))
+    base = sum(t.nbytes for t in (rows, *model.parameters()))
+    options = {"hardware": offload.Hardware.h200(), "min_bytes": 1 << 20}
+    args.plans.write_text(json.dumps(plans(model, rows, base, peaks_of(args), **options)))
+
+
+def peaks_of(args: argparse.Namespace) -> list[float | None]:
+    given = [None if p == "free" else float(p) for p in args.peaks.split(",") if p]
+    return given or PEAKS[args.model]
 
 
 def provenance(device: torch.device) -> dict[str, str]:
@@ -353,31 +403,38 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             f"{way:28}{row['ms']:9.2f}{row['host_ms']:8.1f}{ratio}{spread:>15}"
             f"{row['peak_gib']:9.2f}{moved}"
         )
-        if "predicted_peak_gib" in row:
+        if "gone_over_moved" in row:
+            lines[-1] += f" {row['gone_over_moved']:.4f} {row['peak_over_moved']:.4f}"
+        if "predicted" in row:
+            guess = row["predicted"]
             lines[-1] += (
-                f"  {row['predicted_peak_gib']:.2f} GiB, {row['predicted_ratio']:.4f}, "
-                f"{len(row['recomputed'])} recomputed"
+                f"  {guess['peak_gib']:.2f} GiB, {guess['ratio']:.4f}, "
+                f"{guess['offload_gib']:.2f} moved, {guess['recomputed']} recomputed"
             )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seconds", type=float, default=90.0, help="from the start of the script")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", choices=sorted(SHAPES), default="dense")
     parser.add_argument("--blocks", type=int)
     parser.add_argument(
         "--ways", default="", help="only those that begin with one of these, by comma"
     )
-    parser.add_argument("--peaks", default="", help="of the plans, in GiB, by comma")
+    parser.add_argument("--peaks", default="", help="of the plans: GiB, or free, by comma")
+    parser.add_argument("--plans", type=Path, help="follow the plans in this file")
+    parser.add_argument("--dry", action="store_true", help="write it, from a dry run")
     parser.add_argument("--exact", action="store_true", help="compare gradients, time nothing")
     parser.add_argument("--once", action="store_true", help="save_on_cpu too: 11 s a step")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    peaks = [float(peak) for peak in args.peaks.split(",") if peak]
-    bench = stack(args.model, args.small, args.blocks, peaks, device)
+    if args.dry:
+        dry(args)
+        return 0
+    bench = bench_of(args, device)
     for way in [w for w in bench.ways if not w.startswith(("nothing", *args.ways.split(",")))]:
         del bench.ways[way]
     if args.exact:
@@ -386,20 +443,22 @@ def main() -> int:
         if args.out:
             args.out.write_text(json.dumps({**provenance(device), "exact": checked}) + "\n")
         return 0 if all(all(c.values()) for c in checked.values()) else 1
-    pin = device.type == "cuda"
-    found = bench.run(args.seconds)
-    for last in (False, True):
-        if last and not args.once:
-            break
-        if last:
-            found |= bench.once(
-                "save_on_cpu", lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)
-            )
-        print(table(found), flush=True)
-        if args.out:
-            record = {**provenance(device), "small": args.small, args.model: found}
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    for found in bench.run(START + args.seconds):
+        write(args, device, found)  # each time, so that a run that is cut off leaves something
+    if args.once:
+        pin = device.type == "cuda"
+        scope = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)  # noqa: E731
+        found |= bench.once("save_on_cpu", scope)
+        write(args, device, found)
+    print(table(found))
     return 0
+
+
+def write(args: argparse.Namespace, device: torch.device, found: dict[str, Any]) -> None:
+    if args.out:
+        record = {**provenance(device), "small": args.small, args.model: found}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

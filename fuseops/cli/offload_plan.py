@@ -16,6 +16,7 @@ from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.offload.hardware import Hardware
 from fuseops.offload.plan import OffloadPlan
 from fuseops.offload.plan_text import HEADER, facts, rows
+from fuseops.offload.report import size
 
 from .show import as_json, table
 from .target import Target, UsageError, load
@@ -39,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", action="store_true", help="run the step and measure it, instead of a dry run"
     )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="plan every rank of a pipeline of so many"
+    )
+    parser.add_argument("--micro-batches", type=int, default=8, help="of the pipeline; default 8")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="parts of the model a rank; more than 1: interleaved"
+    )
     parser.add_argument("--every", action="store_true", help="one line a tensor")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline page to FILE")
@@ -59,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         record=args.record,
         **target.side,
     )
+    if args.ranks > 1:
+        return _pipeline(plan, offload.Pipeline(args.ranks, args.micro_batches, args.chunks), args)
     for write, path in ((plan.save_html, args.html), (plan.save_trace, args.trace)):
         if path is not None:
             try:
@@ -73,6 +83,24 @@ def run(args: argparse.Namespace) -> int:
         for path in filter(None, (args.html, args.trace)):
             print(f"wrote {path}")
     return 0 if plan.fits else FAILED
+
+
+def _pipeline(plan: OffloadPlan, pipeline: offload.Pipeline, args: argparse.Namespace) -> int:
+    """One line a rank; the pages and traces of single plans are for programs to ask for."""
+    plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
+    if args.json:
+        shown = {"target": plan.profile.model, "pipeline": pipeline._asdict()}
+        as_json("offload-plan", **shown, ranks=[rank.to_json() for rank in plans])
+    else:
+        header = ("rank", "peak", "planned", "where", "offload", "stall ms", "step ms")
+        table(header, [_rank_row(k, rank) for k, rank in enumerate(plans)])
+    return 0 if all(rank.fits for rank in plans) else FAILED
+
+
+def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
+    before, after = plan.before, plan.after
+    sizes = (size(before.peak), size(after.peak), plan.owner(after), size(after.moved))
+    return (str(rank), *sizes, f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}")
 
 
 def _name(path: Path | None) -> str | None:

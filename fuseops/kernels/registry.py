@@ -60,6 +60,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet
         self.reference_only = False
+        self.as_arch = 0
 
 
 thread = _Thread()
@@ -88,6 +89,19 @@ def watching(into: list[Call] | None = None) -> Iterator[list[Call]]:
         yield _watched
     finally:
         _watched = outer
+
+
+@contextmanager
+def as_if_on(arch: int) -> Iterator[None]:
+    """Inside, fake CPU tensors are taken for CUDA tensors of an architecture: calls of kernels that it has are seen
+    as the registered ops, with their fakes. For dry runs.
+    """
+    before = thread.as_arch
+    thread.as_arch = arch
+    try:
+        yield
+    finally:
+        thread.as_arch = before
 
 
 class KernelOp(Generic[P, R]):
@@ -125,7 +139,7 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if not ((first.is_cuda or INTERPRET) and self.launches(args, kwargs)):
+        if not ((first.is_cuda or INTERPRET or thread.as_arch) and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
             return self.op(*args, **kwargs)
@@ -167,6 +181,8 @@ class KernelOp(Generic[P, R]):
 
     def _on_device(self, t: Tensor) -> bool:
         if not t.is_cuda:
+            if thread.as_arch and torch_private.is_fake(t):
+                return self.min_arch <= thread.as_arch
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
 

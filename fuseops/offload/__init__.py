@@ -17,6 +17,8 @@ from .marks import mark_offload as mark_offload
 from .marks import start_offload as start_offload
 from .plan import OffloadPlan as OffloadPlan
 from .plan import plan as plan
+from .plan_pipeline import Pipeline as Pipeline
+from .plan_pipeline import plan_pipeline as plan_pipeline
 from .policy import Candidate as Candidate
 from .policy import Policy as Policy
 from .report import Entry as Entry

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fuseops.torch_private import storage_users
 
-from .arena import Arena, Slab
-from .lanes import Buf, Event, Lane, NoRoomError, Place
+from .host_memory import HostMemory
+from .lanes import Buf, Event, Lane, Place
 
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 
@@ -34,9 +34,9 @@ class CpuLanes:
         choose: Callable[[int], int] | None = None,
         poison: bool = False,
     ) -> None:
-        self.arena = Arena(self.make, budget)
+        self._host = HostMemory(self.make, budget)
+        self.arena = self._host.arena
         self._choose, self._poison = choose, poison
-        self._slabs: dict[int, Slab] = {}
         self._queues: dict[Lane, deque[tuple[int, Entry]]] = {"d2h": deque(), "h2d": deque()}
 
     def make(self, nbytes: int) -> Tensor:
@@ -46,15 +46,7 @@ class CpuLanes:
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
             return Buf(name, nbytes, device, torch.empty(nbytes, dtype=torch.uint8))
-        try:
-            slab = self.arena.take(nbytes)
-        except (RuntimeError, MemoryError) as error:
-            raise NoRoomError(f"no host memory ({error})") from error
-        region: Tensor = self.arena.regions[slab.region]
-        buf = Buf(name, nbytes, device, region[slab.offset : slab.offset + nbytes])
-        buf.after = slab.after
-        self._slabs[id(buf)] = slab
-        return buf
+        return self._host.alloc(nbytes, name)
 
     def free(self, buf: Buf) -> None:
         data, after = buf.data, buf.after
@@ -64,7 +56,7 @@ class CpuLanes:
                 if after is not None:
                     self.wait("d2h", after)
                 self._put("d2h", lambda: data.fill_(POISON))
-            self.arena.give(self._slabs.pop(id(buf)), after)
+            self._host.free(buf)
         elif self._poison and storage_users(data) == 1:
             data.fill_(POISON)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .arena import Arena, Slab
-from .lanes import Buf, Event, Lane, NoRoomError, Place
+from .host_memory import HostMemory
+from .lanes import Buf, Event, Lane, Place
 
 log = logging.getLogger("fuseops.offload")
 
@@ -24,28 +24,20 @@ class CudaLanes:
 
     def __init__(self, device: torch.device, budget: int | None = None) -> None:
         self.device = device
-        self.arena = Arena(pinned, budget)
+        self._host = HostMemory(pinned, budget)
+        self.arena = self._host.arena
         self._d2h, self._h2d = copy_streams(device)
-        self._slabs: dict[int, Slab] = {}
         weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
 
     def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
         if device == "device":
             data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             return Buf(name, nbytes, device, data, self.compute())
-        try:
-            slab = self.arena.take(nbytes)
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise NoRoomError(f"no host memory ({error})") from error
-        region: Tensor = self.arena.regions[slab.region]
-        buf = Buf(name, nbytes, device, region[slab.offset : slab.offset + nbytes])
-        buf.after = slab.after
-        self._slabs[id(buf)] = slab
-        return buf
+        return self._host.alloc(nbytes, name)
 
     def free(self, buf: Buf) -> None:
         if buf.place == "host":
-            self.arena.give(self._slabs.pop(id(buf)), buf.after)
+            self._host.free(buf)
         elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
             buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
         buf.data = None

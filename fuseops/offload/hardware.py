@@ -91,6 +91,9 @@ class Hardware:
     memory       GB/s of the device's own memory, read plus written
     matmul       TFLOP/s of matrix products by dtype; other dtypes are taken as float32's
     device_bytes memory of the device; 0: unknown
+    arch         compute capability as one number, 90 on Hopper; 0: kernels as on the device at hand
+    attention_rate TFLOP/s of causal scaled_dot_product_attention, forward and backward together, what
+                 it masks not counted; 0: as matrix products
     attention    backend of scaled_dot_product_attention, a key of ATTENTION_SAVES
     source       where the figures come from
     """
@@ -102,6 +105,8 @@ class Hardware:
     memory: float
     matmul: Mapping[str, float] = field(default_factory=dict)
     device_bytes: int = 0
+    arch: int = 0
+    attention_rate: float = 0.0
     attention: str = "flash"
     source: str = "given"
 
@@ -118,9 +123,12 @@ class Hardware:
         # Each direction's share of the two-way rate, never better than alone.
         return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
 
-    def op_seconds(self, flops: float, nbytes: int, dtype: str) -> float:
+    def op_seconds(
+        self, flops: float, nbytes: int, dtype: str, *, attention: bool = False
+    ) -> float:
         """The roofline: the slower of arithmetic and of moving the bytes."""
-        rate = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
+        matmul = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
+        rate = (self.attention_rate if attention else 0.0) or matmul
         arithmetic = flops / (rate * 1e12) if rate else 0.0
         return max(arithmetic, nbytes / (self.memory * 1e9))
 
@@ -185,6 +193,8 @@ class Hardware:
             memory=_memory_rate(),
             matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes()},
             device_bytes=here.total_memory,
+            arch=10 * here.major + here.minor,
+            attention_rate=_attention_rate(),
             source=f"measured, torch {torch.__version__}",
         )
 
@@ -209,8 +219,8 @@ def _copy_curves() -> tuple[Curve, Curve, Curve]:
             ("h2d", ((back, up),)),
             ("both", ((out, down), (back, up))),
         ):
-            seconds = _median_seconds(works, repeat)
-            points[name].append((size, _digits(len(works) * repeat * size / seconds / 1e9)))
+            seconds = _seconds(works, repeat)
+            points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
     out_alone, back_alone, both = (Curve(tuple(curve)) for curve in points.values())
     return out_alone, back_alone, both
 
@@ -220,7 +230,7 @@ def _memory_rate() -> float:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     works = ((torch.cuda.current_stream(), lambda: target.copy_(source)),)
-    return _digits(2 * source.numel() / _median_seconds(works, 2) / 1e9)
+    return _digits(2 * source.numel() / _seconds(works, 2) / 1e9)
 
 
 def _matmul_dtypes() -> tuple[torch.dtype, ...]:
@@ -232,14 +242,31 @@ def _matmul_rate(dtype: torch.dtype) -> float:
     n = 2048 if dtype is torch.float32 else 8192
     a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
     works = ((torch.cuda.current_stream(), lambda: torch.mm(a, b)),)
-    return _digits(2 * n**3 / _median_seconds(works, 3) / 1e12)
+    return _digits(2 * n**3 / _seconds(works, 3) / 1e12)
+
+
+def _attention_rate() -> float:
+    """TFLOP/s of causal attention, forward and backward."""
+    shape = batch, heads, tokens, width = (1, 32, 4096, 128)
+    q, k, v = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    dy = torch.randn_like(q)
+
+    def work() -> None:
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), dy)
+
+    flops = (4 + 10) * batch * heads * tokens**2 * width / 2
+    return _digits(flops / _seconds(((torch.cuda.current_stream(), work),), 2) / 1e12)
 
 
 Work = tuple[torch.cuda.Stream, Callable[[], object]]
 
 
-def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
-    """Seconds of `repeat` calls of each work, all streams at once; the median of ROUNDS."""
+def _seconds(works: tuple[Work, ...], repeat: int) -> float:
+    """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up
@@ -256,7 +283,7 @@ def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
         main.record_event(stop)
         stop.synchronize()
         rounds.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(rounds[2:])
+    return statistics.median(rounds[2:]) / repeat
 
 
 def event() -> torch.cuda.Event:

@@ -247,7 +247,7 @@ class EnterHook(Hook):
     """Before a forward."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.scope is not None:
+        if self.scope is not None and not torch.compiler.is_compiling():
             self.scope.enter(module)
 
 
@@ -255,7 +255,7 @@ class LeaveHook(Hook):
     """After a forward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.scope is not None:
+        if self.scope is not None and not torch.compiler.is_compiling():
             self.scope.leave(module, output)
 
 

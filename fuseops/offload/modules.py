@@ -51,10 +51,11 @@ _installed: list[RemovableHandle] = []
 _open = 0
 
 
-def watch(watcher: Watcher) -> None:
-    """Open a scope in this thread."""
+def install() -> None:
+    """Have the hooks there until as many calls of `uninstall`. Scopes do it while they are open; a
+    scheduler for as long as it is attached, since compiled code depends on which hooks there are.
+    """
     global _open
-    thread.watchers.append(watcher)
     with _lock:
         _open += 1
         if _open == 1:
@@ -62,15 +63,26 @@ def watch(watcher: Watcher) -> None:
             _installed.append(nn_module.register_module_forward_hook(_left, always_call=True))
 
 
-def unwatch(watcher: Watcher) -> None:
-    """Close it again."""
+def uninstall() -> None:
+    """Undo one `install`."""
     global _open
-    if watcher in thread.watchers:
-        thread.watchers.remove(watcher)
-    if not thread.watchers:
-        thread.running.clear()
     with _lock:
         _open -= 1
         if _open == 0:
             while _installed:
                 _installed.pop().remove()
+
+
+def watch(watcher: Watcher) -> None:
+    """Open a scope in this thread."""
+    thread.watchers.append(watcher)
+    install()
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Close it again."""
+    if watcher in thread.watchers:
+        thread.watchers.remove(watcher)
+    if not thread.watchers:
+        thread.running.clear()
+    uninstall()

@@ -8,6 +8,7 @@ the step will cost.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,11 +189,16 @@ def plan(
     )
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
-        hardware = Hardware.measure() if torch.cuda.is_available() else Hardware.h200()
+        hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
     step = Step(model, sample, side, units, loss, min_bytes)
     profile = recorded(step) if record else dry_run(step, hardware, split)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+
+
+@functools.cache
+def _this_machine() -> Hardware:
+    return Hardware.measure()
 
 
 def plan_profile(
@@ -216,7 +222,11 @@ def plan_profile(
         before,
         after,
         layers=layers,
-        recomputed=tuple(profile.recompute[model.groups[g]].name for g in solution.choice.drop),
+        recomputed=tuple(
+            group.name
+            for group in (profile.recompute[model.groups[g]] for g in sorted(solution.choice.drop))
+            if group.kind == "module"
+        ),
     )
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
@@ -260,7 +270,7 @@ def _planned(model: Model, solution: Solution, after: Simulation) -> Iterator[Pl
         window, decision = after.windows.get(k), KEEP
         if k in dropped:
             decision, group = RECOMPUTE, dropped[k]
-            reason = f"with {group.name}, {group.seconds * 1e3:.2f} ms"
+            reason = f"{group.kind} {group.name}, {group.seconds * 1e3:.2f} ms"
         elif k in leave and k not in after.stayed:
             decision = OFFLOAD
             reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"

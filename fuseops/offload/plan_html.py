@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .plan import OffloadPlan
     from .simulated_lanes import Level
 
-WIDTH, LEFT, CHART, LANE = 1040, 76, 180, 26
+WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 MORE_STYLE = """
 .fuseops .plan text{text-anchor:start}
 .fuseops .plan .tick{text-anchor:middle;fill:var(--soft);font-size:11px}
@@ -115,7 +115,7 @@ class _Scale:
         self.seconds, self.nbytes = max(seconds, 1e-9), max(nbytes, 1)
 
     def x(self, seconds: float) -> float:
-        return LEFT + (WIDTH - LEFT - 8) * seconds / self.seconds
+        return LEFT + (WIDTH - LEFT - 28) * seconds / self.seconds
 
     def y(self, nbytes: float) -> float:
         return 10 + CHART * (1 - nbytes / self.nbytes)
@@ -130,7 +130,7 @@ def _drawing(plan: OffloadPlan) -> str:
     if plan.limits.peak is not None:
         y = scale.y(plan.limits.peak)
         parts.append(
-            f'<line class="budget" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="budget" x1="{LEFT}" x2="{WIDTH - 28}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
     top = after.levels[after.peak_position] if after.levels else None
     if top is not None:
@@ -148,7 +148,7 @@ def _axes(scale: _Scale) -> Iterator[str]:
     for k in range(5):
         nbytes = scale.nbytes * k / 4
         y = scale.y(nbytes)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{size(int(nbytes))}</text>'
     for k in range(9):
         seconds = scale.seconds * k / 8
@@ -178,7 +178,7 @@ def _lanes(plan: OffloadPlan, scale: _Scale) -> Iterator[str]:
     for title, top in tops.items():
         y = top + LANE / 2 - 3
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{title}</text>'
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{top + LANE - 3}" y2="{top + LANE - 3}"/>'
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{top + LANE - 3}" y2="{top + LANE - 3}"/>'
     for span in spans(plan.profile, plan.after):
         tip = f"{span.way} of {span.title}"
         yield _bar(scale, tops["layers"], span.start, span.end, span.way[0], tip)

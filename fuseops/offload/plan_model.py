@@ -3,7 +3,8 @@ times, and the schedule itself only once, at the end.
 
 Where events stand in the step does not depend on the choice; only stalls do. So they are laid out
 once, and a prediction is one pass over those of the chosen tensors. Small tensors of a call, which
-share a transfer, each bear their part of its cost.
+share a transfer, each bear their part of its cost; copies cost what they do while the other
+direction is idle. The simulation that a plan reports knows better in both.
 """
 
 from __future__ import annotations
@@ -75,10 +76,7 @@ class Model:
             frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
             for g in self.groups
         ]
-        self.groups_of: dict[int, list[int]] = defaultdict(list)
-        for g, members in enumerate(self.members):
-            for item in members:
-                self.groups_of[item].append(g)
+        self.rivals = self._rivals()
         # Small tensors of one call are one transfer: all are there when the last is.
         self.slots = {
             k: -1 - profile.saved[k].call if places.is_small(k) else k for k in places.movable
@@ -113,6 +111,17 @@ class Model:
             if any(h.start <= position < h.end for h in holes)
         ]
         return items, groups
+
+    def _rivals(self) -> list[frozenset[int]]:
+        """Of each group, the others that drop something of it too: at most one of them is chosen."""
+        users: dict[int, list[int]] = defaultdict(list)
+        for g, group in enumerate(self.groups):
+            for k in self.profile.recompute[group].saved:
+                users[k].append(g)
+        return [
+            frozenset(r for k in self.profile.recompute[group].saved for r in users[k]) - {g}
+            for g, group in enumerate(self.groups)
+        ]
 
     # --- time
 

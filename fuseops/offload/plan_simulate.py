@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from .hardware import Hardware
@@ -31,8 +32,8 @@ DEFAULT = Settings()
 class Window(NamedTuple):
     """What became of one saved storage. Seconds since the step began.
 
-    slack  how much later its copies could have been done without stalling compute; negative: it
-           stalled
+    slack  how much later its copies could have been done without stalling compute, the scarcer of
+           out and back; negative: it stalled
     """
 
     out: tuple[float, float]
@@ -128,7 +129,8 @@ class _Step:
         self.items: dict[int, Item] = {}
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
-        self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and how it was late
+        self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and when it came
+        self.released: dict[int, float] = {}  # when compute would have let go of it
         self.wanted: list[int] = []  # saved storages that the next op reads
         self.done: list[tuple[int, int]] = []  # saved tensors that go after it
         started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
@@ -191,7 +193,13 @@ class _Step:
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
         self.lanes.hold(source)  # by whoever made it
         self.made[k] = source
-        self.items[k] = self.schedule.save(self.calls[saved.call], saved.name, source)
+        self.items[k] = self.schedule.save(
+            self.calls[saved.call], saved.name, source, tell=partial(self._told, k)
+        )
+
+    def _told(self, k: int, point: str) -> None:
+        if point == "release":
+            self.released[k] = self.lanes.now["compute"]
 
     def _held(self, k: int, _: int) -> None:
         self.lanes.free(self.made.pop(k))
@@ -241,7 +249,7 @@ class _Step:
             found[k] = Window(
                 (out.start - started, out.end - started),
                 (back.start - started, back.end - started),
-                before - arrived,
+                min(before - arrived, self.released[k] - out.end),
             )
         return found
 

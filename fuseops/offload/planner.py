@@ -9,6 +9,7 @@ tensors takes less than a second and is the same on every machine.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -91,7 +92,7 @@ def exhaustive(model: Model, limits: Limits) -> Solution:
     search = _Search(model, limits)
     best = search.judge(NOTHING)
     for drop in _subsets(range(len(model.groups))):
-        if any(model.members[a] & model.members[b] for a, b in combinations(drop, 2)):
+        if any(model.rivals[g] & set(drop) for g in drop):
             continue
         taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
         for leave in _subsets(k for k in range(len(model.items)) if k not in taken):
@@ -178,7 +179,7 @@ class _Search:
             nbytes = sum(h.nbytes for h in model.drops[g]) - sum(
                 model.nbytes[k] for k in members & choice.leave
             )
-            if g not in choice.drop and not members & dropped and nbytes > 0:
+            if not choice.drop & {g, *model.rivals[g]} and nbytes > 0:
                 seconds = model.profile.recompute[model.groups[g]].seconds
                 yield Move(None, g, nbytes, seconds / nbytes, 0.0)
 
@@ -192,10 +193,10 @@ class _Search:
 
     def everything(self) -> Choice:
         """The lowest peak there is: drop what can be dropped, the rest leaves."""
-        model, groups, taken = self.model, [], set[int]()
+        model, groups, taken = self.model, set[int](), set[int]()
         for g in sorted(range(len(model.groups)), key=lambda g: -len(model.members[g])):
-            if not model.members[g] & taken:
-                groups.append(g)
+            if not model.rivals[g] & groups:
+                groups.add(g)
                 taken |= model.members[g]
         leave, room = [], self.limits.host
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
@@ -206,18 +207,19 @@ class _Search:
 
     def few_drops(self) -> Iterator[list[Move]]:
         """Every one and every two groups that can be dropped together."""
-        moves = [Move(None, g, 0, 0.0, 0.0) for g in range(len(self.model.groups))]
-        yield from ([move] for move in moves)
-        for a, b in combinations(moves, 2):
-            if not self.model.members[a.group or 0] & self.model.members[b.group or 0]:
-                yield [a, b]
+        groups = range(len(self.model.groups))
+        pairs = (p for p in combinations(groups, 2) if p[1] not in self.model.rivals[p[0]])
+        for few in (*((g,) for g in groups), *pairs):
+            yield [Move(None, g, 0, 0.0, 0.0) for g in few]
 
     def spread_drops(self) -> Iterator[list[Move]]:
         """Some groups, evenly over those that lower the peak: the link is free in between."""
         if self.until == self.evaluations:
             return  # no predictions left for it
         start = self.model.predict(NOTHING)
-        _, groups = self.model.covers(start.top)
+        _, covering = self.model.covers(start.top)
+        kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
+        groups = [g for g in covering if kinds[g] == "module"]
         share = (self.evaluations - self.until) // (2 * STARTS)
         counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
         for count in counts:
@@ -317,9 +319,8 @@ class _Search:
             for other_k in other:
                 yield Choice(leave - {k} | {other_k}, drop)
         for g in range(len(model.groups)):
-            overlapping = {d for d in drop if model.members[d] & model.members[g]}
             if g not in drop:
-                yield Choice(leave - model.members[g], drop - overlapping | {g})
+                yield Choice(leave - model.members[g], drop - model.rivals[g] | {g})
         if self.is_small:
             yield from self._pairs(found.choice, chosen, other)
 
@@ -333,9 +334,7 @@ class _Search:
             for k in other:
                 yield Choice(leave - set(pair) | {k}, drop)
         for g in range(len(self.model.groups)):
-            if g not in drop and not any(
-                self.model.members[g] & self.model.members[d] for d in drop
-            ):
+            if not drop & {g, *self.model.rivals[g]}:
                 for k in chosen:
                     yield Choice(leave - self.model.members[g] - {k}, drop | {g})
 
@@ -357,8 +356,8 @@ def _seconds_of_calls(model: Model) -> dict[int, float]:
     """
     profile = model.profile
     clock, found = profile.clock, {}
-    starts = [b.position for b in profile.boundaries]
+    starts = [*(b.position for b in profile.boundaries), len(profile.ops)]
     for k, call in enumerate(profile.calls):
-        after = next((p for p in starts if p > call.enter), len(profile.ops))
+        after = starts[min(bisect_right(starts, call.enter), len(starts) - 1)]
         found[k] = max(clock[after] - clock[call.enter], 1e-9)
     return found

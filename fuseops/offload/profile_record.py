@@ -23,6 +23,7 @@ from .hardware import event
 from .labels import Labels, Named
 from .profile import Again, LayerCall, Op, Saved
 from .profile_memory import Meter, tensors_in
+from .profile_recompute import Seen
 from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label
 from .report import dtype_name
@@ -182,15 +183,15 @@ class Recorder:
             yield
         self._look()
 
-    def result(self) -> tuple[tuple[Op, ...], tuple[Saved, ...], tuple[LayerCall, ...]]:
-        """Once the step is over: ops, saved storages, calls."""
+    def result(self) -> Seen:
+        """Once the step is over."""
         ops = self.ops
         if self._timers:
             times = _times(self._timers)
             ops = [op._replace(seconds=s) for op, s in zip(ops, times, strict=True)]
         end = len(ops)
         calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
-        return tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls)
+        return Seen(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
 
     # --- what the hooks tell
 

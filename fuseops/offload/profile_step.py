@@ -14,13 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import as_if_on, register_flops
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
 from .labels import paths_under
-from .profile import DRY_RUN, RECORDED, LayerCall, Profile, Recompute, Saved
-from .profile_memory import CudaMeter, StorageMeter, tensors_in
-from .profile_record import Recorder
+from .profile import DRY_RUN, RECORDED, Profile
+from .profile_memory import CudaMeter, Meter, StorageMeter, tensors_in
+from .profile_recompute import Seen, recomputations
+from .profile_record import Recorder, Seconds
+from .scopes import recompute
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -64,28 +67,37 @@ def record(step: Step) -> Profile:
     that adds to them.
     """
     cuda = any(p.is_cuda for p in step.model.parameters())
-    assumed = []
+
+    def observe() -> Seen:
+        meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
+        recorder = _recorder(step, meter, None)
+        with recorder.running():
+            step.run(step.args, step.side)
+        _drop_gradients(new)
+        return recorder.result()
+
+    def without() -> Seen:
+        with recompute():
+            return observe()
+
     with _untouched(step, cuda):
         new = [t for t in _leaves(step) if t.grad is None]
         step.run(step.args, step.side)  # warm up: caches, compilation
         _drop_gradients(new)
         whole = statistics.median(_timed(step, new, cuda) for _ in range(TIMED_STEPS))
-        meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
-        recorder = Recorder(
-            step.model, dict(step.layers), meter, seconds=None, min_bytes=step.min_bytes
-        )
-        with recorder.running():
-            step.run(step.args, step.side)
-        _drop_gradients(new)
-    ops, saved, calls = recorder.result()
+        seen = observe()
+        groups = recomputations(seen, without)
     # Recording makes the host slow, which shows in short ops: together they are the plain step.
-    scale = whole / max(sum(op.seconds for op in ops), 1e-12)
-    ops = tuple(op._replace(seconds=op.seconds * scale) for op in ops)
-    if not cuda:
-        assumed.append("bytes that an op needs inside itself are not counted on the CPU")
-    recompute = tuple(_recomputations(step, saved, calls, [op.seconds for op in ops]))
+    scale = whole / max(sum(op.seconds for op in seen.ops), 1e-12)
+    unseen = "bytes that an op needs inside itself are not counted on the CPU"
     return Profile(
-        *(type(step.model).__name__, RECORDED, ops, saved, calls, recompute, tuple(assumed)),
+        type(step.model).__name__,
+        RECORDED,
+        tuple(op._replace(seconds=op.seconds * scale) for op in seen.ops),
+        seen.saved,
+        seen.calls,
+        tuple(group._replace(seconds=group.seconds * scale) for group in groups),
+        () if cuda else (unseen,),
         hardware=torch.cuda.get_device_name() if cuda else "cpu",
         facts={"step_seconds": whole, "scale": scale},
     )
@@ -99,65 +111,56 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     Raises FuseOpsError where shapes depend on data and no split is given.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    assumed = [
-        f"times: roofline of {hardware.name} ({hardware.source})",
-        "bytes that a kernel needs inside itself are not counted",
-    ]
-    backends = (
-        [SDPBackend.MATH]
-        if hardware.attention == "math"
-        else [
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.MATH,
-        ]
-    )
+    flash = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
     rows = _Rows(split)
-    with _faked(step.model, mode):
-        args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
-        recorder = Recorder(
-            step.model,
-            dict(step.layers),
-            StorageMeter(_there(step.model, (args, side))),
-            seconds=_Roofline(hardware),
-            min_bytes=step.min_bytes,
-            intercept=rows,
-        )
-        with mode, sdpa_kernel(backends), recorder.running(), _explained():
-            step.run(args, side)
-    ops, saved, calls = recorder.result()
-    if any("scaled_dot_product" in op.name for op in ops):
-        more = ", ".join(ATTENTION_SAVES[hardware.attention])
-        assumed.append(f"attention saves q, k, v, its output and {more} ({hardware.attention})")
-    if rows.used:
-        assumed.append(f"data-dependent selections find {list(split or ())} rows in turn")
-    if any(isinstance(m, FuseOp) for m in step.model.modules()):
-        assumed.append("fused as on this device, which may fuse less than CUDA")
-    recompute = tuple(_recomputations(step, saved, calls, [op.seconds for op in ops]))
+
+    def observe() -> Seen:
+        rows.used = 0
+        with _faked(step.model, mode):
+            args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
+            meter = StorageMeter(_there(step.model, (args, side)))
+            recorder = _recorder(step, meter, _Roofline(hardware), rows)
+            as_on = as_if_on(hardware.arch)
+            with mode, sdpa_kernel(backends), recorder.running(), as_on, _explained():
+                step.run(args, side)
+        return recorder.result()
+
+    def without() -> Seen:
+        with recompute():
+            return observe()
+
+    seen = observe()
     return Profile(
-        *(type(step.model).__name__, DRY_RUN, ops, saved, calls, recompute, tuple(assumed)),
+        *(type(step.model).__name__, DRY_RUN, seen.ops, seen.saved, seen.calls),
+        recompute=recomputations(seen, without),
+        assumed=tuple(_assumed(step, hardware, seen, rows)),
         hardware=hardware.name,
     )
 
 
-# --- recomputation
+def _recorder(
+    step: Step, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
+) -> Recorder:
+    return Recorder(
+        *(step.model, dict(step.layers), meter),
+        seconds=seconds,
+        min_bytes=step.min_bytes,
+        intercept=rows,
+    )
 
 
-def _recomputations(
-    step: Step, saved: Sequence[Saved], calls: Sequence[LayerCall], seconds: Sequence[float]
-) -> Iterator[Recompute]:
-    """Whole layers, by checkpoint: all calls of one together, but what comes in from outside."""
-    by_layer: dict[str, list[int]] = {}
-    for k, call in enumerate(calls):
-        by_layer.setdefault(call.layer, []).append(k)
-    for layer, mine in by_layer.items():
-        members = tuple(
-            n
-            for n, s in enumerate(saved)
-            if s.call in mine and s.nbytes and not s.again and s.made >= calls[s.call].enter
-        )
-        again = sum(sum(seconds[calls[k].enter : calls[k].leave]) for k in mine)
-        if members:
-            yield Recompute(layer, "module", members, again, len({saved[n].call for n in members}))
+def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
+    yield f"times: roofline of {hardware.name} ({hardware.source})"
+    yield "bytes that a kernel needs inside itself are not counted"
+    if any("scaled_dot_product" in op.name for op in seen.ops):
+        more = ", ".join(ATTENTION_SAVES[hardware.attention])
+        yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
+    if rows.used:
+        yield f"data-dependent selections find {list(rows.split or ())} rows in turn"
+    if any(isinstance(m, FuseOp) for m in step.model.modules()):
+        kernels = f"kernels of sm_{hardware.arch}" if hardware.arch else "no kernels"
+        yield f"fuseops: {kernels}; rules that ask for a CUDA device do not fire"
 
 
 # --- a real step
@@ -262,6 +265,7 @@ class _Roofline:
     def __init__(self, hardware: Hardware) -> None:
         from torch.utils.flop_counter import flop_registry
 
+        register_flops()
         self._hardware, self._flops = hardware, flop_registry
 
     def __call__(
@@ -273,23 +277,36 @@ class _Roofline:
         kwargs: Any,
     ) -> float:
         nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
+        if "scaled_dot_product" in str(func):
+            flops = _attention_flops(func, args, kwargs)
+            return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)
         formula = self._flops.get(func._overloadpacket)
         out = outputs[0] if len(outputs) == 1 else tuple(outputs)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
         return self._hardware.op_seconds(flops, nbytes, dtype)
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+    """Of every kernel alike; torch counts those of CUDA only, and what a causal mask leaves out."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    batch, heads, queries, width = named["query"].shape
+    keys = named["key"].shape[-2]
+    products = 10 if "backward" in str(func) else 4
+    flops = float(products * batch * heads * queries * keys * width)
+    return flops / 2 if named.get("is_causal") else flops
 
 
 class _Rows:
     """Answers how many rows a selection finds, from the declared split."""
 
     def __init__(self, split: Sequence[int] | None) -> None:
-        self._split, self.used = split, 0
+        self.split, self.used = split, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if func is not torch.ops.aten.nonzero.default or not self._split:
+        if func is not torch.ops.aten.nonzero.default or not self.split:
             return func(*args, **kwargs)
-        rows = self._split[self.used % len(self._split)]
+        rows = self.split[self.used % len(self.split)]
         self.used += 1
         return args[0].new_empty((rows, args[0].dim()), dtype=torch.int64)
 

@@ -15,6 +15,7 @@ torch's own do. Writes through `.data`, `set_` or numpy change no counter; they 
 promise, here as in plain torch.
 """
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -88,7 +89,8 @@ class Mover:
             self.schedule.backward(call)
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
     def close(self) -> None:
         """No boundary will come any more."""

@@ -33,7 +33,7 @@ Decision = Literal["keep", "offload", "recompute"]
 class Schedule:
     """Drives one device.
 
-    decisions  by name of a saved tensor; what is not named is offloaded
+    decisions  by name of a saved tensor, for whoever asks before `save`
     lag        boundaries between the forward of a call and the release of what it sent
     ahead      boundaries between a reload and the backward that reads it
     small      storages below so many bytes share a transfer; 0: none do
@@ -93,6 +93,8 @@ class Schedule:
         if self.lag == 0:
             self._release_due()
         call.running = False
+        if Boundary("backward", call.key) in self.order.coming(self.ahead):
+            self._fetch_ahead(call)  # it shares storages of earlier calls, which may be gone
         self._forget(call)
 
     def backward(self, call: Call) -> None:
@@ -100,7 +102,7 @@ class Schedule:
         if call.backward:
             return
         call.backward = True
-        self._fetch_ahead(call)
+        self.stats.misses += self._fetch_ahead(call)  # ahead no more
         self._pass("backward", call)
 
     def _pass(self, way: Literal["forward", "backward"], call: Call) -> None:
@@ -126,10 +128,6 @@ class Schedule:
         """Whether the backward of this call begins too soon for anything of it to leave."""
         distance = self.order.distance(call.key) if self.keep_last else None
         return distance is not None and distance <= self.lag + self.ahead
-
-    def decision(self, name: str) -> Decision:
-        """What was decided for the saved tensor of that name."""
-        return self.decisions.get(name, "offload")
 
     def save(
         self,
@@ -262,14 +260,16 @@ class Schedule:
                 seen.add(id(bundle))
                 yield bundle
 
-    def _fetch_ahead(self, call: Call) -> None:
-        if self.manual:
-            return
-        for bundle in self._bundles(call):
+    def _fetch_ahead(self, call: Call) -> int:
+        """Bring back what a call will read; -> how many transfers that took."""
+        count = 0
+        for bundle in () if self.manual else self._bundles(call):
             if not bundle.released:
                 bundle.wanted = True
             elif bundle.target is None:
                 self._reload(bundle)
+                count += 1
+        return count
 
     def _reload(self, bundle: Bundle) -> Buf:
         target = self.lanes.alloc(bundle.nbytes, "device", bundle.name)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
+from . import modules
 from .devices import make_lanes
 from .globs import as_globs, matches
 from .labels import paths_under
@@ -100,6 +101,7 @@ class Scheduler:
         """Put the hooks on the layers.  Raises FuseOpsError when they are there already."""
         if self._hooks:
             raise FuseOpsError("this scheduler is attached already; detach it first.")
+        modules.install()
         if self._peak is None:
             self._follow()
         else:
@@ -145,6 +147,8 @@ class Scheduler:
         """Take the hooks off again, and let go of what is on its way out. Graphs made before still
         find what they saved.
         """
+        if self._hooks:
+            modules.uninstall()
         while self._hooks:
             self._hooks.pop().remove()
         while self._recomputed:

@@ -9,12 +9,14 @@ import threading
 import pytest
 import torch
 from samples import samples
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import (
     KERNEL_OPS,
+    as_if_on,
     kernel_op,
     reference_only,
     register_flops,
@@ -30,6 +32,24 @@ TRITON = sorted(name for name, op in KERNEL_OPS.items() if op.min_arch)
 
 def test_every_op_has_a_sample():
     assert set(SAMPLES) == set(KERNEL_OPS)
+
+
+def test_fake_cpu_tensors_are_taken_for_those_of_a_gpu():
+    """For dry runs: the registered op where an architecture has the kernel, the twin elsewhere."""
+    op = KERNEL_OPS["bias_fwd"]
+    x, bias = torch.ones(2, 3), torch.ones(3)
+    with FakeTensorMode() as mode:
+        fake = (mode.from_tensor(x), mode.from_tensor(bias))
+
+        def names(arch):
+            with Seen() as seen, as_if_on(arch):
+                assert op(*fake).shape == (2, 3)
+            return [name for name in seen.names if name.startswith("fuseops")]
+
+        assert names(90) == ["fuseops.bias_fwd.default"]
+        assert names(0) == names(op.min_arch - 1) == []
+    with as_if_on(90):
+        assert torch.equal(op(x, bias), x + 1)  # real tensors are where they are
 
 
 def test_flops_of_grouped_gemms_are_counted():

@@ -18,7 +18,7 @@ from fuseops.offload.lanes import Lane
 
 pytestmark = pytest.mark.gpu
 
-CYCLES = 20_000_000  # about 10 ms on one stream
+CYCLES = 4_000_000  # about 2 ms on one stream
 
 
 def model() -> nn.Module:

@@ -272,3 +272,13 @@ def test_law_13_a_storage_is_back_once_while_somebody_reads_it(
         y = h * h  # saves it twice
     y.sum().backward()
     assert len(counting.came) == 1
+
+
+def test_law_12_what_was_saved_before_is_back_before_it_is_read() -> None:
+    with offload.to_host(min_bytes=1) as scope:
+        y = torch.randn(4, requires_grad=True)
+        for _ in range(6):
+            y = y.sin()
+    y.sum().backward()
+    (mover,) = scope._movers.values()
+    assert mover.schedule.stats.back_count == 6 and mover.schedule.stats.misses == 1

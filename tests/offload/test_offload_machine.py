@@ -239,6 +239,8 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        if self.attached:
+            self.scheduler.detach()
         assert top_saved_tensor_hooks() is None and names.thread.observers == 0
         assert modules.thread.watchers == [] == modules.thread.running
         assert list(nesting.enclosing()) == []

@@ -3,17 +3,21 @@
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.offload.cpu_lanes import CpuLanes
 from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
 
 D = 8
@@ -257,6 +261,132 @@ def test_compiled_parts_inside_layers(backend: str) -> None:
     assert facts(compare(run))["out_bytes"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # the hooks fire once more, for nothing
+def test_a_compiled_layer_is_moved_from_outside_of_it() -> None:
+    torch._dynamo.reset()
+    model, plain = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4)))
+        for _ in range(2)
+    )
+    plain.load_state_dict(model.state_dict())
+    for k in range(4):
+        model[k] = torch.compile(model[k], backend="aot_eager")
+    with offload.Scheduler(model, "*", policy=ALL, lag=0) as scheduler:
+        for _ in range(3):
+            for m in (model, plain):
+                m(inputs()).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))
+    assert facts(scheduler)["out_bytes"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_a_layer_compiled_in_place_is_moved_and_compiled_once() -> None:
+    torch._dynamo.reset()
+    compiled = 0
+
+    def backend(graph: Any, example: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    model, plain = Model(3), Model(3)
+    model.blocks[1].out.compile(backend=backend)
+    with offload.Scheduler(model, "blocks.*.out", policy=ALL, lag=0) as scheduler:
+        for _ in range(4):
+            for m in (model, plain):
+                one_step(m)
+            assert all(map(torch.equal, grads(model), grads(plain)))
+    assert compiled == 1
+    assert any(name.startswith("blocks.1.") for name in moved(scheduler))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about the gloo device
+def test_fully_sharded_parameters_stay_and_gradients_are_exact() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        models = Model(4), Model(4)
+        for model in models:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        mine, other = models
+        with offload.Scheduler(mine, "blocks.*", policy=ALL, lag=0) as scheduler:
+            for _ in range(3):
+                for model in models:
+                    one_step(model)
+                for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+                    assert torch.equal(a.grad.to_local(), b.grad.to_local())
+                    a.grad = b.grad = None
+    finally:
+        dist.destroy_process_group()
+    entries = scheduler.report().entries
+    shapes = {tuple(p.shape) for p in Model(1).parameters()}
+    transposed = {shape[::-1] for shape in shapes}
+    assert not any(e.decision == "moved" and e.shape in shapes | transposed for e in entries)
+    assert any(e.decision == "moved" for e in entries)
+
+
+def test_two_threads_train_two_models() -> None:
+    pairs, x = [(Model(), Model()) for _ in range(2)], inputs()
+    outcomes: list[bool] = []
+
+    def train(mine: Model, other: Model) -> None:
+        with offload.Scheduler(mine, "blocks.*", policy=ALL, lag=1) as scheduler:
+            for _ in range(8):
+                for model in (mine, other):
+                    model(x.detach()).sum().backward()
+                outcomes.append(all(map(torch.equal, grads(mine), grads(other))))
+        outcomes.append(facts(scheduler)["back_bytes"] > 0)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 18
+
+
+def test_shapes_that_change_every_step_ask_for_no_more_memory() -> None:
+    plain, model = Model(3), Model(3)
+    reserved = []
+    with offload.Scheduler(model, "blocks.*", policy=ALL, lag=0) as scheduler:
+        for step in range(100):
+            rows = 1 + (step * 37) % 50
+            for m in (plain, model):
+                m(inputs(step, rows)).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))
+            reserved.append(facts(scheduler)["host_reserved"])
+    assert reserved[0] == reserved[-1]
+
+
+def test_law_13_at_most_two_layers_are_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[tuple[WeakStorage, int]] = []
+    peak = 0
+
+    class Counting(CpuLanes):
+        def alloc(self, nbytes: int, device: Any, name: str) -> Any:
+            nonlocal peak
+            buf = super().alloc(nbytes, device, name)
+            if device == "device":
+                alive.append((WeakStorage(buf.data.untyped_storage()), nbytes))
+                peak = max(peak, sum(n for ref, n in alive if not ref.expired()))
+            return buf
+
+    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Counting())
+    model = Model(10)
+    with offload.Scheduler(model, "blocks.*", policy=ALL, lag=0) as scheduler:
+        scheduler._scope.mover.schedule.small = 0
+        for _ in range(3):
+            alive.clear()
+            peak = 0
+            one_step(model)
+            model.zero_grad()
+    a_layer = scheduler.report().moved_bytes / facts(scheduler)["steps"] / 9
+    assert 0 < peak <= 2 * a_layer * 1.05
+
+
 # --- checkpoints: forwards are counted
 
 
@@ -368,6 +498,30 @@ def test_a_plan_is_followed_and_a_difference_is_named() -> None:
         scheduler.assert_matched({"nowhere": "offload"})
 
 
+def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
+    plain, model = Model(), Model()
+    x = inputs(rows=1 << 16)
+    hardware = offload.Hardware.h200()
+    free = offload.plan(plain, x, layers="blocks.*", hardware=hardware, record=True)
+    peak = (free.before.peak + free.after.peak) // 2
+    with offload.Scheduler(model, "blocks.*", peak=peak, hardware=hardware) as scheduler:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert scheduler.plan is None  # an evaluation plans nothing
+        model.train()
+        for _ in range(3):
+            for m in (plain, model):
+                m(x).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))
+        scheduler.assert_matched()
+    assert scheduler.plan.fits and scheduler.plan.after.peak <= peak < scheduler.plan.before.peak
+    chosen = {n for n, d in scheduler.plan.decisions.items() if d == "offload"}
+    assert moved(scheduler) == chosen
+    with pytest.raises(FuseOpsError, match="plans by itself"):
+        offload.Scheduler(model, "blocks.*", peak=peak, policy=ALL)
+
+
 def test_the_host_budget_is_kept_and_is_a_reason() -> None:
     def run(model: Model) -> None:
         one_step(model)
@@ -422,9 +576,7 @@ def test_device_bytes_are_let_go_and_the_books_add_up() -> None:
         y = model(inputs())
         gone = {name for name, storage in storages.items() if storage.expired()}
         assert gone == set("acde")  # b is held, f not yet let go
-        assert [n for n, _ in scheduler.report().held] == ["1.MulBackward0.0"] or len(
-            scheduler.report().held
-        ) == 1
+        assert len(scheduler.report().held) == 1  # b
         y.sum().backward()
 
 

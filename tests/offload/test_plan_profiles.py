@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import fuseops as fo
-from fuseops import offload
+from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.offload.hardware import Hardware
+from fuseops.offload.hardware import Curve, Hardware
+from fuseops.offload.plan import plan_profile
+from fuseops.offload.planner import Limits
 from fuseops.offload.profile import Profile
 from fuseops.offload.profile_memory import StorageMeter
 from fuseops.offload.profile_step import Step, dry_run, layers_of, record
 
-H200 = Hardware.h200()
+H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
 D = 32
 
 
@@ -145,6 +148,31 @@ def test_gradients_that_exist_are_there_from_the_start() -> None:
     assert extra == sum(p.numel() * 4 for p in model.parameters())
 
 
+def test_kernels_of_the_machine_are_one_op_each(step: Step) -> None:
+    """Their temporaries are inside them, as on CUDA; what they save is the same."""
+    here, there = dry_run(step, H200), dry_run(step, Hardware.h200())
+    assert any(op.name.startswith("fuseops.") for op in there.ops)
+    assert not any(op.name.startswith("fuseops.") for op in here.ops)
+    assert len(there.ops) < len(here.ops) and there.peak <= here.peak
+    assert [s.name for s in there.saved] == [s.name for s in here.saved]
+    assert [s.nbytes for s in there.saved] == [s.nbytes for s in here.saved]
+
+
+def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
+    fast, slow = (dry_run(step, replace(H200, attention_rate=r)) for r in (1e-6, 1e-7))
+    for way in ("", "_backward"):
+        times = [
+            sum(
+                op.seconds
+                for op in p.ops
+                if "scaled_dot_product" in op.name and ("backward" in op.name) == bool(way)
+            )
+            for p in (fast, slow)
+        ]
+        flops = 3 * (10 if way else 4) * 2 * 2 * 16 * 16 * (D // 2) / 2
+        assert times == pytest.approx([flops / 1e6, flops / 1e5])
+
+
 def test_a_model_without_memory_is_profiled_too(step: Step) -> None:
     with torch.device("meta"):
         model, x = Model(), torch.randn(2, 16, D)
@@ -169,6 +197,67 @@ def test_a_layer_can_be_recomputed_but_for_what_comes_in(profile: Profile) -> No
         names = {profile.saved[n].name for n in group.saved}
         assert f"{call.layer}.1.2.x" in names
         assert f"{call.layer}.0.0.x" not in names  # the input of the block
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            fo.Sequential(
+                fo.ops.GroupedLinear(2, D, 4 * D, bias=False),
+                fo.ops.ScaledSwiGLU(),
+                fo.ops.GroupedLinear(2, 2 * D, D, bias=False),
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, offs: Tensor, probs: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x, offs=offs, probs=probs)
+        return x
+
+
+def experts_step() -> Step:
+    model = Experts()
+    args = (
+        torch.randn(24, D, requires_grad=True),
+        torch.tensor([10, 24], dtype=torch.int32),
+        torch.rand(24),
+    )
+    return Step(model, args, {}, layers_of(model, None), None, 256)
+
+
+@pytest.mark.parametrize("run", [record, lambda step: dry_run(step, H200)])
+def test_fields_that_an_op_can_do_without_are_a_choice(run: Any) -> None:
+    profile = run(experts_step())
+    fields = [group for group in profile.recompute if group.kind == "op"]
+    assert [group.name for group in fields] == ["blocks.0", "blocks.1", "blocks.2"]
+    for k, group in enumerate(fields):
+        assert [profile.saved[n].name for n in group.saved] == [f"blocks.{k}.1.x"]
+        assert group.seconds >= 0
+    assert sum(group.seconds for group in fields) > 0
+
+
+def test_a_plan_that_recomputes_fields_runs() -> None:
+    step = experts_step()
+    for p in step.model.parameters():
+        p.grad = torch.zeros_like(p)  # so that the peak stands where saved tensors are most
+    slow = Hardware("slow", *[Curve(((1, 1e-6),))] * 3, memory=1.0)
+    profile = dry_run(step, slow)
+    names = {n for g in profile.recompute if g.kind == "op" for n in g.saved}
+    profile = replace(
+        profile,
+        recompute=tuple(g for g in profile.recompute if g.kind == "op"),
+        saved=tuple(s if k in names else s._replace(why="") for k, s in enumerate(profile.saved)),
+    )
+    lowest = plan_profile(profile, slow, Limits(1)).after.peak
+    plan = plan_profile(profile, slow, Limits(lowest), layers=("blocks.*",))
+    assert plan.fits and plan.after.peak < plan.before.peak
+    assert plan.recomputed == () and plan.bytes_of("recompute")
+    with offload.Scheduler(step.model, layers=plan.layers, plan=plan) as scheduler:
+        for _ in range(2):
+            step.model(*step.args).sum().backward()
+    scheduler.assert_matched(plan)
 
 
 def test_a_profile_comes_back_from_a_file(profile: Profile, tmp_path: Path) -> None:
@@ -230,7 +319,6 @@ def test_the_meter_counts_storages_once_and_forgets_the_dead() -> None:
 
 @pytest.fixture(autouse=True)
 def no_leftover_hooks() -> Iterator[None]:
+    before = torch_private.top_saved_tensor_hooks()
     yield
-    x = torch.ones(2, requires_grad=True)
-    y = x.exp()
-    assert y.grad_fn is not None and not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert torch_private.top_saved_tensor_hooks() == before

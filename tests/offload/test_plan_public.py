@@ -317,6 +317,17 @@ def test_a_plan_that_does_not_fit_fails(capsys: pytest.CaptureFixture[str], tmp_
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "target.py"
+    file.write_text(TARGET)
+    options = ("offload-plan", str(file), "--ranks", "2", "--micro-batches", "4")
+    assert len(output(capsys, *options).splitlines()) == 3
+    data = json.loads(output(capsys, *options, "--chunks", "3", "--json"))
+    assert data["pipeline"] == {"ranks": 2, "micro_batches": 4, "chunks": 3}
+    peaks = [rank["before"]["peak_bytes"] for rank in data["ranks"]]
+    assert len(peaks) == 2 and peaks[0] > peaks[1]
+
+
 def test_without_a_target_it_plans_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "offload-plan")
     assert "blocks.{" in text and "NVIDIA H200" in text and "offload" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -103,6 +104,22 @@ def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
     found = solve(Model(profile, LINK, Settings(small=0)), Limits(profile.peak - 100 * MB))
     assert found.fits and found.choice.drop
     assert found.prediction.seconds <= profile.seconds + 3.01e-3
+
+
+def test_a_layer_is_not_recomputed_twice() -> None:
+    """As a whole, or what its ops can do without: what both would drop is dropped once."""
+    profile = profile_of(6, 3, lambda layer, n: 20 * MB, lambda layer: 1e-3, groups=True)
+    fields = [
+        group._replace(kind="op", saved=group.saved[:1], seconds=group.seconds / 10)
+        for group in profile.recompute
+    ]
+    profile = replace(profile, recompute=(*profile.recompute, *fields))
+    for share in (0.9, 0.7, 0.5, 0.1):
+        model = Model(profile, LINK, Settings(lag=1))
+        drop = solve(model, Limits(int(profile.peak * share))).choice.drop
+        assert not any(model.rivals[g] & drop for g in drop)
+    cheap = solve(Model(profile, LINK, Settings(lag=1)), Limits(profile.peak - 30 * MB))
+    assert {profile.recompute[g].kind for g in cheap.choice.drop} <= {"op"}
 
 
 def test_the_host_budget_is_kept() -> None:

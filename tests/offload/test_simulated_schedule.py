@@ -77,6 +77,7 @@ def test_a_link_that_is_too_slow_stalls_by_what_is_missing() -> None:
     profile = profile_of(4, 1, lambda layer, n: 100 * MB, lambda layer: 1e-3, ops_per_layer=1)
     done = simulate(profile, [0], LINK, Settings(lag=1, ahead=1, small=0))
     release, arrival = done.stalls
+    assert done.windows[0].slack == pytest.approx(-10e-3)
     assert release.end - release.start == pytest.approx(10e-3)
     assert (release.on, arrival.on) == ("d2h", "h2d")
 
@@ -150,6 +151,7 @@ def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings:
         else st.just(frozenset())
     )
     drop = data.draw(st.frozensets(st.sampled_from(range(len(model.groups)))))
+    assert not any(model.rivals)
     leave -= {k for g in drop for k in model.members[g]}
     prediction = model.predict(Choice(leave, drop))
     done = simulate(

@@ -1,0 +1,284 @@
+"""Plans for the ranks of a pipeline: 1F1B, and interleaved 1F1B with several chunks of layers a rank.
+
+From the profile of one step of the whole model come the steps of all ranks: which micro-batch runs
+forward or backward when, with the bubbles between, and what every rank holds meanwhile. Each is
+planned like any other step: the schedule knows micro-batches by the number of a layer's call.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from fuseops.errors import FuseOpsError
+
+from .hardware import Hardware
+from .plan import OffloadPlan, plan_profile
+from .plan_simulate import DEFAULT, Settings
+from .planner import UNLIMITED, Limits
+from .profile import LayerCall, Op, Profile, Saved
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Pipeline(NamedTuple):
+    """A schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
+
+    chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
+    """
+
+    ranks: int
+    micro_batches: int
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Parts of the model: stage s is on rank s % ranks."""
+        return self.ranks * self.chunks
+
+
+class Turn(NamedTuple):
+    """A rank runs one micro-batch through one of its stages."""
+
+    way: str
+    micro_batch: int
+    stage: int
+
+
+def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
+    """What a rank runs, in order.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM (2021), section 2.2. Raises FuseOpsError for a pipeline that there is not.
+    """
+    ranks, count, chunks = pipeline
+    if min(pipeline) < 1 or (chunks > 1 and count % ranks):
+        raise FuseOpsError(
+            f"{pipeline}: ranks, micro_batches and chunks are at least 1, and with several chunks "
+            "the micro-batches are a multiple of the ranks."
+        )
+    total = count * chunks
+    ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    ahead = min(ahead, total)
+    forward = [_turn(pipeline, rank, FORWARD, k) for k in range(total)]
+    backward = [_turn(pipeline, rank, BACKWARD, k) for k in range(total)]
+    steady = [t for pair in zip(forward[ahead:], backward, strict=False) for t in pair]
+    return [*forward[:ahead], *steady, *backward[total - ahead :]]
+
+
+def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
+    """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
+    ranks, _, chunks = pipeline
+    group, place = divmod(k, ranks * chunks) if chunks > 1 else (0, k)
+    chunk, micro_batch = divmod(place, ranks) if chunks > 1 else (0, place)
+    chunk = chunk if way == FORWARD else chunks - 1 - chunk
+    return Turn(way, group * ranks + micro_batch, chunk * ranks + rank)
+
+
+class Part(NamedTuple):
+    """Ops of the whole step that one stage runs: forward and backward, as ranges of positions."""
+
+    layers: range
+    forward: range
+    backward: range
+
+
+def parts(profile: Profile, stages: int) -> list[Part]:
+    """The model in stages of as equal numbers of layers as can be; what comes before the first layer
+    belongs to the first stage, what comes after the last (head, loss) to the last.
+
+    Raises FuseOpsError when there are fewer layers than stages, or micro-batches already.
+    """
+    calls, end = profile.calls, len(profile.ops)
+    if len(calls) < stages or any(c.ordinal or c.backward < 0 for c in calls):
+        raise FuseOpsError(
+            f"a pipeline of {stages} stages needs the profile of one micro-batch with at least as "
+            f"many layers, each with a backward; {profile.model} has {len(calls)} calls of layers."
+        )
+    bounds = [round(s * len(calls) / stages) for s in range(stages + 1)]
+    turn = min(c.backward for c in calls)
+    found = []
+    for first, last in pairwise(bounds):
+        start = calls[first].enter if first else 0
+        stop = calls[last].enter if last < len(calls) else turn
+        back = (calls[last - 1].backward, calls[first - 1].backward if first else end)
+        found.append(Part(range(first, last), range(start, stop), range(*back)))
+    return found
+
+
+def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
+    """When each turn begins: as soon as its rank is free and what it needs has come."""
+    order = {rank: turns(pipeline, rank) for rank in range(pipeline.ranks)}
+    split = parts(profile, pipeline.stages)
+    done: dict[Turn, float] = {}
+    began: dict[Turn, float] = {}
+    free = dict.fromkeys(order, 0.0)
+    while any(order.values()):
+        ready = []
+        for rank, waiting in order.items():
+            needed = _needs(waiting[0], pipeline) if waiting else []
+            if waiting and all(turn in done for turn in needed):
+                ready.append((max([free[rank], *(done[turn] for turn in needed)]), rank))
+        start, rank = min(ready)
+        turn = order[rank].pop(0)
+        began[turn] = start
+        done[turn] = free[rank] = start + _seconds(profile, _range_of(split, turn))
+    return began
+
+
+def _needs(turn: Turn, pipeline: Pipeline) -> list[Turn]:
+    way, micro_batch, stage = turn
+    if way == FORWARD:
+        return [Turn(way, micro_batch, stage - 1)] if stage else []
+    last = stage == pipeline.stages - 1
+    return [Turn(FORWARD if last else way, micro_batch, stage if last else stage + 1)]
+
+
+def _range_of(split: list[Part], turn: Turn) -> range:
+    return split[turn.stage].forward if turn.way == FORWARD else split[turn.stage].backward
+
+
+def _seconds(profile: Profile, ops: range) -> float:
+    return profile.clock[ops.stop] - profile.clock[ops.start]
+
+
+# --- the step of a rank
+
+
+def rank_profile(profile: Profile, pipeline: Pipeline, rank: int) -> Profile:
+    """The step of one rank: its turns, and the bubbles between."""
+    return _rank_profile(profile, pipeline, rank, starts(profile, pipeline))
+
+
+def _rank_profile(
+    profile: Profile, pipeline: Pipeline, rank: int, began: dict[Turn, float]
+) -> Profile:
+    split = parts(profile, pipeline.stages)
+    memory = _Memory(profile)
+    ops: list[tuple[str, float, int]] = []  # name, seconds, bytes beside saved ones
+    at: dict[Turn, int] = {}
+    now = 0.0
+    for turn in turns(pipeline, rank):
+        if began[turn] > now:
+            ops.append(("bubble", began[turn] - now, 0))
+        at[turn] = len(ops)
+        ran = _range_of(split, turn)
+        ops += [(profile.ops[p].name, profile.ops[p].seconds, memory.temporary[p]) for p in ran]
+        now = began[turn] + _seconds(profile, ran)
+    saved, calls = _copies(profile, split, at)
+    change: dict[int, int] = defaultdict(int)
+    for s in saved:
+        change[s.at] += s.nbytes
+        change[s.freed] -= s.nbytes
+    mine = [
+        layer
+        for stage in range(rank, pipeline.stages, pipeline.ranks)
+        for layer in split[stage].layers
+    ]
+    held = memory.lasting * len(mine) // len(profile.calls)
+    done = []
+    for position, (name, seconds, temporary) in enumerate(ops):
+        held += change[position]
+        done.append(Op(name, seconds, held + temporary))
+    note = "parameters and gradients are shared out evenly over layers; ranks stall each other not"
+    return replace(
+        profile,
+        model=f"{profile.model}, rank {rank} of {pipeline.ranks}",
+        ops=tuple(done),
+        saved=tuple(saved),
+        calls=tuple(calls),
+        recompute=(),
+        assumed=(*profile.assumed, note),
+    )
+
+
+def _copies(
+    profile: Profile, split: list[Part], at: dict[Turn, int]
+) -> tuple[list[Saved], list[LayerCall]]:
+    """Saved storages and calls of all micro-batches of a rank, with the positions of its step."""
+    saved: list[Saved] = []
+    calls: list[LayerCall] = []
+    forwards = [turn for turn in at if turn.way == FORWARD]
+    for turn in sorted(forwards, key=lambda t: at[t]):
+        part = split[turn.stage]
+        there, back = at[turn], at[turn._replace(way=BACKWARD)]
+
+        def place(p: int, part: Part = part, there: int = there, back: int = back) -> int:
+            if p >= part.backward.start:
+                return back + min(p, part.backward.stop) - part.backward.start
+            return there + min(max(p, part.forward.start), part.forward.stop) - part.forward.start
+
+        first = len(calls)
+        for k in part.layers:
+            call = profile.calls[k]
+            calls.append(
+                LayerCall(
+                    *(call.layer, turn.micro_batch, place(call.enter), place(call.leave)),
+                    place(call.backward),
+                )
+            )
+        for s in profile.saved:
+            if s.call not in part.layers:
+                continue
+            saved.append(
+                s._replace(
+                    call=first + s.call - part.layers.start,
+                    at=place(s.at),
+                    held=place(s.held),
+                    read=place(s.read),
+                    freed=place(s.freed),
+                    made=there - 1 if s.made < part.forward.start else place(s.made),
+                    again=tuple(
+                        a._replace(
+                            call=first + a.call - part.layers.start,
+                            at=place(a.at),
+                            read=place(a.read),
+                        )
+                        for a in s.again
+                        if a.call in part.layers
+                    ),
+                )
+            )
+    return saved, calls
+
+
+class _Memory:
+    """Bytes of the whole step, taken apart: what lasts, saved storages, and temporaries of each op."""
+
+    def __init__(self, profile: Profile) -> None:
+        alive = [0] * (len(profile.ops) + 1)
+        for s in profile.saved:
+            alive[s.at] += s.nbytes
+            alive[s.freed] -= s.nbytes
+        rest, now = [], 0
+        for op, difference in zip(profile.ops, alive, strict=False):
+            now += difference
+            rest.append(op.resident - now)
+        self.lasting = rest[-1] if rest else 0  # parameters, and gradients by then
+        boundaries = sorted({b.position for b in profile.boundaries} | {0, len(rest)})
+        self.temporary = [0] * len(rest)
+        for position, nbytes in enumerate(rest):
+            n = bisect_right(boundaries, position)
+            low = min(rest[boundaries[n - 1] : boundaries[n]])
+            self.temporary[position] = nbytes - low
+
+
+def plan_pipeline(
+    profile: Profile,
+    hardware: Hardware,
+    pipeline: Pipeline,
+    limits: Limits = UNLIMITED,
+    settings: Settings = DEFAULT,
+) -> tuple[OffloadPlan, ...]:
+    """One plan a rank, each under the same limits.
+
+    Raises FuseOpsError for a pipeline that there is not, or that the profile has too few layers for.
+    """
+    began = starts(profile, pipeline)
+    return tuple(
+        plan_profile(_rank_profile(profile, pipeline, rank, began), hardware, limits, settings)
+        for rank in range(pipeline.ranks)
+    )

@@ -1,0 +1,132 @@
+"""Host memory: exact, asked for once, never given twice, ordered after its last reader."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuseops.offload import cuda_lanes
+from fuseops.offload.arena import ALIGN, REGION, Arena, Slab, aligned
+from fuseops.offload.lanes import Event, NoRoomError
+
+sizes = st.integers(1, 3 * REGION // 2)
+
+
+@given(steps=st.lists(st.one_of(sizes, st.integers(-30, -1)), max_size=60))
+def test_slabs_never_overlap_and_regions_hold_them(steps: list[int]) -> None:
+    regions: list[int] = []
+
+    def make(nbytes: int) -> int:
+        regions.append(nbytes)
+        return nbytes
+
+    arena = Arena(make)
+    out: list[Slab] = []
+    for step in steps:
+        if step > 0:
+            slab = arena.take(step)
+            assert slab.nbytes == aligned(step) and slab.offset % ALIGN == 0
+            assert slab.offset + slab.nbytes <= regions[slab.region]
+            for other in out:
+                assert (
+                    other.region != slab.region
+                    or other.offset + other.nbytes <= slab.offset
+                    or slab.offset + slab.nbytes <= other.offset
+                )
+            out.append(slab)
+        elif out:
+            arena.give(out.pop(-step % len(out)), None)
+    assert arena.used == sum(s.nbytes for s in out) <= arena.peak <= arena.reserved
+    assert arena.reserved == sum(regions)
+    for slab in out:
+        arena.give(slab, None)
+    assert arena.used == 0
+    for region in sorted(regions, reverse=True):  # all of it is in one piece again
+        assert arena.take(region).nbytes == aligned(region)
+    assert len(arena.regions) == len(regions)
+
+
+@given(wanted=st.lists(sizes, min_size=1, max_size=12))
+def test_the_same_requests_get_the_same_places(wanted: list[int]) -> None:
+    arena = Arena(lambda nbytes: nbytes)
+
+    def step() -> list[tuple[int, int]]:
+        slabs = [arena.take(nbytes) for nbytes in wanted]
+        for slab in slabs:
+            arena.give(slab, None)
+        return [(s.region, s.offset) for s in slabs]
+
+    step()
+    second, reserved = step(), arena.reserved
+    assert step() == second and arena.reserved == reserved
+
+
+def test_large_buffers_have_regions_of_exactly_their_size() -> None:
+    arena = Arena(lambda nbytes: nbytes)
+    arena.take(REGION + 1)
+    assert arena.reserved == aligned(REGION + 1)
+
+
+def test_the_next_user_waits_for_the_last_reader_of_all_that_it_covers() -> None:
+    arena = Arena(lambda nbytes: nbytes)
+    slabs = [arena.take(REGION // 4) for _ in range(4)]
+    events = [Event("h2d") for _ in slabs]
+    for k in (2, 0, 3, 1):
+        arena.give(slabs[k], events[k])
+    assert arena.take(REGION).after is events[3]
+
+
+def test_a_budget_is_a_reason_and_is_never_passed() -> None:
+    arena = Arena(lambda nbytes: nbytes, budget=10 * ALIGN)
+    first = arena.take(6 * ALIGN)
+    with pytest.raises(
+        NoRoomError, match=rf"host budget of {10 * ALIGN} bytes: {6 * ALIGN} in use"
+    ):
+        arena.take(5 * ALIGN)
+    arena.take(4 * ALIGN)
+    arena.give(first, None)
+    arena.take(6 * ALIGN)
+    assert arena.reserved <= 10 * ALIGN
+
+
+def test_memory_that_cannot_be_had_changes_nothing() -> None:
+    def fail(nbytes: int) -> Any:
+        raise MemoryError("none left")
+
+    arena = Arena(fail)
+    with pytest.raises(MemoryError):
+        arena.take(1)
+    assert arena.reserved == arena.used == 0 and arena.regions == []
+
+
+class Cudart:
+    """Says yes or no to pinning."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.asked: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked.append(nbytes)
+        return self.error
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_pinning_asks_for_the_exact_size_and_falls_back_to_pageable_memory(
+    error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = Cudart(error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(cuda_lanes, "is_capturing", lambda: False)
+    region = cuda_lanes.pinned(12345 * 512)
+    assert region.numel() == 12345 * 512 and cudart.asked == [12345 * 512]
+    region.fill_(7)  # real memory, pinned or not
+    assert ("could not be pinned" in caplog.text) == (error != 0)
+
+
+def test_a_capture_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_lanes, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the step once before"):
+        cuda_lanes.pinned(512)
