@@ -4,10 +4,11 @@
     python benchmarks/grouped_gemm.py --out sweep.json --sweep      # every configuration beside the peers
 
 A cell is one GEMM of one shape and one split. Its candidates run in turn, in rotated order, back to
-back (hot: the GPU is at its power limit, as in training), and the median of the rounds counts; the
-tile table is made inside every timed call. Correctness is checked before against float32 by group.
-TFLOP/s count the rows inside groups. Host time is that of a call that waits for nothing, with the
-tile table made before, as in a layer.
+back (hot: the GPU is at its power limit, as in training), and the median of the rounds counts; cool
+shots follow 70 ms of idling and one launch. The tile table is made inside every timed call.
+Correctness is checked before against float32 by group. TFLOP/s count the rows inside groups. Gathered
+cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
+time is that of a call that waits for nothing, with the tile table made before, as in a layer.
 """
 
 from __future__ import annotations
@@ -24,125 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, rnd, split, wrong
 from torch import Tensor
 
-from fuseops.kernels import configs, grouped, grouped_launch
-
-Call = Callable[[], Any]
-
-# name: groups, rows, model width D, expert width F
-SHAPES = {
-    "mixtral": (8, 16384, 4096, 14336),
-    "deepseek_v3": (32, 65536, 7168, 2048),
-    "qwen3_30b": (128, 262144, 2048, 768),
-    "qwen3_8k": (128, 65536, 2048, 768),
-    "sonic_7b": (128, 196608, 1536, 256),
-    "sonic_30b": (64, 131072, 4096, 1024),
-}
-SPLITS = ("uniform", "zipf", "two_empty")
-EDGES = {"n_1856": (1856, 2048), "n_2048": (2048, 2048), "k_1856": (2048, 1856),
-         "n_2880": (2880, 3072), "n_3072": (3072, 3072), "k_2880": (3072, 2880)}  # fmt: skip
-NEXT = {"n_1856": "n_2048", "k_1856": "n_2048", "n_2880": "n_3072", "k_2880": "n_3072"}
-
-
-def split(kind: str, groups: int, rows: int) -> Tensor:
-    """Row ends of random groups: every row chooses at random, evenly or by Zipf's law."""
-    g = torch.Generator().manual_seed(1)
-    weights = torch.ones(groups)
-    if kind == "zipf":
-        weights = 1 / torch.arange(1, groups + 1)[torch.randperm(groups, generator=g)]
-    if kind == "two_empty":
-        weights[torch.randperm(groups, generator=g)[:2]] = 0
-    chosen = torch.multinomial(weights, rows, replacement=True, generator=g)
-    return chosen.bincount(minlength=groups).cumsum(0).to(torch.int32).cuda()
-
-
-def rnd(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
-
-
-def operands(groups: int, rows: int, n: int, k: int, offs: Tensor) -> dict[str, Tensor]:
-    return {"x": rnd(rows, k), "w": rnd(groups, n, k, scale=0.02), "dy": rnd(rows, n), "offs": offs}
-
-
-def ours(kind: str, t: dict[str, Tensor]) -> Call:
-    x, w, dy, offs = t["x"], t["w"], t["dy"], t["offs"]
-    table = lambda: grouped.group_tiles(offs, len(x))  # noqa: E731
-    if kind == "fwd":
-        return lambda: grouped.grouped_mm(x, w, offs, table())
-    if kind == "dgrad":
-        return lambda: grouped.grouped_mm(dy, w.transpose(1, 2), offs, table())
-    if kind == "wgrad":
-        return lambda: grouped.grouped_wgrad(dy, x, offs, table())
-    main = torch.zeros(w.shape, device="cuda")
-    return lambda: grouped.grouped_wgrad_into(main, dy, x, offs, table())
-
-
-def peers(kind: str, t: dict[str, Tensor], loop: bool) -> dict[str, Call]:
-    x, w, dy, offs = t["x"], t["w"], t["dy"], t["offs"]
-    main = torch.zeros(w.shape, device="cuda") if kind == "wgrad_into" else None
-    if kind == "fwd":
-        found = {
-            "torch": lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offs),
-            "dense": lambda: x @ w[0].t(),
-        }
-    elif kind == "dgrad":
-        found = {"torch": lambda: F.grouped_mm(dy, w, offs=offs), "dense": lambda: dy @ w[0]}
-    elif kind == "wgrad":
-        found = {"torch": lambda: F.grouped_mm(dy.t(), x, offs=offs), "dense": lambda: dy.t() @ x}
-    else:
-        found = {"torch": lambda: main.add_(F.grouped_mm(dy.t(), x, offs=offs))}
-    if loop and kind == "fwd":
-        ends = [0, *offs.tolist()]
-        y = torch.empty_like(dy)
-        pairs = list(itertools.pairwise(ends))
-        found["loop"] = lambda: [
-            torch.mm(x[a:b], w[e].t(), out=y[a:b]) for e, (a, b) in enumerate(pairs)
-        ]
-    return found
-
-
-def wrong(kind: str, t: dict[str, Tensor]) -> str | None:
-    """Why a result may not be timed: relative error by group against float32, and padding."""
-    x, w, dy = t["x"], t["w"], t["dy"]
-    offs = (
-        t["offs"] - torch.arange(len(w), device="cuda").flip(0).int().clamp(max=3) // 3
-    )  # odd ends
-    offs = torch.minimum(offs.clamp(min=0), torch.tensor(len(x) - 5, device="cuda")).int()
-    bounds = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
-    call = ours(kind, {**t, "offs": offs})
-    torch.full(
-        (1 << 28,), float("nan"), device="cuda"
-    )  # what the allocator hands out next is poisoned
-    first = call()
-    if kind in ("fwd", "dgrad"):
-        a = x if kind == "fwd" else dy
-        if first[int(offs[-1]) :].any():
-            return "padding rows are not zero"
-        want = lambda e, i, j: a[i:j].float() @ (w[e].t() if kind == "fwd" else w[e]).float()  # noqa: E731
-        got = lambda e, i, j: first[i:j]  # noqa: E731
-    else:
-        if kind == "wgrad_into":
-            main = torch.ones(w.shape, device="cuda")
-            grouped.grouped_wgrad_into(main, dy, x, offs)
-            grouped.grouped_wgrad_into(main, dy, x, offs)
-            first = (main - 1) / 2
-        want = lambda e, i, j: dy[i:j].t().float() @ x[i:j].float()  # noqa: E731
-        got = lambda e, i, j: first[e]  # noqa: E731
-    worst = 0.0
-    for e in sorted({*range(min(len(bounds), 6)), len(bounds) - 1}):
-        i, j = bounds[e]
-        right, left = want(e, i, j), got(e, i, j).float()
-        if left.numel():
-            scale = right.norm().clamp(min=1e-20)
-            error = ((left - right).norm() / scale).item() if j > i else left.abs().max().item()
-            worst = max(worst, error if error == error else math.inf)
-    if worst > 4e-3:
-        return f"relative error {worst:.2g}"
-    if kind != "wgrad_into" and not torch.equal(first, call()):
-        return "two runs differ"
-    return None
+from fuseops.kernels import configs, grouped, grouped_paths, permute
 
 
 def elapsed_us(call: Call) -> float:
@@ -173,6 +59,18 @@ def round_robin(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     }
 
 
+def cool(calls: dict[str, Call], shots: int) -> dict[str, float]:
+    """Median microseconds of single launches, each after 70 ms of idling and one launch to warm up."""
+    spans: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(shots):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            time.sleep(0.07)
+            call()
+            spans[name].append(elapsed_us(call))
+    return {name: statistics.median(us) for name, us in spans.items()}
+
+
 def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[str, Call]]:
     """Our call; in a sweep one for every configuration of every path that can take the operands."""
     call = ours(kind, t)
@@ -180,31 +78,21 @@ def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[s
         yield "fuseops", call
         return
     n, k = (t["w"].shape[1:]) if kind != "dgrad" else t["w"].shape[:0:-1]
-    spaces = (
-        {"pingpong": grouped_launch.MM_PINGPONG, "tma": grouped_launch.MM_TMA}
-        if kind in ("fwd", "dgrad")
-        else {"tma": grouped_launch.WGRAD_TMA}
-    )
-    for path, space in spaces.items():
-        for number, config in enumerate(space.candidates((len(t["w"]), n, k), 2)):
+    products = kind in ("fwd", "dgrad")
+    spaces = grouped_paths.MM_SPACES if products else grouped_paths.WGRAD_SPACES
+    for path in ("pingpong", "tma"):
+        for number, config in enumerate(spaces[path].candidates((len(t["w"]), n, k), 2)):
 
-            def run(space: Any = space, config: Any = config, path: str = path) -> Any:
-                original = grouped_launch.mm_path
-                if kind in ("fwd", "dgrad"):
-                    grouped_launch.mm_path = lambda *_: path
-                try:
-                    with configs.forced(space, config):
-                        return call()
-                finally:
-                    grouped_launch.mm_path = original
+            def run(space: Any = spaces[path], config: Any = config, path: str = path) -> Any:
+                with grouped_paths.on_path(path), configs.forced(space, config):
+                    return call()
 
             yield f"{path}{number}", run
 
 
-def cell(kind: str, groups: int, rows: int, n: int, k: int, offs: Tensor, rounds: int,
+def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
          sweep: bool = False, loop: bool = False) -> dict[str, Any]:  # fmt: skip
     """One GEMM: microseconds and TFLOP/s of every candidate."""
-    t = operands(groups, rows, n, k, offs)
     calls, failed = {}, {}
     for name, call in [*candidates(kind, t, sweep), *peers(kind, t, loop).items()]:
         try:
@@ -215,32 +103,72 @@ def cell(kind: str, groups: int, rows: int, n: int, k: int, offs: Tensor, rounds
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
     problem = wrong(kind, t)
     us = round_robin(calls, rounds)
-    flops = 2 * int(offs[-1]) * n * k
+    flops = 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
     path = (
-        grouped_launch.mm_path(t["x"], t["w"])
+        grouped_paths.mm_path(t["x"], t["w"])
         if kind in ("fwd", "dgrad")
-        else grouped_launch.wgrad_path(t["dy"], t["x"])
+        else grouped_paths.wgrad_path(t["dy"], t["x"])
     )
-    return {
+    record = {
         "wrong": problem,
         "path": path,
         "us": {name: round(v, 1) for name, v in us.items()},
         "tflops": {name: round(flops / v / 1e6, 1) for name, v in us.items()},
         "failed": failed,
     }
+    if shots:
+        calls.pop("loop", None)
+        record["cool_us"] = {name: round(v, 1) for name, v in cool(calls, shots).items()}
+    return record
+
+
+def gathered(shape: str, rounds: int) -> dict[str, Any]:
+    """The four GEMMs of an expert MLP that read tokens by index: hot microseconds with the gather
+    inside, after a copy of the rows, and of the plain GEMM on rows copied before.
+    """
+    groups, rows, d, f, k = SHAPES[shape]
+    offs, tokens = split("uniform", groups, rows), rows // k
+    tiles = grouped.group_tiles(offs, rows)
+    index = torch.arange(tokens, device="cuda").repeat(k)[torch.randperm(rows, device="cuda")].int()
+    x, w1, w2 = rnd(tokens, d), rnd(groups, 2 * f, d, scale=0.02), rnd(groups, d, f, scale=0.02)
+    copied, dh, a = x[index], rnd(rows, 2 * f), rnd(rows, f)
+    back = w2.transpose(1, 2)
+    mm, wgrad = grouped.grouped_mm, grouped.grouped_wgrad
+    copy = lambda: permute.gather_rows(x, index, offs)  # noqa: E731
+    found: dict[str, Any] = {}
+    for name, width, plain, inside in (
+        ("fc1/fwd", 2 * f, lambda x: mm(x, w1, offs, tiles),
+         lambda: mm(x, w1, offs, tiles, None, index)),
+        ("fc2/dgrad", f, lambda x: mm(x, back, offs, tiles),
+         lambda: mm(x, back, offs, tiles, None, index)),
+        ("fc1/wgrad", 2 * f, lambda x: wgrad(dh, x, offs, tiles),
+         lambda: wgrad(dh, x, offs, tiles, None, index)),
+        ("fc2/wgrad", f, lambda x: wgrad(x, a, offs, tiles),
+         lambda: wgrad(x, a, offs, tiles, index)),
+    ):  # fmt: skip
+        calls = {
+            "fuseops": inside,
+            "copy_and_plain": lambda plain=plain: plain(copy()),
+            "plain": lambda plain=plain: plain(copied),
+        }
+        error = (inside().float() - plain(copied).float()).norm() / plain(copied).float().norm()
+        us = round_robin(calls, rounds)
+        found[name] = {
+            "error_against_plain": error.item(),
+            "us": {n: round(v, 1) for n, v in us.items()},
+            "tflops": {n: round(2 * rows * d * width / v / 1e6, 1) for n, v in us.items()},
+        }
+    return found
 
 
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")
 
 
-def cells(sweep: bool) -> Iterator[tuple[str, str, str, str, tuple[int, ...]]]:
-    """(name, shape, split, kind, (groups, rows, N, K)), uniform splits first."""
-    for kind_of_split in SPLITS[:1] if sweep else SPLITS:
-        for shape, (groups, rows, d, f) in SHAPES.items():
-            for layer, n, k in (("fc1", 2 * f, d), ("fc2", d, f)):
-                for kind in KINDS:
-                    name = f"{shape}/{layer}/{kind}/{kind_of_split}"
-                    yield name, shape, kind_of_split, kind, (groups, rows, n, k)
+def layers() -> Iterator[tuple[str, int, int, int, int]]:
+    """(shape/layer, groups, rows, N, K)"""
+    for shape, (groups, rows, d, f, _) in SHAPES.items():
+        yield f"{shape}/fc1", groups, rows, 2 * f, d
+        yield f"{shape}/fc2", groups, rows, d, f
 
 
 def small_groups(rounds: int) -> dict[str, Any]:
@@ -275,7 +203,7 @@ def host(rounds: int = 200) -> dict[str, Any]:
         "fwd": lambda: grouped.grouped_mm(x, w, offs, tiles),
         "dgrad": lambda: grouped.grouped_mm(dy, w.transpose(1, 2), offs, tiles),
         "wgrad": lambda: grouped.grouped_wgrad(dy, x, offs, tiles),
-        "torch_fwd": lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offs),
+        "torch_fwd": peers("fwd", t, False)["torch"],
         "table_and_fwd": ours("fwd", t),
     }
     record: dict[str, Any] = {"host_us": {}, "graph_us": {}}
@@ -302,32 +230,33 @@ def host(rounds: int = 200) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Ratios over `F.grouped_mm` and dense by kind: least and geometric mean."""
+    """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below 1."""
     found: dict[str, Any] = {}
-    for kind in KINDS:
-        chosen = {n: c["us"] for n, c in report["cells"].items() if f"/{kind}/" in n}
-        for peer in ("torch", "dense"):
-            ratios = {
-                name: us[peer] / us["fuseops"]
-                for name, us in chosen.items()
-                if peer in us and "fuseops" in us
+    for kind, peer, state in itertools.product(KINDS, ("torch", "dense"), ("us", "cool_us")):
+        ratios = {
+            name: record[state][peer] / record[state]["fuseops"]
+            for name, record in report["cells"].items()
+            if f"/{kind}/" in name and {peer, "fuseops"} <= record.get(state, {}).keys()
+        }
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
+            least = min(ratios, key=lambda name: ratios[name])
+            found[f"{kind}/{peer}{'' if state == 'us' else '/cool'}"] = {
+                "geomean": round(mean, 3),
+                "least": [least, round(ratios[least], 3)],
+                "below_1": {n: round(r, 3) for n, r in ratios.items() if r < 1},
             }
-            if ratios:
-                mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
-                least = min(ratios, key=lambda name: ratios[name])
-                found[f"{kind}/{peer}"] = {
-                    "geomean": round(mean, 3),
-                    "least": [least, round(ratios[least], 3)],
-                    "below_1": {n: round(r, 3) for n, r in ratios.items() if r < 1},
-                }
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="cells whose name contains this; edges: none")
+    parser.add_argument(
+        "--only", default="", help="layers whose name contains this; or edges, gathered"
+    )
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--shots", type=int, default=5, help="cool shots of uniform cells")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the cells")
     parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
@@ -341,6 +270,7 @@ def main() -> None:
             "sms": device.multi_processor_count,
         },
         "cells": {},
+        "gathered": {},
         "edges": {},
         "skipped": [],
     }
@@ -359,33 +289,35 @@ def main() -> None:
         print(
             name,
             record.get("wrong") or "",
-            record.get("tflops"),
+            record.get("tflops") or record,
             record.get("failed") or "",
             flush=True,
         )
 
     report["host"] = host()
     print(json.dumps(report["host"]), flush=True)
-    for name, shape, kind_of_split, kind, sizes in cells(options.sweep):
-        if options.only in name:
-            offs = split(kind_of_split, *sizes[:2])
-            loop = shape == "qwen3_30b"
-            note("cells", name, cell, kind, *sizes, offs, options.rounds, options.sweep, loop)
+    for layer, *sizes in layers():
+        if options.only not in ("", "edges", "gathered") and options.only not in layer:
+            continue
+        if options.only in ("edges", "gathered"):
+            break
+        groups, rows, _, _ = sizes
+        t = operands(*sizes, split("uniform", groups, rows))
+        for kind_of_split in SPLITS[:1] if options.sweep else SPLITS:
+            t["offs"] = split(kind_of_split, groups, rows)
+            shots = options.shots if kind_of_split == "uniform" else 0
+            loop = layer.startswith("qwen3_30b")
+            for kind in KINDS:
+                name = f"{layer}/{kind}/{kind_of_split}"
+                note("cells", name, cell, kind, t, options.rounds, shots, options.sweep, loop)
+    if options.only in ("", "gathered"):
+        for shape in SHAPES:
+            note("gathered", shape, gathered, shape, options.rounds)
     if options.only in ("", "edges"):
         for name, (n, k) in EDGES.items():
+            t = operands(32, 65536, n, k, split("uniform", 32, 65536))
             for kind in KINDS[:3]:
-                offs = split("uniform", 32, 65536)
-                sizes = (32, 65536, n, k)
-                note(
-                    "edges",
-                    f"{name}/{kind}",
-                    cell,
-                    kind,
-                    *sizes,
-                    offs,
-                    options.rounds,
-                    options.sweep,
-                )
+                note("edges", f"{name}/{kind}", cell, kind, t, options.rounds, 0, options.sweep)
         report["small_groups"] = small_groups(options.rounds)
         print(json.dumps(report["small_groups"]), flush=True)
     report["summary"] = summary(report)

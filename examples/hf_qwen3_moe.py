@@ -12,22 +12,20 @@ from fuseops.integrations import hf
 
 
 class Experts(fo.Sequential):
-    """Stands in for `Qwen3MoeExperts`, and is called as that is: rows sorted by expert, three fused ops, summed up."""
+    """Stands in for `Qwen3MoeExperts`, and is called as that is."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        routing = fo.Routing.from_topk(chosen, weights, num_experts=self["fc1"].num_groups)
-        y = super().forward(x[routing.index], routing)
-        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
-        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
+        return super().forward(x, experts=chosen, weights=weights)
 
 
 def experts(config: Qwen3MoeConfig) -> Experts:
-    e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    fc1, fc2 = (
-        fo.ops.GroupedLinear(e, d, 2 * f, bias=False),
-        fo.ops.GroupedLinear(e, f, d, bias=False),
-    )
-    return Experts({"fc1": fc1, "act": fo.ops.ScaledSwiGLU(), "fc2": fc2})
+    e, k = config.num_experts, config.num_experts_per_tok
+    d, f = config.hidden_size, config.moe_intermediate_size
+    fc1 = fo.ops.GroupedLinear(e, d, 2 * f, bias=False)
+    fc2 = fo.ops.GroupedLinear(e, f, d, bias=False)
+    rows = {"dispatch": fo.ops.Dispatch(e), "permute": fo.ops.Permute(k)}
+    mlp = {"fc1": fc1, "act": fo.ops.ScaledSwiGLU(), "fc2": fc2}
+    return Experts({**rows, **mlp, "combine": fo.ops.Combine(k)})
 
 
 def mlp(config: Qwen3MoeConfig) -> fo.Sequential:

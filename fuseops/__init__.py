@@ -15,6 +15,7 @@ from .fusions.config import fusion as fusion
 from .fusions.config import recipe as recipe
 from .fusions.config import reference as reference
 from .fusions.config import rules as rules
+from .fusions.debug import debug as debug
 from .fusions.explain import explain as explain
 from .fusions.explain import plans as plans
 from .fusions.plan import FusionPlan as FusionPlan
@@ -26,6 +27,7 @@ from .fusions.rule import maybe as maybe
 from .fusions.rule import require as require
 from .fusions.sequential import Residual as Residual
 from .fusions.sequential import Sequential as Sequential
+from .layers import MoE as MoE
 from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads

@@ -94,6 +94,11 @@ class WeakStorage:
         found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._ref.cdata)
         return found
 
+    def holders(self) -> int:
+        """How many tensors (and others) hold the storage, not counting its Python object."""
+        found = self.storage()
+        return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
+
 
 def never_compile(function: Callable[..., Any]) -> None:
     """Have torch.compile run `function`, and all that it calls, as it is.
@@ -108,6 +113,16 @@ def never_compile(function: Callable[..., Any]) -> None:
 def is_functorch_wrapped(t: torch.Tensor) -> bool:
     """Whether t is a level of `torch.func`, without a storage of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+
+
+def version(t: torch.Tensor) -> int:
+    """How often t has been written in place; inference tensors do not count."""
+    return 0 if t.is_inference() else t._version
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Have the device check a 0-d bool tensor when it gets there; on the CPU at once, by RuntimeError."""
+    torch._assert_async(condition, message)
 
 
 def base_of(t: torch.Tensor) -> torch.Tensor:
@@ -128,3 +143,9 @@ def negated_view(t: torch.Tensor) -> torch.Tensor:
     """t with its lazy negation bit flipped; the bytes stay."""
     view: torch.Tensor = torch._neg_view(t)
     return view
+
+
+def storage_users(t: torch.Tensor) -> int:
+    """How many tensors lie in the storage of t, those of the C++ side included."""
+    storage = t.untyped_storage()  # a Python object that counts once itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

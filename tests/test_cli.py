@@ -16,6 +16,7 @@ import fuseops.demo
 from fuseops import kernels
 from fuseops.cli import main, show
 from fuseops.cli.tune import distinct
+from fuseops.offload.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "examples" / "quickstart.py")
@@ -187,9 +188,9 @@ def test_env_says_what_is_in_force(
 def test_env_measures_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     measured = as_json(capsys, "env", "--measure")["measured"]
     if torch.cuda.is_available():
-        assert all(rate > 0 for rate in measured.values()) and len(measured) == 3
+        assert Hardware.from_json(measured).d2h.peak > 0
     else:
-        assert measured == {"copy": "not measured: torch sees no CUDA device"}
+        assert "torch sees no CUDA device" in measured["not measured"]
 
 
 def test_bench_times_every_way(capsys: pytest.CaptureFixture[str], model_file: str) -> None:

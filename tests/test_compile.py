@@ -163,6 +163,18 @@ def test_inductor_equals_eager(name: str) -> None:
     assert len(frames) <= FRAMES
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_compiled_reference_differentiates(bias: bool) -> None:
+    """The grouped reference reads `offs`, so a graph holds the registered op, with a derivative of its own."""
+    model, x, side = experts(bias), torch.randn(9, D), routed(7)
+    side["probs"] = torch.rand(9)
+    run, _ = compiled(model, "aot_eager")
+    expected = step(model, model, x, side)
+    with fo.reference():
+        for ours, eager in zip(step(run, model, x, side), expected, strict=True):
+            torch.testing.assert_close(ours, eager)
+
+
 def test_a_routing_by_position_compiles() -> None:
     model = experts(False)
     run, _ = compiled(model, "aot_eager")

@@ -427,6 +427,15 @@ def test_a_backward_outside_the_scopes_of_its_forward_is_refused_by_name(
         y.sum().backward()
 
 
+def test_the_refusal_names_rules_and_no_more_of_them() -> None:
+    seq, x = block(), data()
+    with fo.rules(TWICE), fo.fusion(disable=["linear_act"]):
+        y = recomputing(seq, x, False)
+    said = rf"disable was \['linear_act'\], is \[\]; rules was \['{TWICE.name}'\], is \[\]\."
+    with pytest.raises(fo.FuseOpsError, match=said):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(("scope", "field"), list(zip(SCOPES, FIELDS, strict=True)), ids=FIELDS)
 def test_a_backward_inside_scopes_that_its_forward_was_not_in_is_refused(

@@ -15,8 +15,8 @@ import fuseops as fo
 from fuseops import demo
 from fuseops.demo import charts, checks, data, train
 from fuseops.demo.model import ByteModel, Config
-from fuseops.fusions.fused.grouped_mlp import GroupedMLP
-from fuseops.ops import GroupedLinear, ScaledSwiGLU
+from fuseops.fusions.fused.routed_mlp import RoutedMLP
+from fuseops.ops import Combine, GroupedLinear, Permute, ScaledSwiGLU
 
 SMALL = Config(dim=16, heads=2, layers=2, ffn=32, experts=4, expert_ffn=16, context=32)
 
@@ -165,16 +165,16 @@ def test_no_position_sees_what_comes_after_it() -> None:
 
 
 def test_experts_get_their_tokens_and_no_others() -> None:
-    from fuseops.demo.model import MoE
+    from fuseops.demo.model import Experts
 
     torch.manual_seed(0)
-    moe, x = MoE(SMALL), torch.randn(2, 3, SMALL.dim)
-    y, routed = moe(x)
+    experts, x = Experts(SMALL), torch.randn(2, 3, SMALL.dim)
+    y, routed = experts(x)
     assert routed.share.sum().item() == pytest.approx(1)
-    h = moe.norm(x).flatten(0, 1)
-    chances = moe.router(h).softmax(-1)
-    fc1, fc2 = moe.experts["fc1"].weight, moe.experts["fc2"].weight
-    for token, chosen in enumerate(routed.chosen):
+    h, moe = experts.norm(x).flatten(0, 1), experts.moe
+    chances = (h @ moe["router"].weight.t()).softmax(-1)
+    fc1, fc2 = moe["fc1"].weight, moe["fc2"].weight
+    for token, chosen in enumerate(routed.chosen.long()):
         weights = chances[token, chosen] / chances[token, chosen].sum()
         expected = x.flatten(0, 1)[token].clone()
         for e, w in zip(chosen, weights, strict=True):
@@ -194,17 +194,17 @@ def test_the_checks_pass_on_a_correct_model(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < found.saved_offloaded < found.saved_fused < found.saved_unfused
 
 
-class WrongGroupedMLP(GroupedMLP):
+class WrongRoutedMLP(RoutedMLP):
     def bwd(self, *args: Any) -> tuple[fo.Grads, ...]:
-        first, act, last = super().bwd(*args)
+        permute, first, act, last, combine = super().bwd(*args)
         weight = last.params["weight"]  # type: ignore[index]
-        return first, act, fo.Grads(params={"weight": weight * 1.001})
+        return permute, first, act, fo.Grads(params={"weight": weight * 1.001}), combine
 
 
 def test_a_wrong_fusion_is_found() -> None:
     torch.manual_seed(0)
-    pattern = (GroupedLinear, ScaledSwiGLU, GroupedLinear)
-    with fo.rules(fo.Rule("wrong", pattern, WrongGroupedMLP, "joint")):
+    pattern = (Permute, GroupedLinear, ScaledSwiGLU, GroupedLinear, Combine)
+    with fo.rules(fo.Rule("wrong", pattern, WrongRoutedMLP, "joint")):
         found = checks.check(ByteModel(SMALL), text_of())
     assert "fc2" in found.fusion.where
     assert any("fused differs from unfused" in failure for failure in found.failures)

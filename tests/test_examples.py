@@ -14,6 +14,8 @@ EXPECTED = {
     "custom_op": "Swish",
     "custom_rule": "the width 9 is odd",
     "hf_qwen3_moe": "equal the stock model's",
+    "moe_layer": "learnt",
+    "offload_any_model": "offload   60.0 MiB leave",
 }
 
 
@@ -34,7 +36,14 @@ def test_an_example_runs(example: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, limit", [("custom_op", 60), ("custom_rule", 60), ("hf_qwen3_moe", 80)]
+    "name, limit",
+    [
+        ("custom_op", 60),
+        ("custom_rule", 60),
+        ("hf_qwen3_moe", 80),
+        ("moe_layer", 80),
+        ("offload_any_model", 40),
+    ],
 )
 def test_an_example_is_short(name: str, limit: int) -> None:
     lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()

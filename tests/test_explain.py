@@ -35,8 +35,19 @@ def grouped_mlp(*, bias: bool = False, width: int = 2 * F) -> fo.Sequential:
     )
 
 
+def quantized_mlp() -> fo.Sequential:
+    model = grouped_mlp()
+    fo.configure(model, recipe=fo.recipes.Float8CurrentScaling())
+    return model
+
+
+def routed_mlp() -> fo.Sequential:
+    return fo.Sequential(fo.ops.Permute(1), *grouped_mlp(), fo.ops.Combine(1))
+
+
 def routing() -> fo.Routing:
-    return fo.Routing.from_counts([3, 0, 5, 4], torch.rand(ROWS))
+    chosen = torch.arange(EXPERTS).repeat_interleave(torch.tensor([3, 0, 5, 4]))[:, None]
+    return fo.Routing.from_topk(chosen, torch.rand(ROWS, 1), num_experts=EXPERTS)
 
 
 def rows(*, grad: bool = True) -> Tensor:
@@ -187,8 +198,28 @@ def test_the_sum_over_plans_is_what_the_graph_holds() -> None:
     del y
 
 
-def test_peak_adds_the_largest_output_that_is_not_saved() -> None:
-    plan = fo.Sequential(fo.ops.Linear(D, 10 * D, bias=False), fo.ops.SwiGLU()).plan(rows())
+class Reads(nn.Module):
+    """A plain module that reads values: no fake tensor can stand in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.sum() > 0)
+
+
+def test_the_peak_of_a_rehearsed_step_is_all_that_lives_in_it() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, 4 * D, bias=False))
+    plan = model.plan(rows())
+    x, y, w = ROWS * D, ROWS * 4 * D, 4 * D * D
+    assert plan.rehearsed
+    assert plan.saved_bytes == x * FLOAT
+    assert plan.peak_bytes == (x + y + x + w) * FLOAT  # with dx and dw
+    assert all(p.grad is None for p in model.parameters())
+    assert "at the peak of a step" in str(plan) and "at the peak of a step" in plan.to_html()
+
+
+def test_peak_without_a_rehearsal_adds_the_largest_output_that_is_not_saved() -> None:
+    ops = fo.ops.Linear(D, 10 * D, bias=False), fo.ops.SwiGLU(), Reads()
+    plan = fo.Sequential(*ops).plan(rows())
+    assert not plan.rehearsed and "with the largest temporary" in str(plan)
     # the Linear's output is the SwiGLU's saved x; the SwiGLU's own output is not saved
     assert plan.temporaries == ROWS * 5 * D * FLOAT
     assert plan.peak_bytes == plan.saved_bytes + plan.temporaries
@@ -202,7 +233,11 @@ def without_grad() -> Any:
 
 
 CASES = {
-    "condition": (lambda: grouped_mlp(bias=True), "grouped_mlp", "fc1 has a bias"),
+    "condition": (
+        quantized_mlp,
+        "grouped_mlp",
+        "runs in high precision only, the recipe is Float8CurrentScaling",
+    ),
     "widths": (
         lambda: fo.Sequential(
             fo.ops.GroupedLinear(EXPERTS, D, 2 * D, bias=False),
@@ -249,6 +284,7 @@ def test_a_miss_has_its_reason(case: str) -> None:
 @pytest.mark.parametrize("rule", [rule.name for rule in TABLES])
 def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     model = {
+        "routed_mlp": routed_mlp,
         "grouped_mlp": grouped_mlp,
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
         "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),

@@ -1,4 +1,4 @@
-"""Weights go from Hugging Face's keys to fuseops' and back, unchanged, in both of its layouts."""
+"""Weights go from other libraries' keys to fuseops' and back, unchanged, whole and in shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.integrations import hf
+from fuseops.integrations import hf, te
 
 
 def dense(prefix: str, hidden: int, width: int) -> dict[str, Tensor]:
@@ -71,3 +71,36 @@ def test_wrong_arguments_are_refused() -> None:
         hf.to_hf({}, experts="rows")  # type: ignore[arg-type]
     with pytest.raises(fo.FuseOpsError, match=r"two halves, got shape \(3, 2\)"):
         hf.to_hf({"mlp.fc1.weight": torch.ones(3, 2)})
+
+
+# --- TransformerEngine
+
+
+@given(st.integers(1, 12), st.booleans())
+def test_te_there_and_back_changes_nothing(groups: int, bias: bool) -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "fc1": fo.ops.GroupedLinear(groups, 3, 4, bias=bias, packed=False),
+            "conv": torch.nn.Conv1d(2, 2, 3),  # its weight has three axes, too
+        }
+    )
+    file = {**model.state_dict(), "fc1._extra_state": torch.zeros(2)}
+    ours = te.to_fuseops(file)
+    assert ours["fc1.weight"].shape == (groups, 4, 3) and "fc1._extra_state" not in ours
+    for grouped in (model, ["fc1"]):
+        assert same(te.to_te(ours, grouped), model.state_dict())
+    packed = fo.ops.GroupedLinear(groups, 3, 4, bias=bias)
+    packed.load_state_dict({k.removeprefix("fc1."): v for k, v in file.items() if "fc1" in k})
+    assert torch.equal(packed.weight, ours["fc1.weight"])
+    assert same(
+        te.to_te(packed.state_dict(), [""]),
+        {k[4:]: v for k, v in model.state_dict().items() if "fc1" in k},
+    )
+
+
+def test_te_says_what_is_missing_or_does_not_fit() -> None:
+    file = fo.ops.GroupedLinear(3, 4, 5, packed=False).state_dict()
+    with pytest.raises(fo.FuseOpsError, match="weight is made of 3 groups, and weight1 is missing"):
+        te.to_fuseops({k: v for k, v in file.items() if k != "weight1"})
+    with pytest.raises(fo.FuseOpsError, match=r"bias differ in shape: \[\(2,\), \(5,\)\]"):
+        te.to_fuseops({**file, "bias0": torch.ones(2)})

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels import reference as R
 from fuseops.testing.strategies import Split, filled, group_splits, row_counts, widths
@@ -233,3 +234,32 @@ def test_scaled_gemms_multiply_what_the_data_stand_for(split: Split, n: int, k: 
     dense = R.scaled_mm(a, b[0], scale[0], double)
     expected = a.double() @ b[0].double().t() * scale[0].double()
     torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(split=group_splits(), n=widths(), k=widths(), bias=st.booleans())
+def test_the_registered_grouped_gemms_differentiate_as_their_twins(
+    split: Split, n: int, k: int, bias: bool
+) -> None:
+    """In traced code, where the twin, which reads `offs`, cannot stand in for them."""
+    x, w, dy = randn(split.rows, k), randn(len(split.counts), n, k, seed=1), randn(split.rows, n)
+    given_: list[Tensor] = [x, w, *([randn(len(split.counts), n, seed=2)] if bias else [])]
+
+    def mm(op: Any) -> Any:
+        return lambda x, w, b=None: op(x, w, split.offs, None, b)
+
+    for mine, theirs in zip(
+        vjp(mm(K.grouped_mm.op), dy, *given_), vjp(mm(R.grouped_mm), dy, *given_), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-5)  # a bias' is float32
+    d = torch.randn(len(split.counts), n, k, dtype=torch.float64)
+    ops = (K.grouped_wgrad.op, R.grouped_wgrad)
+    mine, theirs = (vjp(lambda a, b, op=op: op(a, b, split.offs), d, dy, x) for op in ops)
+    for a, b in zip(mine, theirs, strict=True):
+        close(a, b)
+
+
+def test_a_gathered_grouped_gemm_has_no_derivative_and_says_so() -> None:
+    x, w = randn(4, 3).requires_grad_(), randn(2, 5, 3)
+    offs, index = torch.tensor([2, 4], dtype=torch.int32), torch.tensor([0, 3, 1, 1])
+    with pytest.raises(fo.FuseOpsError, match="with an index has no derivative"):
+        K.grouped_mm.op(x, w, offs, None, None, index)

@@ -15,7 +15,10 @@ from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
-ROUTING = {"offs": torch.tensor([2, 2, 5], dtype=torch.int32), "probs": torch.rand(6)}
+OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
+POS = torch.tensor([[3], [0], [-1], [4], [1], [2]], dtype=torch.int32)
+INDEX = torch.tensor([1, 4, 5, 0, 3, 0])  # the last row is padding
+ROUTING = {"offs": OFFS, "probs": torch.rand(6), "index": INDEX, "pos": POS}
 
 
 class Found(NamedTuple):
@@ -51,6 +54,10 @@ def mlp(
     )
 
 
+def routed(top_k: int = 1, **sizes: Any) -> fo.Sequential:
+    return fo.Sequential(fo.ops.Permute(1), *mlp(**sizes), fo.ops.Combine(top_k))
+
+
 def biased() -> fo.Sequential:
     return fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU())
 
@@ -63,9 +70,12 @@ FP8 = fo.recipes.Float8CurrentScaling()
 # (rule, condition): a model that it refuses, the recipe, and the reason. A new condition needs a line.
 REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
     ("grouped_mlp", "same_groups"): (mlp(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
-    ("grouped_mlp", "glu_widths"): (mlp(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("grouped_mlp", "no_biases"): (mlp(biases=(True, True)), None, "fc1 and fc2 has a bias"),
+    ("grouped_mlp", "act_widths"): (mlp(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
     ("grouped_mlp", "no_recipe"): (mlp(), FP8, "the recipe is Float8CurrentScaling"),
+    ("routed_mlp", "same_top_k"): (routed(2), None, "Permute has top_k 1, Combine has 2"),
+    ("routed_mlp", "same_groups"): (routed(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
+    ("routed_mlp", "act_widths"): (routed(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
+    ("routed_mlp", "no_recipe"): (routed(), FP8, "the recipe is Float8CurrentScaling"),
     ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
     ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
 }
@@ -212,6 +222,7 @@ def overridden(op: Op[Any], how: str) -> Op[Any]:
 
 def exemplar(rule: fo.Rule) -> fo.Sequential:
     ops: dict[str, Callable[[], fo.Sequential]] = {
+        "routed_mlp": lambda: routed()[:4],  # Combine is optional
         "grouped_mlp": mlp,
         "norm_linear": normed,
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(6, 6, bias=False), fo.ops.SiLU()),
@@ -227,7 +238,7 @@ def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, 
 
 
 @pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
 def test_an_overridden_op_is_itself_inside_and_never_fused(
     rule: fo.Rule, place: int, how: str

@@ -27,6 +27,7 @@ LAYERS = [
     {"recipes"},
     {"ops"},
     {"fusions"},
+    {"layers"},
     {"offload"},
     {"testing", "integrations", "demo", "cli", "__main__"},
     {"__init__"},  # the front door, `import fuseops as fo`, shows all of them

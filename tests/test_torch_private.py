@@ -220,6 +220,20 @@ def test_levels_of_torch_func_are_known() -> None:
     assert seen == [False, True]
 
 
+def test_version_counts_writes_in_place() -> None:
+    t = torch.ones(4)
+    t[1:].zero_()
+    assert torch_private.version(t) == torch_private.version(t.detach()) == 1
+    with torch.inference_mode():
+        assert torch_private.version(torch.ones(4)) == 0
+
+
+def test_assert_async_names_what_was_wrong() -> None:
+    torch_private.assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_async(torch.tensor(False), "not fine")
+
+
 def test_base_of_a_view_is_what_it_views() -> None:
     t = torch.ones(4, requires_grad=True) * 1
     assert torch_private.base_of(t) is t and torch_private.base_of(t[1:].view(1, 3)) is t
@@ -240,7 +254,32 @@ def test_negated_view_flips_the_bit_over_the_same_bytes() -> None:
     assert n.is_neg() and n.data_ptr() == t.data_ptr() and n.tolist() == [-1, -1]
 
 
+def test_users_of_a_storage_are_counted() -> None:
+    t = torch.ones(4)
+    assert torch_private.storage_users(t) == 1
+    view = t[1:]
+    assert torch_private.storage_users(t) == torch_private.storage_users(view) == 2
+    storage = t.untyped_storage()  # its Python object is no tensor
+    assert torch_private.storage_users(t) == 2
+    del view, storage
+    assert torch_private.storage_users(t) == 1
+
+
 def test_a_dtensor_is_known_by_the_name_of_its_class() -> None:
     from torch.distributed.tensor import DTensor
 
     assert torch_private.is_dtensor(DTensor) and not torch_private.is_dtensor(Tensor)
+
+
+def test_references_to_a_storage_are_counted() -> None:
+    t = torch.arange(4.0)
+    weak = torch_private.WeakStorage(t.untyped_storage())
+    assert weak.holders() == 1
+    alias = t.detach()
+    assert weak.holders() == 2
+    storage = t.untyped_storage()
+    assert weak.holders() == 2
+    del t, storage
+    assert weak.holders() == 1
+    del alias
+    assert weak.expired() and weak.holders() == 0

@@ -104,6 +104,35 @@ def test_main_grad_is_asked_for_where_it_is_made_on_demand() -> None:
     assert buffer.abs().sum() > 0 and op.weight.grad is None
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("recipe", [None, fo.recipes.Float8CurrentScaling()])
+def test_a_float32_buffer_takes_sums_that_are_not_rounded_before(
+    delayed: bool, recipe: Any
+) -> None:
+    op = fo.ops.GroupedLinear(
+        E, D, D, accumulate_into_main_grad=True, delay_wgrad=delayed, dtype=torch.bfloat16
+    )
+    for p in op.parameters():
+        p.main_grad = torch.full_like(p, torch.nan, dtype=torch.float32)
+        p.overwrite_main_grad = True
+    exact = fo.ops.GroupedLinear(E, D, D, dtype=torch.float64)
+    exact.load_state_dict(op.state_dict())
+    routing = fo.Routing.from_counts([37, 0, 40])
+    for _ in range(2):
+        # small integers, exact in fp8 too (448 / 14 is a power of two); their sums are not in bfloat16
+        x = torch.randint(1, 14, (80, D)).bfloat16()
+        x[:, 0] = 14
+        with fo.recipe(recipe):
+            op(x, routing).sum().backward()
+        fo.Sequential(op).backward_dw()
+        exact(x.double(), routing).sum().backward()
+        for p in op.parameters():
+            p.overwrite_main_grad = False
+    assert not torch.equal(exact.weight.grad.bfloat16().double(), exact.weight.grad)
+    for p, q in zip(op.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.main_grad.double(), q.grad, rtol=1e-6, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("buffer", "why"),
     [
@@ -126,20 +155,24 @@ def test_a_buffer_that_cannot_hold_the_gradient_is_refused(buffer: Any, why: str
 
 
 def test_an_op_writes_into_the_buffer_itself() -> None:
-    class Into(fo.ops.GroupedLinear):
+    class Into(fo.ops.Linear):
         live_call = True
 
         def bwd(self, saved: Any, dy: Any, *, call: Any) -> Any:
             grads = super().bwd(saved, dy, call=call)
-            call.out["weight"].add_(grads.params["weight"])
+            assert call.overwrite == {"weight"}
+            call.out["weight"].copy_(grads.params["weight"])
             return grads._replace(params={"weight": None})
 
-    op, x = Into(E, D, D, bias=False, accumulate_into_main_grad=True), torch.randn(4, D)
-    op.weight.main_grad = torch.zeros_like(op.weight)
-    op(x, fo.Routing.from_counts([1, 1, 2])).sum().backward()
-    usual = fo.ops.GroupedLinear(E, D, D, bias=False)
+    op, x = Into(D, D, bias=False), torch.randn(4, D)
+    op.accumulate_into_main_grad = True
+    op.weight.main_grad = torch.full_like(op.weight, torch.nan)
+    op.weight.overwrite_main_grad = True
+    op(x).sum().backward()
+    usual = fo.ops.Linear(D, D, bias=False)
     usual.load_state_dict(op.state_dict())
-    usual(x, fo.Routing.from_counts([1, 1, 2])).sum().backward()
+    usual(x).sum().backward()
+    assert op.weight.grad is None
     torch.testing.assert_close(op.weight.main_grad, usual.weight.grad)
 
 
@@ -162,6 +195,22 @@ def test_backward_dw_gives_what_the_backward_left_out(
     expected = plain(counts, x, times)
     for name, p in seq.named_parameters():
         close(p.main_grad if main and name.startswith("fc") else p.grad, expected[name])
+
+
+def test_what_an_error_stops_stays_in_the_queue() -> None:
+    seq, x = model(delay_wgrad=True, accumulate_into_main_grad=True), data(5)
+    for op in (seq["fc1"], seq["fc2"]):
+        for p in op.parameters():
+            p.main_grad = torch.zeros_like(p)
+    call(seq, [2, 0, 3], x).square().sum().backward()
+    buffer = seq["fc1"].weight.main_grad
+    del seq["fc1"].weight.main_grad
+    with pytest.raises(fo.FuseOpsError, match="main_grad") as caught:
+        seq.backward_dw()
+    assert "in backward_dw of 'fc1' (GroupedLinear)" in caught.value.__notes__
+    seq["fc1"].weight.main_grad = buffer
+    assert seq.backward_dw() == 1  # fc2's was done before
+    close(buffer, plain([2, 0, 3], x)["fc1.weight"])
 
 
 def test_any_parameter_of_any_op_can_wait() -> None:

@@ -1,4 +1,5 @@
-"""The command line: explain a model, measure it, tune its kernels, describe this machine, run the demo.
+"""The command line: explain a model, measure it, tune its kernels, plan its memory, describe this
+machine, run the demo.
 
 Every command has `--json`, which prints one object with a `schema_version`. Exit codes: 0 all is
 well, 1 a check or the user's model failed, 2 the command was called wrongly.
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from fuseops.errors import FuseOpsError
 
-from . import bench, env, explain, kernels, tune
+from . import bench, env, explain, kernels, offload_plan, tune
 from .env import version
 from .target import UsageError
 
@@ -64,6 +65,11 @@ def _parser(with_demo: bool) -> argparse.ArgumentParser:
             "kernels",
             kernels,
             "registers, spills and shared memory of every kernel, compiled ahead of time",
+        ),
+        (
+            "offload-plan",
+            offload_plan,
+            "what to keep on the device, to move to the host and to recompute, and what it costs",
         ),
         ("env", env, "versions, devices, settings, and which backends can run here"),
     ):

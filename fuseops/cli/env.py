@@ -5,12 +5,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import statistics
 import sys
 from typing import Any
 
 import torch
 
+from fuseops.offload.hardware import Hardware
 from fuseops.ops import scopes
 
 from .show import as_json
@@ -22,13 +22,14 @@ VARIABLES = (
     "FUSEOPS_LOG",
     "TRITON_INTERPRET",
 )
-COPY_BYTES, COPY_ROUNDS = 1 << 28, 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
-        "--measure", action="store_true", help="measure copy bandwidth of the CUDA device"
+        "--measure",
+        action="store_true",
+        help="measure the CUDA device: copies by size and direction, memory, matrix products",
     )
 
 
@@ -105,26 +106,8 @@ def _backends() -> dict[str, str]:
     }
 
 
-def _measure() -> dict[str, str | float]:
+def _measure() -> dict[str, Any]:
+    """A hardware profile, as `offload.Hardware.load` reads it; on a machine without CUDA, why not."""
     if not torch.cuda.is_available():
-        return {"copy": "not measured: torch sees no CUDA device"}
-    on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    return {
-        "device copy GB/s": 2 * _rate(torch.empty_like(on_device), on_device),  # reads and writes
-        "host to device GB/s": _rate(on_device, pinned),
-        "device to host GB/s": _rate(pinned, on_device),
-    }
-
-
-def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Median GB/s of copying source to target."""
-    seconds = []
-    for _ in range(COPY_ROUNDS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        stop.record()
-        stop.synchronize()
-        seconds.append(start.elapsed_time(stop) / 1e3)
-    return round(COPY_BYTES / statistics.median(seconds) / 1e9, 1)
+        return {"not measured": "torch sees no CUDA device; plans use the shipped NVIDIA H200"}
+    return Hardware.measure().to_json()

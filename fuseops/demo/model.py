@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fuseops import ops
 from fuseops.fusions.sequential import Residual, Sequential
-from fuseops.ops.routing import Routing
+from fuseops.layers import MoE
 
 from .data import VOCAB
 
@@ -78,52 +78,29 @@ class Attention(nn.Module):
 class Routed(NamedTuple):
     """What a router decided."""
 
-    chosen: Tensor  # (tokens, K) int64
+    chosen: Tensor  # (tokens, K) int32
     share: Tensor  # (E,) of all rows, sums to 1
     balance: Tensor  # 1 when the tokens are spread evenly, E when one expert gets them all
 
 
-class MoE(nn.Module):
+class Experts(nn.Module):
     """x + the top-k experts of each token, weighted by the router.   (B, T, D) -> (B, T, D)"""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.top_k, self.num_experts = c.top_k, c.experts
         self.norm = Sequential(ops.RMSNorm(c.dim))
-        self.router = nn.Linear(c.dim, c.experts, bias=False)
-        self.experts = Sequential(
-            {
-                "fc1": ops.GroupedLinear(c.experts, c.dim, 2 * c.expert_ffn, bias=False),
-                "act": ops.ScaledSwiGLU(),
-                "fc2": quiet(ops.GroupedLinear(c.experts, c.expert_ffn, c.dim, bias=False), c),
-            }
-        )
+        self.moe = MoE(c.dim, c.expert_ffn, c.experts, c.top_k, balance_loss=1.0)
+        quiet(self.moe["fc2"], c)
 
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Routed]:
-        h = self.norm(x).flatten(0, -2)  # (tokens, D)
-        chances = self.router(h).float().softmax(-1)
+        returns = ("experts", "offs", "router_loss")
         if chosen is None:
-            chosen = chances.detach().topk(self.top_k).indices
-        weights = chances.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True)
-        routing = Routing.from_topk(chosen, weights, num_experts=self.num_experts)
-        y = mix(self.experts, h, routing, self.top_k)
-        share = routing.offs.diff(prepend=routing.offs.new_zeros(1)) / routing.offs[-1]
-        balance = self.num_experts * (share * chances.mean(0)).sum()
-        return x + y.view_as(x), Routed(chosen, share, balance)
-
-
-def mix(experts: Sequential, h: Tensor, routing: Routing, top_k: int) -> Tensor:
-    """Send each token to its experts and add up what they return.   (tokens, D) -> (tokens, D)
-
-    Rows move by permutations, forward and backward: no two threads add to one row, so results are
-    equal bit for bit from run to run, on a GPU too.
-    """
-    by_token = torch.argsort(routing.index, stable=True)  # type: ignore[arg-type]  # is set
-    copies = h.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
-    rows = copies.index_select(0, torch.argsort(by_token))
-    y = experts(rows, routing).index_select(0, by_token)
-    return y.unflatten(0, (-1, top_k)).sum(1)
+            y, experts, offs, balance = self.moe(self.norm(x), returns=returns)
+        else:
+            replay = self.moe.replaying()
+            y, experts, offs, balance = replay(self.norm(x), chosen=chosen, returns=returns)
+        share = offs.diff(prepend=offs.new_zeros(1)) / offs[-1]
+        return x + y, Routed(experts, share, balance)
 
 
 class Layer(nn.Module):
@@ -132,11 +109,11 @@ class Layer(nn.Module):
     def __init__(self, c: Config, sparse: bool) -> None:
         super().__init__()
         self.attention = Attention(c)
-        self.mlp: nn.Module = MoE(c) if sparse else dense(c)
+        self.mlp: nn.Module = Experts(c) if sparse else dense(c)
 
     def forward(self, x: Tensor, chosen: Iterator[Tensor]) -> tuple[Tensor, Routed | None]:
         x = self.attention(x)
-        if isinstance(self.mlp, MoE):
+        if isinstance(self.mlp, Experts):
             return self.mlp(x, next(chosen, None))
         return self.mlp(x), None
 

@@ -19,6 +19,8 @@ from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
 from .traced import TABLE
 
+Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
+
 
 class Live:
     """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
@@ -90,11 +92,12 @@ def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if compute is None else torch.autocast(device, compute)
 
 
-def _calls(step: Step, scratch: Any, out: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+def _calls(
+    step: Step, scratch: Any, out: Sequence[weight_grads.Destinations] | None = None
+) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    outs: Sequence[Any] = out or [None] * len(step.calls)
-    pairs = zip(step.calls, outs, strict=True)
-    return tuple([call._replace(scratch=scratch, out=out) for call, out in pairs])
+    calls = tuple([call._replace(scratch=scratch) for call in step.calls])
+    return calls if out is None else weight_grads.with_buffers(calls, out)
 
 
 def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
@@ -135,12 +138,15 @@ def run_backward(
         dside = {name: grads[position] for name, position in step.writes} if step.writes else None
         if dy is None and (dside is None or all(d is None for d in dside.values())):
             continue
+        partly = dside is not None and (dy is None or None in dside.values())
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
         if step.later is None and not step.main:
-            results = _results(step, saved, dy, dside, scratch)
-        else:
-            results = _weights_elsewhere(seg, step, saved, dy, dside, scratch)
+            results = _results(step, None, saved, dy, dside, scratch)
+        else:  # what waits for backward_dw holds what this step saved, and no more
+            mine = {i: saved[i] for i in step.members}
+            run = partial(_results, saved=mine, dy=dy, dside=dside, scratch=scratch)
+            results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
         try:
             for member, name, position in step.params:
                 grads[position] = results[member].params[name]  # type: ignore[index]
@@ -150,7 +156,7 @@ def run_backward(
         except (TypeError, KeyError, AttributeError, IndexError):
             raise checks.wrong_grads(step, results) from None
         if shapes is not None:
-            checks.check_gradients(seg, step, results, shapes)
+            checks.check_gradients(seg, step, results, shapes, partly)
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
@@ -161,11 +167,11 @@ def run_backward(
 
 def _results(
     step: Step,
-    saved: list[Any],
+    out: Sequence[weight_grads.Destinations] | None,
+    saved: Saved,
     dy: Any,
     dside: dict[str, Any] | None,
     scratch: Any,
-    out: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> Sequence[Grads]:
     """The Grads of every member of a step."""
     if step.kind == "op":
@@ -187,32 +193,12 @@ def _op_bwd(
     return grads
 
 
-def _weights_elsewhere(
-    seg: Segment, step: Step, saved: list[Any], dy: Any, dside: Any, scratch: Any
-) -> list[Grads]:
-    """`_results` of a step whose parameter gradients do not all go through autograd (see weight_grads)."""
-    ops = [seg.ops[i] for i in step.members]
-    if step.later is not None:  # rules leave such an op alone: it is the only member
-        put_off = partial(_op_bwd, step.later, saved[step.members[0]], dy, dside, scratch, None)
-        weight_grads.delay(ops[0], put_off, step.later.calls[0].needs)
-        if not step.calls[0].needs:
-            return [Grads()]
-    buffers = {(k, name): weight_grads.buffer_of(ops[k], name) for k, name in step.main}
-    out = [{n: b for (k, n), b in buffers.items() if k == member} for member in range(len(ops))]
-    results = list(_results(step, saved, dy, dside, scratch, out))
-    for (k, name), buffer in buffers.items():
-        params = dict(results[k].params or {})
-        weight_grads.accept(ops[k], name, buffer, params.get(name))
-        results[k] = results[k]._replace(params={**params, name: None})
-    return results
-
-
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
 def _fused_bwd(
-    step: Step, saved: list[Any], dy: Any, dside: dict[str, Any], scratch: Any, out: Any
+    step: Step, saved: Saved, dy: Any, dside: dict[str, Any], scratch: Any, out: Any
 ) -> Sequence[Grads]:
     calls = _calls(step, scratch, out) if step.live else step.calls
     if step.kind == "joint":
@@ -373,10 +359,10 @@ def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def where(seg: Segment, path: str, error: BaseException | None = None) -> str:
-    """A segment, or the step of it that raised `error`, in words: its path, and the ops in it."""
-    bodies = run_forward.__code__, run_backward.__code__
-    step = None if error is None else checks.failing_step(error, *bodies)
+def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> str:
+    """A segment, or one step of it (that which raised an error), in words: its path, and the ops in it."""
+    if isinstance(step, BaseException):
+        step = checks.failing_step(step, run_forward.__code__, run_backward.__code__)
     members = range(len(seg.ops)) if step is None else step.members
     names = [seg.names[i] for i in members]
     inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

@@ -209,7 +209,7 @@ class _Builder:
             else None,
             pure=u.kind == "op" and first.pure,
             takes_call=first.signature.fwd_call,
-            live=first.live_call,
+            live=any(op.live_call for op in self.ops[u.start : u.stop]),
             writes=self._writes(u, position),
         )
 
@@ -233,7 +233,7 @@ class _Builder:
             form=self._grad_format(u.stop - 1) if u.kind != "joint" else None,
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
-            live=last.live_call,
+            live=any(op.live_call for op in self.ops[u.start : u.stop]),
             writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])

@@ -75,12 +75,15 @@ def wrong_grads(step: Step, results: Any) -> FuseOpsError:
     )
 
 
-def check_gradients(seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes) -> None:
+def check_gradients(
+    seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes, partly: bool = False
+) -> None:
     """Raise FuseOpsError for a gradient that is needed and None, or that has not the shape of its tensor.
 
-    Only a level-1 op may leave one out: torch found that its `fwd` does not use the tensor.
+    A level-1 op may leave one out: torch found that its `fwd` does not use the tensor.  partly: some results of the
+    step have no gradient, so it may leave out what only those depend on.
     """
-    if not step.pure and _incomplete(step, results):
+    if not step.pure and not partly and _incomplete(step, results):
         raise wrong_grads(step, results)
     pairs = [("x", results[0].x, shapes.x.get(step.members[0]))]
     for name, gradient, position in _given(step, results):

@@ -2,31 +2,39 @@
 
 from typing import Any
 
+from fuseops.kernels import GATES
+from fuseops.ops.permute import Combine, Permute
+
 from .rule import Conditions, require
 
 Ops = tuple[Any, ...]
 
 
 def same_groups(ops: Ops, c: Conditions) -> str | None:
-    fc1, _, fc2 = ops
+    fc1, _, fc2 = expert_ops(ops)
     return require(
         fc1.num_groups == fc2.num_groups,
         f"fc1 has {fc1.num_groups} groups, fc2 has {fc2.num_groups}",
     )
 
 
-def glu_widths(ops: Ops, c: Conditions) -> str | None:
-    fc1, _, fc2 = ops
-    wanted = 2 * fc2.in_features
+def act_widths(ops: Ops, c: Conditions) -> str | None:
+    fc1, act, fc2 = expert_ops(ops)
+    halves = 1 + (act.kind in GATES)
     return require(
-        fc1.out_features == wanted,
-        f"fc1 gives {fc1.out_features} features, fc2 takes 2 x {wanted // 2}",
+        fc1.out_features == halves * fc2.in_features,
+        f"fc1 gives {fc1.out_features} features, fc2 takes {halves} x {fc2.in_features}",
     )
 
 
-def no_biases(ops: Ops, c: Conditions) -> str | None:
-    biased = [name for name, op in (("fc1", ops[0]), ("fc2", ops[2])) if op.bias is not None]
-    return require(not biased, f"{' and '.join(biased)} has a bias")
+def same_top_k(ops: Ops, c: Conditions) -> str | None:
+    ks = [op.top_k for op in ops if isinstance(op, Permute | Combine)]
+    return require(len(set(ks)) == 1, f"Permute has top_k {ks[0]}, Combine has {ks[-1]}")
+
+
+def expert_ops(ops: Ops) -> Ops:
+    """fc1, the activation and fc2 among the ops of a span."""
+    return tuple(op for op in ops if not isinstance(op, Permute | Combine))
 
 
 def no_recipe(ops: Ops, c: Conditions) -> str | None:

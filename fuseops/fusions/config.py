@@ -59,7 +59,7 @@ def set_root(model: nn.Module) -> None:
     """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
     for path, module in model.named_modules(remove_duplicate=True):
         if isinstance(module, (Sequential, Op)):
-            parts = [part for part in path.split(".") if part not in WRAPPERS]
+            parts = [part for part in path.split(".") if part and part not in WRAPPERS]
             if isinstance(module, Op) and module.__dict__.get("_path") != ".".join(parts):
                 module.__dict__.pop("_runner", None)  # it knows the op by its old name
             module.__dict__["_path"] = ".".join(parts)

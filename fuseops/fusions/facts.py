@@ -38,7 +38,7 @@ def needs_of(ops: Sequence[Op[Any]], facts: Facts) -> tuple[frozenset[str], ...]
         result.append(frozenset(wanted))
         if wanted:
             x_needs = True
-            sides |= set(op.writes)
+            sides |= set(op.writes) - op.integers
         else:
             sides -= set(op.writes)
     return tuple(result)

@@ -69,7 +69,10 @@ class FusionPlan:
     edges: tuple[Edge, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    temporaries: int = 0  # bytes of the largest output of a forward span that is not saved
+    # Bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`,
+    # else the largest output of a forward span that is not saved.
+    temporaries: int = 0
+    rehearsed: bool = False
     nested: tuple[FusionPlan, ...] = ()  # Sequentials inside; `saved` holds what they save too
 
     @property
@@ -79,7 +82,11 @@ class FusionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Saved bytes plus planned temporaries."""
+        """Saved bytes plus planned temporaries.
+
+        `Sequential.plan` rehearses a training step: then it is what the step holds at the most, from x (where it
+        is saved) to the gradients that it makes, y included, but not the gradient of y.
+        """
         return self.saved_bytes + self.temporaries
 
     @property

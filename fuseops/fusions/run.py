@@ -56,6 +56,7 @@ class Entry(NamedTuple):
 
     scan: Scan
     facts: Facts
+    needs: tuple[frozenset[str], ...]  # of every op
     plans: dict[tuple[bool, ...], RunPlan]
 
 
@@ -92,7 +93,7 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     if "forward" in own or "fwd" in own or "bwd" in own:
         facts.append("a method of its own")
     for name in parameters:
-        p = registered[name] if name in registered else getattr(op, name)
+        p = registered[name] if name in registered else op.sample(name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
     return tuple(facts)
 
@@ -184,10 +185,11 @@ class Run:
             entry.scan,
             self.ops,
             entry.facts.settings,
-            lambda start, stop: self._conditions(entry.facts, x, start, stop),
+            lambda start, stop: self._conditions(entry, x, start, stop),
         )
 
-    def _conditions(self, facts: Facts, x: Tensor, start: int, stop: int) -> Conditions:
+    def _conditions(self, entry: Entry, x: Tensor, start: int, stop: int) -> Conditions:
+        facts = entry.facts
         shape = self._through(0, start, tuple(x.shape), x)
         out = self._through(start, stop, shape, x)
         rows = 1
@@ -202,7 +204,7 @@ class Run:
             device=x.device,
             capability=torch.cuda.get_device_capability(x.device) if x.is_cuda else None,
             recipe=facts.settings.recipe,
-            needs=needs_of(self.ops, facts)[start:stop],
+            needs=entry.needs[start:stop],
             training=self.ops[start].training,
         )
 
@@ -229,7 +231,9 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
-        entry = self.entries[key] = Entry(scan(self.ops, rules, place), facts, {})
+        entry = self.entries[key] = Entry(
+            scan(self.ops, rules, place), facts, needs_of(self.ops, facts), {}
+        )
         return entry
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:

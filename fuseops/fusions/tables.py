@@ -1,21 +1,40 @@
 """The rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from fuseops.ops.activations import GELU, SiLU, SReLU
-from fuseops.ops.glu import ScaledSwiGLU
+from fuseops.ops.activations import GELU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.glu import (
+    GEGLU,
+    ClampedSwiGLU,
+    ReGLU,
+    ScaledClampedSwiGLU,
+    ScaledGEGLU,
+    ScaledReGLU,
+    ScaledSReGLU,
+    ScaledSwiGLU,
+    SReGLU,
+    SwiGLU,
+)
 from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import RMSNorm
+from fuseops.ops.permute import Combine, Permute
 
-from .conditions import glu_widths, no_biases, no_recipe, one_bias, same_groups
+from .conditions import act_widths, no_recipe, one_bias, same_groups, same_top_k
 from .fused.bias_act import BiasAct
 from .fused.grouped_mlp import GroupedMLP
 from .fused.linear_act import LinearAct
 from .fused.norm_linear import NormLinear
+from .fused.routed_mlp import RoutedMLP
 from .rule import Rule, maybe
+
+SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
+PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | SiLU | GELU
+EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
+FIT = (same_groups, act_widths, no_recipe)
 
 # fmt: off
 JOINT = (
-    Rule("grouped_mlp", (GroupedLinear, ScaledSwiGLU, GroupedLinear), GroupedMLP, "joint", (same_groups, glu_widths, no_biases, no_recipe)),
+    Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
+    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", FIT),
 )
 FORWARD = (
     Rule("linear_act",  (Linear, maybe(Bias), SiLU | GELU | SReLU),   LinearAct,  "forward", (one_bias,)),

@@ -6,8 +6,8 @@ attributes. The autograd node returns None for such a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,29 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, Grads, Op
+from fuseops.ops.packing import alias_of
 from fuseops.ops.scopes import DELAYED
+
+from .segment import Step
+
+
+class Destination(NamedTuple):
+    """Where the gradient of one parameter goes: what an op finds in `call.out` and `call.overwrite`."""
+
+    buffer: Tensor
+    overwrite: bool = False  # what is in it does not count
+    shares: tuple[Tensor, ...] = ()  # buffers of the groups, to add the parts of `buffer` to
+
+
+Destinations = Mapping[str, Destination]
+
+
+class Backward(Protocol):
+    """The Grads of every member of a step, given what each may write into."""
+
+    def __call__(
+        self, step: Step, out: Sequence[Destinations] | None = None
+    ) -> Sequence[Grads]: ...
 
 
 def split(
@@ -31,11 +53,58 @@ def split(
     )
 
 
+def elsewhere(step: Step, ops: Sequence[Op[Any]], run: Backward) -> list[Grads]:
+    """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None."""
+    if step.later is not None:  # rules leave such an op alone: it is the only member
+        delay(ops[0], run, step.later)
+        if not step.calls[0].needs:
+            return [Grads()]
+    out = [{n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)]
+    results = list(run(step, out))
+    for k, (op, destinations) in enumerate(zip(ops, out, strict=True)):
+        params = dict(results[k].params or {})
+        for name, place in destinations.items():
+            accept(op, name, place, params.get(name))
+            params[name] = None
+        results[k] = results[k]._replace(params=params)
+    return results
+
+
+def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Call, ...]:
+    """The calls with `out` and `overwrite`."""
+    return tuple(
+        call._replace(
+            out={name: place.buffer for name, place in mine.items()},
+            overwrite=frozenset(name for name, place in mine.items() if place.overwrite),
+        )
+        for call, mine in zip(calls, out, strict=True)
+    )
+
+
 # --- main_grad
 
 
-def buffer_of(op: Op[Any], name: str) -> Tensor:
-    """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient."""
+def destination(op: Op[Any], name: str) -> Destination:
+    """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient.
+
+    Of a parameter that is kept by group: the one buffer that those of the groups are views of, or else a new one.
+    """
+    names = op.registered(name)
+    overwrite = [getattr(getattr(op, n), "overwrite_main_grad", False) for n in names]
+    buffers = [_buffer(op, n) for n in names]
+    if name in names:
+        return Destination(buffers[0], overwrite[0])
+    whole = alias_of(buffers)
+    if whole is not None and len(set(overwrite)) == 1:
+        return Destination(whole, overwrite[0])
+    for buffer, fresh in zip(buffers, overwrite, strict=True):
+        if fresh:
+            buffer.zero_()
+    shape = len(buffers), *buffers[0].shape
+    return Destination(buffers[0].new_empty(shape), True, tuple(buffers))
+
+
+def _buffer(op: Op[Any], name: str) -> Tensor:
     parameter: Any = getattr(op, name)
     # Megatron's FSDP hands the buffer out on demand
     get = getattr(parameter, "get_main_grad", None)
@@ -60,54 +129,73 @@ def buffer_of(op: Op[Any], name: str) -> Tensor:
     return buffer
 
 
-def accept(op: Op[Any], name: str, buffer: Tensor, gradient: Tensor | None) -> None:
+def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) -> None:
     """Add the gradient that an op gave to its buffer, unless the op has written it there itself (None)."""
-    parameter: Any = getattr(op, name)
-    if gradient is not None:
-        if getattr(parameter, "overwrite_main_grad", False):
-            buffer.copy_(gradient)
-        else:
-            buffer.add_(gradient)
-    if hasattr(parameter, "grad_added_to_main_grad"):  # data-parallel wrappers look here
-        parameter.grad_added_to_main_grad = True
+    if place.shares:
+        parts = place.buffer if gradient is None else gradient
+        for share, part in zip(place.shares, parts.unbind(), strict=True):
+            share.add_(part)
+    elif gradient is not None and place.overwrite:
+        place.buffer.copy_(gradient)
+    elif gradient is not None:
+        place.buffer.add_(gradient)
+    for registered in op.registered(name):
+        parameter: Any = getattr(op, registered)
+        if hasattr(parameter, "grad_added_to_main_grad"):  # data-parallel wrappers look here
+            parameter.grad_added_to_main_grad = True
 
 
 # --- delayed
 
 
-def delay(op: Op[Any], bwd: Callable[[], Grads], names: frozenset[str]) -> None:
-    """Put the gradients of these parameters off until `backward_dw`."""
-    op.__dict__.setdefault(DELAYED, []).append((bwd, names))
+def delay(op: Op[Any], run: Backward, step: Step) -> None:
+    """Put the gradients of a step off until `backward_dw`."""
+    op.__dict__.setdefault(DELAYED, []).append((run, step))
 
 
 def run_delayed(module: nn.Module) -> int:
     """Compute what backwards have put off in every op of `module`, oldest first, and add it to `.grad` or main_grad.
 
-    -> how many gradients.  Raises FuseOpsError for a parameter that has been sharded since.
+    -> how many gradients.  Raises FuseOpsError for a parameter that has been sharded since. What an error stops stays
+    in the queue.
     """
     done = 0
     for path, op in reversed(list(module.named_modules())):
         queue = op.__dict__.get(DELAYED, [])
         while queue:
-            bwd, names = queue.pop(0)
-            with torch.no_grad():
-                _accumulate(op, path, bwd().params or {}, names)
-            done += len(names)
+            try:
+                with torch.no_grad():
+                    done += _accumulate(op, *queue[0])
+            except Exception as error:
+                error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
+                raise
+            queue.pop(0)
     return done
 
 
-def _accumulate(
-    op: Any, path: str, gradients: Mapping[str, Tensor | None], names: frozenset[str]
-) -> None:
-    for name in sorted(names):
-        parameter, gradient = getattr(op, name), gradients[name]
-        if torch_private.is_dtensor(type(parameter)):
+def _accumulate(op: Op[Any], run: Backward, step: Step) -> int:
+    """Compute and add the gradients of one delayed step.   -> how many"""
+    names = sorted(step.calls[0].needs)
+    for registered in (key for name in names for key in op.registered(name)):
+        if torch_private.is_dtensor(type(getattr(op, registered))):
             raise FuseOpsError(
-                f"backward_dw: {path or type(op).__name__}.{name} is sharded by now (FSDP2 has reduced its gradients "
+                f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
             )
-        if op.accumulate_into_main_grad:
-            accept(op, name, buffer_of(op, name), gradient)
-        elif gradient is not None:
-            gradient = gradient.to(parameter.dtype)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    out = {n: destination(op, n) for n in names} if op.accumulate_into_main_grad else {}
+    gradients = run(step, [out])[0].params or {}
+    for name in names:
+        if name in out:
+            accept(op, name, out[name], gradients[name])
+        elif gradients[name] is not None:
+            _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
+    return len(names)
+
+
+def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
+    names = op.registered(name)
+    parts = (gradient,) if name in names else gradient.unbind()
+    for registered, part in zip(names, parts, strict=True):
+        parameter = getattr(op, registered)
+        part = part.to(parameter.dtype)
+        parameter.grad = part if parameter.grad is None else parameter.grad + part

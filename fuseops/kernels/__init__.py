@@ -4,11 +4,13 @@ Each runs its kernel where there is one for the tensors at hand, and plain diffe
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 """
 
+from . import grouped_autograd as grouped_autograd
 from .activation import act_bwd as act_bwd
 from .activation import act_bwd_bias as act_bwd_bias
 from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_fwd as scaled_act_fwd
+from .add_mm import add_mm as add_mm
 from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
@@ -33,6 +35,7 @@ from .quantize import quantize_columns as quantize_columns
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
+from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import act_dprobs as act_dprobs
 from .reference import dropout_mask as dropout_mask
@@ -43,4 +46,6 @@ from .registry import reference_only as reference_only
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .routing import counts_to_offs as counts_to_offs
+from .routing import expert_counts as expert_counts
 from .routing import route as route
+from .wide_mm import wide_mm as wide_mm

@@ -30,6 +30,8 @@ SHIPPED = Path(__file__).with_name("configs.json")
 MAX_BUCKET = 1 << 18
 
 SPACES: dict[str, Space] = {}
+PLANS: dict[tuple[Any, ...], Any] = {}
+"""What launchers derived from configurations, forgotten with them."""
 _asked: list[tuple[Space, tuple[Any, ...]]] | None = None
 
 
@@ -138,6 +140,7 @@ def reload_tables() -> None:
     """Forget what was read, so that the next pick reads the files again."""
     cached_table.cache_clear()
     shipped_table.cache_clear()
+    PLANS.clear()
     for space in SPACES.values():
         space._memo.clear()
 
@@ -172,14 +175,23 @@ def tune(
     return entries
 
 
+_forcing = 0
+
+
 @contextmanager
 def forced(space: Space, config: Config) -> Iterator[None]:
     """Inside, the space gives this configuration to everybody (for tuning and tests)."""
-    space.forced = config
+    global _forcing
+    space.forced, _forcing = config, _forcing + 1
     try:
         yield
     finally:
-        space.forced = None
+        space.forced, _forcing = None, _forcing - 1
+
+
+def disturbed() -> bool:
+    """Whether somebody notes or overrides what is picked, so that it may not be remembered."""
+    return _forcing > 0 or _asked is not None
 
 
 @contextmanager

@@ -4,7 +4,9 @@ Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]);  dw[e] (+)= dy[row
 Accumulated in float32 in a fixed order, rounded once at the store: bits repeat. Padding rows (at or
 beyond offs[-1]) give zero in y and are never read by dw; an empty group gives zero (or adds none).
 Shapes: x (R, K), weight (E, N, K), bias (E, N), dy and y (R, N), dw (E, N, K), offs (E,) int32 row
-ends on the device. The gradient of x is `grouped_mm(dy, weight.transpose(1, 2), offs)`.
+ends on the device. With an index an operand may have any number of rows: its row r is its row
+index[r], and the indices of padding rows are never read. The gradient of x is
+`grouped_mm(dy, weight.transpose(1, 2), offs)`.
 Layout: any strides; axes that no descriptor can describe are read by pointers, and a weight or rows
 without a contiguous axis are copied. No alignment of groups, N or K.
 Dtypes: bf16, fp16, float32 (in tf32 where `torch.backends.cuda.matmul.allow_tf32`).
@@ -23,11 +25,11 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
-from fuseops.kernels.grouped_launch import launch_mm, launch_wgrad, table_size
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.grouped_launch import launch_mm, launch_tiles, launch_wgrad, table_size
+from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.reference.grouped import group_of_row
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, pow2, require
+from fuseops.kernels.tiles import as_rows
 
 MAX_GROUPS = 1 << 11
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,21 +45,41 @@ def _mm_fake(
     offs: Tensor,
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+    return x.new_empty((x if index is None else index).shape[0], weight.shape[1])
 
 
-def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
+def _wgrad_fake(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def _mm_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _mm_flops(
+    x: Any, weight: Any, offs: Any, tiles: Any = None, bias: Any = None, index: Any = None, **_: Any
+) -> int:
     """Every row counts once, padding too: the counter sees shapes."""
-    return int(2 * x[0] * x[1] * weight[1])
+    return int(2 * (index or x)[0] * x[1] * weight[1])
 
 
-def _wgrad_flops(dy: Any, x: Any, *_: Any, **__: Any) -> int:
-    return int(2 * x[0] * x[1] * dy[1])
+def _wgrad_flops(
+    dy: Any, x: Any, offs: Any, tiles: Any = None, dy_index: Any = None, x_index: Any = None,
+    **_: Any,
+) -> int:  # fmt: skip
+    return int(2 * (x_index or x)[0] * x[1] * dy[1])
+
+
+def _add_flops(
+    main_grad: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True,
+    dy_index: Any = None, x_index: Any = None, **_: Any,
+) -> int:  # fmt: skip
+    return _wgrad_flops(dy, x, offs, tiles, dy_index, x_index)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -79,6 +101,11 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
         x, w = _meta(rows, k, dtype=dtype), _meta(groups, n, k, dtype=dtype)
         yield x, w, offs, tiles
         yield x, _meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
+        if dtype.itemsize == 2:
+            tokens, index = _meta(rows // 2, k, dtype=dtype), _meta(rows, dtype=torch.int32)
+            yield tokens, w, offs, tiles, None, index
+            yield tokens, w.transpose(1, 2).contiguous().transpose(1, 2), offs, tiles, None, index
+            yield x, w, offs, tiles, _meta(groups, n, dtype=dtype)
     x, w, bias = _meta(rows, k + 32), _meta(groups, n, k + 32), _meta(groups, n)
     yield x, w, offs, tiles
     yield x, w, offs, tiles, bias
@@ -91,15 +118,21 @@ def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
     for dtype in DTYPES:
         yield _meta(rows, n, dtype=dtype), _meta(rows, k, dtype=dtype), offs, tiles
+        if dtype.itemsize == 2:
+            index, tokens = _meta(rows, dtype=torch.int32), rows // 2
+            dy, x = _meta(tokens, n, dtype=dtype), _meta(rows, k, dtype=dtype)
+            yield dy, x, offs, tiles, index
+            dy, x = _meta(rows, n, dtype=dtype), _meta(tokens, k, dtype=dtype)
+            yield dy, x, offs, tiles, None, index
     yield _meta(rows, 65), _meta(rows, 33), offs, tiles
 
 
 def _add_cases() -> Iterator[tuple[Any, ...]]:
-    for dy, x, offs, tiles in _wgrad_cases():
-        yield _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32), dy, x, offs, tiles
-    dy, x, offs, tiles = next(_wgrad_cases())
-    main_grad = _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
-    yield main_grad, dy, x, offs, tiles, False
+    for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
+        main_grad = _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
+        yield main_grad, dy, x, offs, tiles, True, *index
+        if number < 3:
+            yield main_grad, dy, x, offs, tiles, False, *index
 
 
 @kernel_op(twin=reference.group_tiles, fake=_tiles_fake, traces_twin=False, cases=_tiles_cases)
@@ -110,16 +143,12 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
     and the same for 128, unused entries zero.
     """
-    require(offs.dim() == 1 and 0 < len(offs) <= MAX_GROUPS,
-            f"offs is {tuple(offs.shape)}, expected (E,) with 1 to {MAX_GROUPS} groups.")  # fmt: skip
-    require(offs.dtype == torch.int32, f"offs is {offs.dtype}, expected torch.int32.")
-    groups, offs = len(offs), offs.contiguous()
-    tiles = torch.empty(table_size(rows, groups), dtype=torch.int32, device=offs.device)
-    block_e = pow2(groups)
-    launch(
-        device("grouped_mm").group_tiles_kernel, (groups,), offs, tiles, rows, groups,
-        key=None if offs.data_ptr() % 16 else (block_e,), BLOCK_E=block_e, num_warps=4,
-    )  # fmt: skip
+    if offs.dim() != 1 or not 0 < offs.shape[0] <= MAX_GROUPS or offs.dtype != torch.int32:
+        raise FuseOpsError(
+            f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
+        )
+    tiles = torch.empty(table_size(rows, offs.shape[0]), dtype=torch.int32, device=offs.device)
+    launch_tiles(offs.contiguous(), tiles, rows)
     return tiles
 
 
@@ -136,10 +165,12 @@ def grouped_mm(
     offs: Tensor,
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Tensor:
     """x[rows of e] @ weight[e].T + bias[e], padding rows zero.   -> (R, N)
 
     tiles: `group_tiles(offs, R)`, made here if not given.
+    index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
@@ -147,14 +178,15 @@ def grouped_mm(
         )
     if bias is not None and bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    _check(x, weight, offs, len(weight))
-    if not x.shape[0] or not weight.shape[1]:
-        return x.new_empty(x.shape[0], weight.shape[1])
+    _check(x, weight, offs, weight.shape[0])
+    rows = _rows(x, index, "index")
+    if not rows or not weight.shape[1]:
+        return x.new_empty(rows, weight.shape[1])
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    tiles = _tiles(tiles, offs, x)
+    offs, tiles = offs.contiguous(), _tiles(tiles, offs, rows)
     bias = None if bias is None else bias.contiguous()
-    return launch_mm(as_rows(x), weight, bias, offs.contiguous(), tiles)
+    return launch_mm(as_rows(x), weight, bias, offs, tiles, index, gather_rows.launcher)
 
 
 @kernel_op(
@@ -164,17 +196,27 @@ def grouped_mm(
     traces_twin=False,
     cases=_wgrad_cases,
 )
-def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
-    """dy[rows of e].T @ x[rows of e] in the dtype of x.   (R, N), (R, K), (E,) int32 -> (E, N, K)"""
-    dw = torch.empty(len(offs), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _wgrad(dw, dy, x, offs, tiles, accumulate=False)
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
+    """dy[rows of e].T @ x[rows of e] in the dtype of x.   (R, N), (R, K), (E,) int32 -> (E, N, K)
+
+    dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
+    """
+    dw = torch.empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    _wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index)
     return dw
 
 
 @kernel_op(
     twin=reference.grouped_wgrad_into,
     fake=lambda *args, **kwargs: None,
-    flops=lambda main_grad, dy, x, *_, **__: _wgrad_flops(dy, x),
+    flops=_add_flops,
     mutates=("main_grad",),
     traces_twin=False,
     cases=_add_cases,
@@ -186,28 +228,57 @@ def grouped_wgrad_into(
     offs: Tensor,
     tiles: Tensor | None = None,
     accumulate: bool = True,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
 ) -> None:
-    """Add dy[rows of e].T @ x[rows of e] to the float32 `main_grad` (E, N, K), or overwrite it."""
-    require(main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+    """Add `grouped_wgrad` to the float32 `main_grad` (E, N, K) unrounded, or overwrite it."""
+    if main_grad.dtype != torch.float32 or not main_grad.is_contiguous():
+        raise FuseOpsError(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
-            "expected a contiguous float32 buffer.")  # fmt: skip
-    _wgrad(main_grad, dy, x, offs, tiles, accumulate)
+            "expected a contiguous float32 buffer."
+        )
+    _wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
 
 
 def _wgrad(
-    dw: Tensor, dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None, accumulate: bool
+    dw: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None,
+    accumulate: bool,
+    dy_index: Tensor | None,
+    x_index: Tensor | None,
 ) -> None:
-    require(x.dim() == dy.dim() == 2 and len(dy) == len(x),
-            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K).")  # fmt: skip
-    shape = (len(offs), dy.shape[1], x.shape[1])
-    require(dw.shape == shape, f"main_grad is {tuple(dw.shape)}, expected {shape}.")
-    _check(x, dy, offs, len(offs))
-    if not len(x) and not accumulate:
-        dw.zero_()
-    elif len(x) and dw.numel():
-        launch_wgrad(
-            dw, as_rows(dy), as_rows(x), offs.contiguous(), _tiles(tiles, offs, x), accumulate
+    rows = _rows(dy, dy_index, "dy_index")
+    if x.dim() != 2 or dy.dim() != 2 or rows != _rows(x, x_index, "x_index"):
+        raise FuseOpsError(
+            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
+            "or an index of R rows."
         )
+    shape = (offs.shape[0], dy.shape[1], x.shape[1])
+    if dw.shape != shape:
+        raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {shape}.")
+    _check(x, dy, offs, offs.shape[0])
+    if not rows and not accumulate:
+        dw.zero_()
+    elif rows and dw.numel():
+        offs, tiles = offs.contiguous(), _tiles(tiles, offs, rows)
+        launch_wgrad(
+            dw, as_rows(dy), as_rows(x), offs, tiles, accumulate, dy_index, x_index,
+            gather_rows.launcher,
+        )  # fmt: skip
+
+
+def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
+    """Number of rows that an operand has in the product."""
+    if index is None:
+        return x.shape[0]
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise FuseOpsError(
+            f"{name} is {index.dtype}{tuple(index.shape)}, expected (R,) of int32 or int64."
+        )
+    return index.shape[0]
 
 
 def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
@@ -219,13 +290,12 @@ def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
         )
 
 
-def _tiles(tiles: Tensor | None, offs: Tensor, x: Tensor) -> Tensor:
+def _tiles(tiles: Tensor | None, offs: Tensor, rows: int) -> Tensor:
     if tiles is None:
-        return group_tiles(offs, x.shape[0])
-    size = table_size(x.shape[0], offs.shape[0])
-    if tiles.shape != (size,) or tiles.dtype != torch.int32:
+        return group_tiles(offs, rows)
+    if tiles.shape[0] != table_size(rows, offs.shape[0]) or tiles.dtype != torch.int32:
         raise FuseOpsError(
-            f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {x.shape[0]})."
+            f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
         )
     return tiles
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fuseops.kernels.registry import INTERPRET, arch_of
 
@@ -56,54 +58,102 @@ def device(name: str) -> ModuleType:
     return importlib.import_module(f"fuseops.kernels.device.{name}")
 
 
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    key: Any = None,
-    **options: Any,
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
-    grid is empty.
-
-    ``key``, if given, names all that the compiled code depends on: types, alignment and the values
-    that Triton specializes. A second launch with it skips Triton's own look at every argument, which
-    costs more than the launch. Capitals come last, in the order of the kernel's signature.
+    grid is empty.   -> the compiled kernel, if one ran
     """
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, args, options))
-    elif 0 in grid:
-        return
-    elif INTERPRET:
+        return None
+    if 0 in grid:
+        return None
+    if INTERPRET:
         with _interpreter().silent():
             kernel[grid](*args, **options)
-    elif args[0].device.index == torch.cuda.current_device():
-        _run(kernel, grid, args, key, options)
-    else:
-        with torch.cuda.device(args[0].device):
-            _run(kernel, grid, args, key, options)
+        return None
+    if args[0].device.index == torch.cuda.current_device():
+        return kernel[grid](*args, **options)
+    with torch.cuda.device(args[0].device):
+        return kernel[grid](*args, **options)
 
 
-def _run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    key: tuple[Any, ...] | None,
-    options: dict[str, Any],
-) -> None:
-    if key is None:
-        kernel[grid](*args, **options)
-        return
-    key = (kernel, args[0].device.index, *key)
-    found = _compiled.get(key)
-    if found is None:
-        constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = kernel[grid](*args, **options), constants
-    else:
-        found[0][(*grid, 1, 1)](*args, *found[1])
+def recorded() -> bool:
+    """Whether launches are recorded and not run."""
+    return _recorder is not None
+
+
+class Prepared:
+    """A kernel with its options, for launches that differ in nothing that its code depends on: types,
+    alignment, and the integers that Triton specializes.
+
+    Later launches skip Triton's own look at every argument, which costs more than the launch.
+    `aligned` says that all addresses are multiples of 16, as Triton likes them; it looks at each
+    launch otherwise. Capitals come last in the kernel's signature.
+    """
+
+    def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
+        self.kernel, self.aligned, self.options = kernel, aligned, options
+        self.again: Callable[..., None] | None = None
+
+    def __call__(self, grid: tuple[int], *args: Any) -> None:
+        if self.again is None or _recorder is not None:
+            compiled = launch(self.kernel, grid, *args, **self.options)
+            if self.aligned and compiled is not None:
+                names = self.kernel.arg_names[len(args) :]
+                self.again = _relauncher(compiled, tuple(self.options[name] for name in names))
+        elif args[0].device.index == torch.cuda.current_device():
+            self.again(grid, args)
+        else:
+            with torch.cuda.device(args[0].device):
+                self.again(grid, args)
+
+
+def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
+    """What launches a compiled kernel, given (grid, args).
+
+    Triton 3.6 encodes every tensor descriptor, asks the driver about every pointer and calls its hooks
+    at each launch. Here descriptors are encoded once (`flat`), pointers are numbers, and hooks
+    are called only where somebody has set one.
+    """
+
+    import triton
+    from triton import knobs
+
+    run, hooks = compiled.run, knobs.runtime.launch_enter_hook
+
+    def plainly(grid: tuple[int], args: tuple[Any, ...]) -> None:
+        compiled[(*grid, 1, 1)](*args, *constants)
+
+    if not triton.__version__.startswith("3.6.") or run.global_scratch_size:
+        return plainly
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+    from triton.runtime import driver
+
+    wrapped = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
+    stream_of = driver.active.get_current_stream
+    # cooperative, PDL, two scratch buffers, metadata, then what hooks would be told, and hooks
+    head = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
+
+    def directly(grid: tuple[int], args: tuple[Any, ...]) -> None:
+        if hooks.calls:
+            plainly(grid, args)
+            return
+        flat: list[Any] = []
+        number = 0
+        for arg in args:
+            if isinstance(arg, int):
+                flat.append(arg)
+            elif isinstance(arg, Tensor):
+                flat.append(arg.data_ptr())
+            else:
+                if arg.flat is None:
+                    arg.flat = make_tensordesc_arg(arg, metas[number])
+                flat += arg.flat
+                number += 1
+        raw(*grid, 1, 1, stream_of(args[0].device.index), *head, *flat, *constants)
+
+    return directly
 
 
 @contextmanager

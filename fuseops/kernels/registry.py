@@ -80,10 +80,10 @@ def reference_only() -> Iterator[None]:
 
 
 @contextmanager
-def watching() -> Iterator[list[Call]]:
+def watching(into: list[Call] | None = None) -> Iterator[list[Call]]:
     """Inside, launches are noted as (op, args, kwargs), those of other threads (a backward) too."""
     global _watched
-    outer, _watched = _watched, []
+    outer, _watched = _watched, [] if into is None else into
     try:
         yield _watched
     finally:
@@ -125,7 +125,7 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if not ((first.is_cuda or INTERPRET) and self._launches(args, kwargs)):
+        if not ((first.is_cuda or INTERPRET) and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
             return self.op(*args, **kwargs)
@@ -149,8 +149,8 @@ class KernelOp(Generic[P, R]):
             return self._nbytes(*args)
         return tensor_bytes(args) + tensor_bytes(self.op(*meta(args)))
 
-    def _launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the launcher can run this call, and nobody has to see through it."""
+    def launches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call runs the launcher: it can, and nobody has to see through it."""
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
@@ -172,7 +172,7 @@ class KernelOp(Generic[P, R]):
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
-        runs = self._on_device(args[0]) and self._launches(args, kwargs)
+        runs = self._on_device(args[0]) and self.launches(args, kwargs)
         return _contiguous(self.launcher if runs else self.twin)(*args, **kwargs)
 
     def __repr__(self) -> str:

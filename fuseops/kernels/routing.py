@@ -92,18 +92,11 @@ def route(
     pos = torch.empty(experts.shape, dtype=torch.int32, device=where)
     probs = torch.empty(0 if weights is None else rows, dtype=torch.float32, device=where)
     config = ROUTE.pick(rows, (num_experts,), experts)
-    block_h, block_e = config["BLOCK_H"], pow2(num_experts + 1, least=16)
-    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
-    programs = max(cdiv(rows, chunk), 1)
+    chunk, programs, block_e = _chunks(rows, num_experts, config)
     counted, counts, total = rows > ONE_LAUNCH, offs, offs
     (leads, follows), kernels = chain(where), device("routing")
     if counted:
-        counts = torch.empty(programs, num_experts, dtype=torch.int32, device=where)
-        total = torch.empty_like(offs)
-        launch(
-            kernels.count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
-            **leads, BLOCK_H=block_h, BLOCK_E=block_e, num_warps=config["num_warps"],
-        )  # fmt: skip
+        counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
             kernels.scan_kernel, (cdiv(num_experts, 8),), counts, total, programs, num_experts,
             **follows, BLOCK_P=pow2(PROGRAMS), BLOCK_E=8, num_warps=4,
@@ -130,3 +123,33 @@ def counts_to_offs(counts: Tensor) -> Tensor:
         counts.contiguous(), offs, num_experts, BLOCK_E=pow2(num_experts), num_warps=4,
     )  # fmt: skip
     return offs
+
+
+@kernel_op(twin=reference.expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))
+def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
+    """counts (E,) int32: the copies of each expert; those of none count nowhere."""
+    if num_experts > MAX_EXPERTS:
+        return reference.expert_counts(experts, num_experts)
+    experts = experts.contiguous()
+    config = ROUTE.pick(experts.numel(), (num_experts,), experts)
+    counts = _count(experts, num_experts, config, PDL=False)
+    return counts.sum(0, dtype=torch.int32)
+
+
+def _chunks(rows: int, num_experts: int, config: Config) -> tuple[int, int, int]:
+    """(copies of a chunk, chunks, BLOCK_E)"""
+    block_h = config["BLOCK_H"]
+    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
+    return chunk, max(cdiv(rows, chunk), 1), pow2(num_experts + 1, least=16)
+
+
+def _count(experts: Tensor, num_experts: int, config: Config, **options: Any) -> Tensor:
+    """counts (chunks, E) int32 of each chunk of copies."""
+    rows = experts.numel()
+    chunk, programs, block_e = _chunks(rows, num_experts, config)
+    counts = torch.empty(programs, num_experts, dtype=torch.int32, device=experts.device)
+    launch(
+        device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
+        **options, BLOCK_H=config["BLOCK_H"], BLOCK_E=block_e, num_warps=config["num_warps"],
+    )  # fmt: skip
+    return counts

@@ -10,11 +10,18 @@ decides:
     print(moved.report())
 """
 
+from .hardware import Hardware as Hardware
 from .marks import mark_module as mark_module
 from .marks import mark_not_offload as mark_not_offload
 from .marks import mark_offload as mark_offload
+from .marks import start_offload as start_offload
+from .plan import OffloadPlan as OffloadPlan
+from .plan import plan as plan
+from .policy import Candidate as Candidate
+from .policy import Policy as Policy
 from .report import Entry as Entry
 from .report import Report as Report
+from .scheduler import Scheduler as Scheduler
 from .scopes import disabled as disabled
 from .scopes import keep as keep
 from .scopes import recompute as recompute

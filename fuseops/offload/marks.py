@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 
+from .devices import KINDS, lanes_of
+from .lanes import Event
 from .storages import StorageMap
 
 OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
 _marks: StorageMap[str] = StorageMap()
+_ready: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was complete, and when
 
 
 def mark_offload(*tensors: Any) -> None:
@@ -30,6 +33,22 @@ def mark_offload(*tensors: Any) -> None:
 def mark_not_offload(*tensors: Any) -> None:
     """Leave these tensors (or all in these containers) where they are."""
     _mark(tensors, KEEP)
+
+
+def start_offload(*tensors: Any) -> None:
+    """These tensors (or all in these containers) are complete now: if they are moved, their copies
+    need not wait for what is launched after this, such as the GEMM that reads them.
+    """
+    for t in [t for value in tensors for t in _tensors_in(value)]:
+        if t.device.type in KINDS:
+            event = lanes_of(t.device).record("compute")
+            _ready.set(t.untyped_storage(), (t._version, event))
+
+
+def ready(t: Tensor) -> Event | None:
+    """When the bytes of t were complete, if that was said and nobody wrote it since."""
+    version, event = (_ready.get(t.untyped_storage()) if len(_ready) else None) or (-1, None)
+    return event if version == t._version else None
 
 
 def _mark(values: tuple[Any, ...], mark: str) -> None:

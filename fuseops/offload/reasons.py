@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fuseops.torch_private import base_of, is_functorch_wrapped
 
 from . import marks
-from .copies import KINDS
+from .devices import KINDS
 from .labels import Named
 from .storages import StorageMap
 
@@ -32,8 +32,6 @@ def why_not_plain(t: Tensor) -> str | None:
         return "a torch quantized tensor"
     if t.device.type not in KINDS:
         return f"no copies for device {t.device.type}"
-    if t.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "CUDA graph capture"
     return None
 
 

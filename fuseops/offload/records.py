@@ -1,21 +1,24 @@
 """What stands in autograd's graph for a saved tensor: a handle, that is the tensor, or its place in
-a host copy.
+a storage that has left.
 
-A record is one storage at one version, copied once for all tensors that lie in it. It lives as long
-as one of its handles; autograd drops those with the graph, so nothing else is needed for
-exceptions, retain_graph or dropped graphs.
+A record is one storage at one version, moved once for all tensors that lie in it. It lives as long
+as one of its handles; autograd drops those with the graph, and a handle that dies says so to the
+schedule (through a queue: it may die anywhere), so nothing else is needed for exceptions,
+retain_graph or dropped graphs.
 
 In-place guard: saved-tensor hooks switch off autograd's own check, so each handle compares the
 version counter that autograd would have compared. A counter only grows, so one look when the tensor
-is unpacked sees every write since it was saved, those during the copy included. A tensor that was
-moved leaves an alias of zero bytes that shares its counter. Kernels that write a tensor announce it
-by `torch.autograd.graph.increment_version`, as torch's own do. Writes through `.data`, `set_` or
-numpy change no counter; they are outside the promise, here as in plain torch.
+is unpacked sees every write since it was saved; looks when the copy starts and when the device bytes
+are let go tell when it was. A tensor that was moved leaves an alias of zero bytes that shares its
+counter. Kernels that write a tensor announce it by `torch.autograd.graph.increment_version`, as
+torch's own do. Writes through `.data`, `set_` or numpy change no counter; they are outside the
+promise, here as in plain torch.
 """
 
 import threading
 import weakref
-from typing import NamedTuple
+from collections import deque
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +26,12 @@ from torch import Tensor
 from fuseops.errors import InPlaceError
 from fuseops.torch_private import WeakStorage, base_of, share_version_counter, storage_key
 
-from .copies import Copies, HostCopy, Pending
-from .report import Ledger
-from .storages import Layout, layout_of, tensor_in
+from .cuda_lanes import CudaLanes
+from .devices import RealLanes
+from .lanes import Buf, Event
+from .report import Entry, Ledger
+from .schedule import Call, Item, Schedule
+from .storages import Layout, as_bytes, layout_of, tensor_in
 
 
 class Label(NamedTuple):
@@ -35,42 +41,147 @@ class Label(NamedTuple):
     op: str
 
 
+class Watch:
+    """Follows one storage that leaves: writes to it, and what the report says of it."""
+
+    __slots__ = ("entry", "guard", "ledger", "nbytes", "version", "written")
+
+    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger) -> None:
+        self.guard, self.version = _alias_of_no_bytes(t), t._version
+        self.entry, self.ledger, self.nbytes = entry, ledger, entry.nbytes
+        self.written = ""  # when a write was first seen
+
+    def tell(self, point: str) -> None:
+        """The schedule's news of this storage."""
+        if point == "reload":
+            self.ledger.came_back(self.nbytes)
+        elif point not in ("copy", "release"):
+            self.ledger.stayed(self.entry, point)
+        elif not self.written and self.guard._version != self.version:
+            self.written = f", before its {point}"
+
+
+class Mover:
+    """A schedule for real tensors of one device. Threads take turns."""
+
+    def __init__(self, schedule: Schedule, lanes: RealLanes) -> None:
+        self.schedule, self.arena = schedule, lanes.arena
+        self.on_gpu = isinstance(lanes, CudaLanes)
+        self._lock = threading.RLock()
+        self._dead: deque[tuple[Call, Item | None, bool]] = deque()
+
+    def enter(self, layer: str) -> Call:
+        """The forward of a layer begins."""
+        with self._lock:
+            self.tidy()
+            return self.schedule.enter(layer)
+
+    def leave(self, call: Call) -> None:
+        """It ends."""
+        with self._lock:
+            self.schedule.leave(call)
+
+    def backward(self, call: Call) -> None:
+        """Its backward begins."""
+        with self._lock:
+            self.tidy()
+            self.schedule.backward(call)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No boundary will come any more."""
+        with self._lock:
+            self.tidy()
+            self.schedule.close()
+
+    def save(self, call: Call, t: Tensor, ready: Event | None, watch: Watch) -> "Record | str":
+        """Have the storage of t leave; or why it stays."""
+        with self._lock:
+            storage, lanes = t.untyped_storage(), self.schedule.lanes
+            source = Buf(
+                watch.entry.name, storage.nbytes(), "device", as_bytes(storage), lanes.compute()
+            )
+            item = self.schedule.save(call, source.name, source, ready, watch.tell)
+            if item.kept is not None and item.bundle is None and item not in call.small:
+                return item.kept
+            record = Record(t, watch, item, call, self)
+            _thread.records[storage_key(storage)] = record
+            return record
+
+    def share(self, call: Call, item: Item) -> None:
+        """One more saved tensor lies in a storage that leaves."""
+        with self._lock:
+            self.schedule.share(call, item)
+
+    def keep(self, call: Call) -> None:
+        """One more saved tensor stays."""
+        with self._lock:
+            self.schedule.keep(call)
+
+    def by_hand(self, what: Literal["offload", "release", "reload"], call: Call) -> None:
+        """One step of a manual schedule."""
+        with self._lock:
+            self.tidy()
+            getattr(self.schedule, what)(call)
+
+    def read(self, item: Item, again: bool, layout: Layout, record: "Record") -> Tensor:
+        """The tensor, for the current compute stream."""
+        with self._lock:
+            tensor = record.view(self.schedule, layout)
+            self.schedule.used(item, again=again)
+            return tensor
+
+    def died(self, call: Call, item: Item | None, read: bool) -> None:
+        """A handle is gone. Called by finalizers, so it takes no lock."""
+        self._dead.append((call, item, read))
+
+    def tidy(self) -> None:
+        """Give back what belonged to handles that are gone."""
+        with self._lock:
+            while self._dead:
+                call, item, read = self._dead.popleft()
+                self.schedule.drop(call, item, read=read)
+
+
 class Record:
-    """One storage at one version, in host memory."""
+    """One storage at one version, that leaves."""
 
     __slots__ = (
-        *("__weakref__", "_base", "_live", "_stream", "copies", "copy"),
-        *("guard", "name", "nbytes", "origin", "version"),
+        *("__weakref__", "_base", "_live", "_start", "_stream"),
+        *("call", "item", "mover", "name", "nbytes", "origin", "watch"),
     )
 
-    def __init__(self, t: Tensor, name: str, copies: Copies, copy: HostCopy) -> None:
-        self.name, self.copies, self.copy = name, copies, copy
-        self.nbytes = copy.buffer.numel()
-        self.version = t._version
-        self.guard = _alias_of_no_bytes(t)
+    def __init__(self, t: Tensor, watch: Watch, item: Item, call: Call, mover: Mover) -> None:
+        self.name, self.nbytes = item.name, item.nbytes
+        self.watch, self.item, self.call, self.mover = watch, item, call, mover
         self._base = weakref.ref(base_of(t))
         self.origin = WeakStorage(t.untyped_storage())
         self._live: WeakStorage | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._start = 0
+        self._stream: object = None
 
     def is_of(self, t: Tensor) -> bool:
         """Whether this holds the bytes of t, which is in the same storage: no write since.
 
         A counter that t does not share says nothing about t.
         """
-        if not self.version == t._version == self.guard._version:
+        if not self.watch.version == t._version == self.watch.guard._version:
             return False
-        return self._base() is base_of(t) or share_version_counter(t, self.guard)
+        return self._base() is base_of(t) or share_version_counter(t, self.watch.guard)
 
-    def back(self, ledger: Ledger) -> torch.UntypedStorage:
-        """The bytes on the device. While somebody on this stream has them, the same storage."""
+    def view(self, schedule: Schedule, layout: Layout) -> Tensor:
+        """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
         storage = None if self._live is None else self._live.storage()
-        stream = self.copies.stream()
+        stream = schedule.lanes.compute()
         if storage is None or stream != self._stream:
-            storage = self.copies.back(self.copy)
+            buf, offset = schedule.fetch(self.item)
+            data: Tensor = buf.data
+            storage = data.untyped_storage()
+            self._start = int(data.storage_offset()) + offset
             self._live, self._stream = WeakStorage(storage), stream
-            ledger.came_back(self.nbytes)
-        return storage
+        return tensor_in(storage, layout, self._start)
 
 
 def _alias_of_no_bytes(t: Tensor) -> Tensor:
@@ -94,55 +205,61 @@ def find(t: Tensor) -> Record | None:
     return record if record is not None and record.is_of(t) else None
 
 
-def copy_out(t: Tensor, name: str, copies: Copies, buffer: Tensor) -> tuple[Record, Pending | None]:
-    """Copy the storage of t. A Pending is to be settled before the source is let go."""
-    storage = t.untyped_storage()
-    copy, pending = copies.out(storage, buffer)
-    record = _thread.records[storage_key(storage)] = Record(t, name, copies, copy)
-    return record, pending
-
-
 class Kept:
     """A saved tensor that stays where it is."""
 
-    __slots__ = ("__weakref__", "label", "ledger", "tensor", "version")
+    __slots__ = ("__weakref__", "label", "ledger", "of", "tensor", "version")
 
-    def __init__(self, t: Tensor, label: Label, ledger: Ledger) -> None:
+    def __init__(
+        self, t: Tensor, label: Label, ledger: Ledger, of: tuple[Mover, Call] | None = None
+    ) -> None:
         # Never t itself: a saved output would hold its node, and the node holds it through this.
         self.tensor = t.detach()
         self.version = t._version
-        self.label, self.ledger = label, ledger
+        self.label, self.ledger, self.of = label, ledger, of
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
-        _check(self.tensor, self.version, self.label)
+        _check(self.tensor, self.version, self.label, "")
         return self.tensor
+
+    def __del__(self) -> None:
+        if self.of is not None:
+            self.of[0].died(self.of[1], None, True)
 
 
 class Moved:
-    """A saved tensor whose bytes are in a host copy."""
+    """A saved tensor whose storage leaves."""
 
-    __slots__ = ("__weakref__", "label", "layout", "ledger", "record")
+    __slots__ = ("__weakref__", "call", "label", "layout", "ledger", "read", "record")
 
-    def __init__(self, t: Tensor, label: Label, record: Record, ledger: Ledger) -> None:
-        self.record, self.label, self.ledger = record, label, ledger
+    def __init__(self, t: Tensor, label: Label, record: Record, call: Call, ledger: Ledger) -> None:
+        self.record, self.call, self.label, self.ledger = record, call, label, ledger
         self.layout: Layout = layout_of(t)
+        self.read = False
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
-        _check(self.record.guard, self.record.version, self.label)
-        return tensor_in(self.record.back(self.ledger), self.layout)
+        record, again = self.record, self.read
+        watch = record.watch
+        _check(watch.guard, watch.version, self.label, watch.written)
+        record.mover.backward(self.call)
+        self.read = True
+        return record.mover.read(record.item, again, self.layout, record)
+
+    def __del__(self) -> None:
+        self.record.mover.died(self.call, self.record.item, self.read)
 
 
 Handle = Kept | Moved
 
 
-def _check(guard: Tensor, saved_at: int, label: Label) -> None:
+def _check(guard: Tensor, saved_at: int, label: Label, when: str) -> None:
     if guard._version != saved_at:
         raise InPlaceError(
-            f"saved tensor {label.name!r} of {label.op} was modified in place before its backward "
-            f"ran: it is at version {guard._version}, and was saved at version {saved_at}. The "
-            "gradient would be wrong. Write out of place, or into a clone of it."
+            f"saved tensor {label.name!r} of {label.op} was modified in place{when} before its "
+            f"backward ran: it is at version {guard._version}, and was saved at version "
+            f"{saved_at}. The gradient would be wrong. Write out of place, or into a clone of it."
         )
 
 

@@ -49,6 +49,7 @@ class Report:
     back_count: int
     host_bytes: int  # in host buffers now
     held: tuple[tuple[str, int], ...]  # name, bytes: moved, but something else holds the original
+    schedule: tuple[tuple[str, int], ...] = ()  # of a scheduler: steps, transfers, misses, memory
 
     @property
     def kept_bytes(self) -> int:
@@ -65,6 +66,7 @@ class Report:
         for total in ("moved_bytes", "moved_count", "back_bytes", "back_count", "host_bytes"):
             data[total] = getattr(self, total)
         data["kept_bytes"] = self.kept_bytes
+        data["schedule"] = dict(self.schedule)
         data["held"] = [{"name": name, "nbytes": nbytes} for name, nbytes in self.held]
         data["entries"] = [{**e._asdict(), "dtype": dtype_name(e.dtype)} for e in self.entries]
         return data
@@ -80,7 +82,8 @@ class Report:
     def __str__(self) -> str:
         rows = [_HEAD, *map(_row, self.entries)]
         held = [f"{name}: {size(n)} moved, but held by another reference" for name, n in self.held]
-        return "\n".join([*_table(rows), self.summary(), *held])
+        facts = ", ".join(f"{what.replace('_', ' ')} {n}" for what, n in self.schedule)
+        return "\n".join([*_table(rows), self.summary(), *([facts] if facts else []), *held])
 
 
 _HEAD = ("name", "op", "shape", "dtype", "bytes", "decision", "reason", "times")
@@ -148,6 +151,15 @@ class Ledger:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
                 ledger.records.add(record)
 
+    def stayed(self, entry: Entry, reason: str) -> None:
+        """What was reported as moved stays after all."""
+        kept = entry._replace(decision=KEPT, reason=reason)
+        for ledger in self._chain():
+            with ledger._lock:
+                ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
+                ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
+                ledger.out = (ledger.out[0] - entry.nbytes, ledger.out[1] - 1)
+
     def came_back(self, nbytes: int) -> None:
         for ledger in self._chain():
             with ledger._lock:
@@ -166,7 +178,8 @@ class Ledger:
     def report(self) -> Report:
         with self._lock:
             records = list(self.records)
-            entries = tuple(e._replace(times=n) for e, n in self.entries.items())
-        held = tuple((r.name, r.nbytes) for r in records if not r.origin.expired())
-        host = sum(r.nbytes for r in records)
+            entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
+        away = [r for r in records if r.item.released]
+        held = tuple((r.name, r.nbytes) for r in away if not r.origin.expired())
+        host = sum(r.nbytes for r in records if r.item.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)

@@ -9,9 +9,9 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 """
 
 import logging
-from collections import deque
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
@@ -21,22 +21,23 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 
 from . import marks, modules, records
-from .copies import Pending, copies_of
+from .devices import lanes_of
 from .labels import Labels, Named, paths_under
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
+from .policy import DEFAULT_MIN_BYTES
 from .reasons import HELD_ANYWAY, PARAMETER, Facts, Owned, mark_on, why_keep, why_not_plain
-from .records import Handle, Kept, Label, Moved
-from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report, size
+from .records import Handle, Kept, Label, Moved, Mover, Watch
+from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
+from .schedule import Call, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
 
-DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
-IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory
+IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
 
 
-class _Scope(Guarded):
-    """What to_host() and keep() share: hooks, names, the report, and when they stand aside."""
+class Scope(Guarded):
+    """What all scopes share: hooks, names, the report, and when they stand aside."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
@@ -56,17 +57,20 @@ class _Scope(Guarded):
 
     def _open(self) -> None:
         self.in_checkpoint = belongs_to_checkpoint(torch_private.top_saved_tensor_hooks())
-        self._inherit(next((s for s in enclosing() if isinstance(s, _Scope)), None))
-        if self._root is not None:
-            set_root(self._root)
-            self._labels = Labels(paths_under(self._root))
-            self._owned.note_model(self._root)
+        self._inherit(next((s for s in enclosing() if isinstance(s, Scope)), None))
+        self._know_root()
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
         self._observed = names.observe()
         self._observed.__enter__()
         modules.watch(self)
 
-    def _inherit(self, outer: "_Scope | None") -> None:
+    def _know_root(self) -> None:
+        if self._root is not None:
+            set_root(self._root)
+            self._labels = Labels(paths_under(self._root))
+            self._owned.note_model(self._root)
+
+    def _inherit(self, outer: "Scope | None") -> None:
         self._ledger.parent = None if outer is None else outer._ledger
         if outer is not None:
             self._owned, self._labels = outer._owned, outer._labels
@@ -95,18 +99,23 @@ class _Scope(Guarded):
 
     def pack(self, t: Tensor) -> Handle:
         """The pack hook: name the tensor, decide, do it, report it."""
-        if self._ledger.take_backward_seen():
-            self._labels.start_again()
-        named = self._labels.name(t)
+        named = self._named(t)
         odd = why_not_plain(t)
         if odd is not None:
             return self._keep(t, named, odd, 0)
-        aside = self._why_aside()
+        aside = self._why_aside(t)
         if aside is not None:
             return self._keep(t, named, aside, t.untyped_storage().nbytes())
         return self._decide(t, named)
 
-    def _why_aside(self) -> str | None:
+    def _named(self, t: Tensor) -> Named:
+        if self._ledger.take_backward_seen():
+            self._labels.start_again()
+        return self._labels.name(t)
+
+    def _why_aside(self, t: Tensor) -> str | None:
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "CUDA graph capture"
         if not torch_private.in_backward():
             return None
         return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
@@ -124,31 +133,46 @@ class _Scope(Guarded):
 
     def _keep(self, t: Tensor, named: Named, reason: str, nbytes: int) -> Handle:
         self._report(t, named, KEPT, reason, nbytes)
-        return Kept(t, Label(named.name, named.op), self._ledger)
+        return self._kept(t, Label(named.name, named.op))
+
+    def _kept(self, t: Tensor, label: Label) -> Kept:
+        return Kept(t, label, self._ledger)
 
     def _report(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> None:
+        self._ledger.saw(self._entry(t, named, decision, reason, nbytes))
+
+    def _entry(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> Entry:
         if self.in_checkpoint and decision == MOVED:
             reason += "; instead of recompute by checkpoint"
         shape = tuple(t.shape)
-        self._ledger.saw(
-            Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
-        )
+        return Entry(named.name, named.op, shape, t.dtype, nbytes, decision, reason, named.also)
 
 
-class _ToHost(_Scope):
+class _ToHost(Scope):
+    """Every storage that moves is a layer call of its own for the schedule."""
+
     def __init__(self, min_bytes: int, root: nn.Module | None) -> None:
         self._min_bytes = min_bytes
         self._on_gpu = root is not None and any(p.is_cuda for p in root.parameters())
-        self._pending: deque[Pending] = deque()
+        self._movers: dict[torch.device, Mover] = {}
         super().__init__(root)
 
     def __str__(self) -> str:
         return f"to_host(min_bytes={self._min_bytes})"
 
     def _close(self) -> None:
-        while self._pending:
-            self._pending.popleft().settle()
+        for mover in self._movers.values():
+            mover.close()
         super()._close()
+
+    def _mover(self, device: torch.device) -> Mover:
+        mover = self._movers.get(device)
+        if mover is None:
+            lag = IN_FLIGHT if device.type == "cuda" else 0
+            lanes = lanes_of(device)
+            mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
+            self._movers[device] = mover
+        return mover
 
     def _decide(self, t: Tensor, named: Named) -> Handle:
         self._on_gpu = self._on_gpu or t.is_cuda
@@ -161,32 +185,31 @@ class _ToHost(_Scope):
         return self._move(t, named, why)
 
     def _move(self, t: Tensor, named: Named, why: str) -> Handle:
-        label = Label(named.name, named.op)
         record = records.find(t)
         if record is not None:
             self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
-            return Moved(t, label, record, self._ledger)
-        copies, nbytes = copies_of(t.device), t.untyped_storage().nbytes()
+            record.mover.share(record.call, record.item)
+            return Moved(t, Label(named.name, named.op), record, record.call, self._ledger)
+        mover = self._mover(t.device)
+        call = mover.enter(named.name)
         try:
-            buffer = copies.buffer(nbytes)
-        except (RuntimeError, MemoryError) as error:
-            log.warning("%s stays: no %s of host memory (%s)", named.name, size(nbytes), error)
-            return self._keep_counted(t, named, "no host memory")
-        record, pending = records.copy_out(t, named.name, copies, buffer)
-        if pending is not None:
-            self._hold(pending)
+            return self._save(t, named, why, mover, call)
+        finally:
+            mover.leave(call)
+
+    def _save(self, t: Tensor, named: Named, why: str, mover: Mover, call: Call) -> Handle:
+        nbytes = t.untyped_storage().nbytes()
+        entry = self._entry(t, named, MOVED, why, nbytes)
+        record = mover.save(call, t, marks.ready(t), Watch(t, entry, self._ledger))
+        if isinstance(record, str):
+            log.warning("%s stays: %s", named.name, record)
+            return self._keep_counted(t, named, record)
+        self._ledger.saw(entry)
         self._ledger.moved(record)
-        self._report(t, named, MOVED, why, nbytes)
-        return Moved(t, label, record, self._ledger)
-
-    def _hold(self, pending: Pending) -> None:
-        """Hold the source of a copy for a fixed number of copies: no clock, no question asked."""
-        self._pending.append(pending)
-        if len(self._pending) > IN_FLIGHT:
-            self._pending.popleft().settle()
+        return Moved(t, Label(named.name, named.op), record, call, self._ledger)
 
 
-class _Keep(_Scope):
+class _Keep(Scope):
     def __str__(self) -> str:
         return "keep()"
 

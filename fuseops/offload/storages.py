@@ -59,10 +59,10 @@ def layout_of(t: Tensor) -> Layout:
     )
 
 
-def tensor_in(storage: torch.UntypedStorage, layout: Layout) -> Tensor:
-    """The tensor of that layout over `storage`."""
+def tensor_in(storage: torch.UntypedStorage, layout: Layout, start: int = 0) -> Tensor:
+    """The tensor of that layout in the part of `storage` that begins at byte `start`."""
     t = torch.empty(0, dtype=layout.dtype, device=storage.device)
-    t.set_(storage, layout.offset, layout.size, layout.stride)
+    t.set_(storage, layout.offset + start // t.itemsize, layout.size, layout.stride)
     t = t.conj() if layout.conj else t
     return negated_view(t) if layout.neg else t
 

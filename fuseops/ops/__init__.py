@@ -1,17 +1,32 @@
 """The op catalogue. One file a family; `op.py` is the contract."""
 
 from .activations import GELU as GELU
+from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
 from .activations import SReLU as SReLU
 from .elementwise import ConstantScale as ConstantScale
 from .elementwise import Dropout as Dropout
+from .glu import GEGLU as GEGLU
+from .glu import ClampedSwiGLU as ClampedSwiGLU
+from .glu import ReGLU as ReGLU
+from .glu import ScaledClampedSwiGLU as ScaledClampedSwiGLU
+from .glu import ScaledGEGLU as ScaledGEGLU
+from .glu import ScaledReGLU as ScaledReGLU
+from .glu import ScaledSReGLU as ScaledSReGLU
 from .glu import ScaledSwiGLU as ScaledSwiGLU
+from .glu import SReGLU as SReGLU
 from .glu import SwiGLU as SwiGLU
 from .grouped_linear import GroupedLinear as GroupedLinear
+from .inject import InjectLoss as InjectLoss
 from .linear import Bias as Bias
 from .linear import Linear as Linear
 from .norms import RMSNorm as RMSNorm
+from .permute import Combine as Combine
+from .permute import Dispatch as Dispatch
+from .permute import Permute as Permute
+from .router import Router as Router
 from .structure import Add as Add
 from .structure import Identity as Identity
 from .structure import Reshape as Reshape
+from .structure import Swap as Swap
 from .structure import Tap as Tap

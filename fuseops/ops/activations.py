@@ -1,30 +1,93 @@
-"""Activations. Each saves its input and nothing else; the maths lives in the kernel of that `kind`."""
+"""Activations, plain, gated and scaled by a probability a row. Each saves its inputs; the maths lives in the kernels.
 
-from typing import ClassVar, NamedTuple
+Gated ones take `[gate | up]` on the last axis, the gate first (the opposite of `torch.nn.functional.glu`); with
+interleave = b, gate and up alternate in blocks of b columns.
+"""
+
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, ShapeError
 
-from .op import Grads, Op, Out
+from .op import Call, Grads, Op, Out, Shape
+from .routing import check_probs
 
 
 class ActivationSaved(NamedTuple):
     x: Tensor | None
 
 
+class ScaledActivationSaved(NamedTuple):
+    x: Tensor | None  # (R, F), or (R, 2F) where it is gated
+    probs: Tensor | None  # (R,)
+
+
 class Activation(Op[ActivationSaved]):
-    """y = act(x), elementwise. A member of the family sets `kind`, one of `kernels.reference.KINDS`."""
+    """y = act(x), elementwise, or gated.   (..., F) -> (..., F), or (..., 2F) -> (..., F)
+
+    A member of the family sets `kind`, one of `kernels.reference.KINDS`.
+    """
 
     saves_for = {"x": ("x",)}
     kind: str
+    form: tuple[
+        Any, ...
+    ] = ()  # what the kernels take behind `kind`: interleave, alpha, limit, offset
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return after_activation(self, shape, self.kind, self.form)
 
     def fwd(self, x: Tensor) -> Out:
-        return Out(K.act_fwd(x, self.kind), ActivationSaved(x))
+        return Out(K.act_fwd(x, self.kind, *self.form), ActivationSaved(x))
 
     def bwd(self, saved: ActivationSaved, dy: Tensor) -> Grads:
-        return Grads(K.act_bwd(dy, saved.x, self.kind))  # type: ignore[arg-type]
+        return Grads(K.act_bwd(dy, saved.x, self.kind, *self.form))  # type: ignore[arg-type]
+
+
+class ScaledActivation(Op[ScaledActivationSaved]):
+    """y = act(x) * probs, one probability a row, with one rounding.   x (R, F) or (R, 2F), probs (R,) -> (R, F)
+
+    A member of the family sets `kind` and `form`, as of `Activation`.
+    """
+
+    reads = ("probs",)
+    saves_for = {"x": ("x", "probs"), "probs": ("x",)}
+    kind: str
+    form: tuple[Any, ...] = ()
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return after_activation(self, shape, self.kind, self.form)
+
+    def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
+        check_probs(type(self).__name__, x, probs)
+        return Out(
+            K.scaled_act_fwd(x, probs, self.kind, *self.form), ScaledActivationSaved(x, probs)
+        )
+
+    def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
+        x, probs = saved
+        if (
+            "x" not in call.needs
+        ):  # probs itself is not saved then, and its gradient does not read it
+            return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.form)})  # type: ignore[arg-type]
+        wanted = "probs" in call.needs
+        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.form)  # type: ignore[arg-type]
+        return Grads(dx, side={"probs": dprobs} if wanted else None)
+
+
+def after_activation(op: Op[Any], shape: Shape, kind: str, form: tuple[Any, ...]) -> Shape:
+    """Shape after an activation.  Raises ShapeError for a width that has no gate and up."""
+    if kind not in K.GATES:
+        return shape
+    step = 2 * max(form[0] if form else 0, 1)
+    if not shape or shape[-1] % step:
+        raise ShapeError(
+            f"{type(op).__name__} expects [gate | up] on the last axis, a multiple of {step}, got shape "
+            f"{tuple(shape)}."
+        )
+    return (*shape[:-1], shape[-1] // 2)
 
 
 class SiLU(Activation, nn.SiLU):
@@ -44,8 +107,7 @@ class GELU(Activation, nn.GELU):
     """y = x * Phi(x); approximate="tanh" is the reference system's."""
 
     def __init__(self, approximate: str = "none") -> None:
-        if approximate not in ("none", "tanh"):
-            raise FuseOpsError(f"GELU(approximate={approximate!r}): expected 'none' or 'tanh'.")
+        check_approximate("GELU", approximate)
         nn.GELU.__init__(self, approximate)
         self.kind = "gelu" if approximate == "none" else "gelu_tanh"
 
@@ -54,3 +116,15 @@ class SReLU(Activation):
     """y = max(x, 0)^2."""
 
     kind: ClassVar[str] = "srelu"  # type: ignore[misc]
+
+
+class ScaledSReLU(ScaledActivation):
+    """y = max(x, 0)^2 * probs."""
+
+    kind: ClassVar[str] = "srelu"  # type: ignore[misc]
+
+
+def check_approximate(op: str, approximate: str) -> None:
+    """Raise FuseOpsError for anything that torch's GELU does not know."""
+    if approximate not in ("none", "tanh"):
+        raise FuseOpsError(f"{op}(approximate={approximate!r}): expected 'none' or 'tanh'.")

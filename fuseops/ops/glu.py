@@ -1,68 +1,114 @@
-"""Gated activations. The gate is the FIRST half of the last axis (the opposite of `torch.nn.functional.glu`)."""
+"""The gated activations: SwiGLU, ClampedSwiGLU, GEGLU, ReGLU and SReGLU, each also scaled by a probability a row.
 
-from typing import Any, NamedTuple
+All take interleave: 0 where the first half of the last axis is the gate, b where gate and up alternate in blocks of b
+columns (1 in the weights of gpt-oss).
+"""
 
-from torch import Tensor
+from typing import Any
 
-from fuseops import kernels as K
-from fuseops.errors import ShapeError
+from fuseops.errors import FuseOpsError
 
-from .op import Call, Grads, Op, Out, Shape
-from .routing import check_probs
-
-
-class SwiGLUSaved(NamedTuple):
-    x: Tensor | None  # (..., 2F)
+from .activations import Activation, ScaledActivation, check_approximate
 
 
-class ScaledSwiGLUSaved(NamedTuple):
-    x: Tensor | None  # (R, 2F)
-    probs: Tensor | None  # (R,)
+class _Gated:
+    """Constructor of a gated activation."""
+
+    kind: str
+    form: tuple[Any, ...]
+
+    def __init__(self, *, interleave: int = 0) -> None:
+        super().__init__()
+        self._form(interleave)
+
+    def _form(self, interleave: int, *rest: float) -> None:
+        if interleave < 0:
+            raise FuseOpsError(
+                f"{type(self).__name__}: interleave is {interleave}, expected 0 or the columns of a block."
+            )
+        self.form = (interleave, *rest)
+
+    def extra_repr(self) -> str:
+        return f"interleave={self.form[0]}" if self.form[0] else ""
 
 
-def halved(op: Op[Any], shape: Shape) -> Shape:
-    """Shape after a gated activation.  Raises ShapeError for an odd width."""
-    if not shape or shape[-1] % 2:
-        raise ShapeError(
-            f"{type(op).__name__} expects [gate | up] on the last axis, got shape {tuple(shape)}."
+class _GELUGated(_Gated):
+    def __init__(self, approximate: str = "none", *, interleave: int = 0) -> None:
+        check_approximate(type(self).__name__, approximate)
+        super().__init__(interleave=interleave)
+        self.kind = "geglu" if approximate == "none" else "geglu_tanh"
+
+
+class _Clamped(_Gated):
+    kind = "clamped_swiglu"
+
+    def __init__(
+        self,
+        limit: float = 7.0,
+        *,
+        alpha: float = 1.702,
+        offset: float = 1.0,
+        interleave: int = 0,
+    ) -> None:
+        if not limit > 0:
+            raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
+        super().__init__()
+        self._form(interleave, float(alpha), float(limit), float(offset))
+
+    def extra_repr(self) -> str:
+        interleave, alpha, limit, offset = self.form
+        return f"limit={limit}, alpha={alpha}, offset={offset}" + (
+            f", interleave={interleave}" if interleave else ""
         )
-    return (*shape[:-1], shape[-1] // 2)
 
 
-class SwiGLU(Op[SwiGLUSaved]):
+class SwiGLU(_Gated, Activation):
     """y = silu(gate) * up.   (..., 2F) -> (..., F)"""
 
-    saves_for = {"x": ("x",)}
-
-    def out_shape(self, shape: Shape) -> Shape:
-        return halved(self, shape)
-
-    def fwd(self, x: Tensor) -> Out:
-        return Out(K.act_fwd(x, "swiglu"), SwiGLUSaved(x))
-
-    def bwd(self, saved: SwiGLUSaved, dy: Tensor) -> Grads:
-        return Grads(K.act_bwd(dy, saved.x, "swiglu"))  # type: ignore[arg-type]
+    kind = "swiglu"
 
 
-class ScaledSwiGLU(Op[ScaledSwiGLUSaved]):
-    """y = swiglu(x) * probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+class GEGLU(_GELUGated, Activation):
+    """y = gelu(gate) * up; approximate="tanh" as of GELU.   (..., 2F) -> (..., F)"""
 
-    reads = ("probs",)
-    saves_for = {"x": ("x", "probs"), "probs": ("x",)}
 
-    def out_shape(self, shape: Shape) -> Shape:
-        return halved(self, shape)
+class ReGLU(_Gated, Activation):
+    """y = max(gate, 0) * up.   (..., 2F) -> (..., F)"""
 
-    def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
-        check_probs("ScaledSwiGLU", x, probs)
-        return Out(K.scaled_act_fwd(x, probs, "swiglu"), ScaledSwiGLUSaved(x, probs))
+    kind = "reglu"
 
-    def bwd(self, saved: ScaledSwiGLUSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, probs = saved
-        if (
-            "x" not in call.needs
-        ):  # probs itself is not saved then, and its gradient does not read it
-            return Grads(side={"probs": K.act_dprobs(dy, x, "swiglu")})  # type: ignore[arg-type]
-        wanted = "probs" in call.needs
-        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, "swiglu", wanted)  # type: ignore[arg-type]
-        return Grads(dx, side={"probs": dprobs} if wanted else None)
+
+class SReGLU(_Gated, Activation):
+    """y = max(gate, 0)^2 * up.   (..., 2F) -> (..., F)"""
+
+    kind = "sreglu"
+
+
+class ClampedSwiGLU(_Clamped, Activation):
+    """y = h sigmoid(alpha h) (clamp(up, -limit, limit) + offset), h = min(gate, limit), as in gpt-oss.   2F -> F"""
+
+
+class ScaledSwiGLU(_Gated, ScaledActivation):
+    """y = silu(gate) * up * probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+
+    kind = "swiglu"
+
+
+class ScaledGEGLU(_GELUGated, ScaledActivation):
+    """y = gelu(gate) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+
+class ScaledReGLU(_Gated, ScaledActivation):
+    """y = max(gate, 0) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+    kind = "reglu"
+
+
+class ScaledSReGLU(_Gated, ScaledActivation):
+    """y = max(gate, 0)^2 * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+    kind = "sreglu"
+
+
+class ScaledClampedSwiGLU(_Clamped, ScaledActivation):
+    """ClampedSwiGLU times probs.   x (R, 2F), probs (R,) -> (R, F)"""

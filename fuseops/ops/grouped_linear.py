@@ -6,7 +6,7 @@ Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,15 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
+from . import layouts
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
+from .packing import packed, repack
 from .routing import check_offs, check_probs
+from .splits import check_splits
+from .tiles import tiles_of
+
+PACKED = ("weight", "bias")
 
 
 class GroupedLinearSaved(NamedTuple):
@@ -29,36 +35,81 @@ class GroupedLinearSaved(NamedTuple):
 
 
 def grouped_linear(
-    x: Any, weight: Tensor, bias: Tensor | None, offs: Tensor, probs: Tensor | None, call: Call
+    x: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    probs: Tensor | None,
+    call: Call,
+    index: Tensor | None = None,
 ) -> Tensor:
-    """The grouped product in the precision of the call."""
+    """The grouped product in the precision of the call. index: row r of x is its row index[r]."""
     if isinstance(x, Quantized):
+        check_splits(offs, len(x.row), offs.device)  # type: ignore[arg-type]
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
     else:
-        y = K.grouped_mm(x, call.precision.cast(weight), offs)  # type: ignore[arg-type]
+        rows = len(x if index is None else index)
+        check_splits(offs, rows, x.device)
+        tiles = tiles_of(call, offs, rows)
+        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
 
 
-def grouped_linear_bwd(saved: GroupedLinearSaved, dy: Any, call: Call) -> Grads:
-    """The gradients of `grouped_linear` that `call.needs` names."""
+def grouped_linear_bwd(
+    saved: GroupedLinearSaved,
+    dy: Any,
+    call: Call,
+    x_index: Tensor | None = None,
+    dy_index: Tensor | None = None,
+) -> Grads:
+    """The gradients of `grouped_linear` that `call.needs` names. index: as above, of x and of dy."""
     x, weight, offs, bias, probs = saved
-    needs, params, side = call.needs, {}, {}
+    needs = call.needs
+    params: dict[str, Tensor | None] = {}
+    side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
     quantized = isinstance(dy, Quantized)
     if "bias" in needs or "probs" in needs:
         shift = bias if "probs" in needs else None
         high = dy.high if quantized else dy
+        if dy_index is not None:
+            high = K.gather_rows(high, dy_index, offs)  # type: ignore[arg-type]
         params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, shift)  # type: ignore[arg-type]
     if "x" in needs:
         if quantized:
             dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
         else:
-            dx = K.grouped_mm(dy, call.precision.cast(weight).transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
+            transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
+            tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))  # type: ignore[arg-type]
+            dx = K.grouped_mm(dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
     if "weight" in needs:
-        params["weight"] = gemm.wgrad(dy, x) if quantized else K.grouped_wgrad(dy, x, offs)  # type: ignore[arg-type]
+        params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]
     return Grads(dx, params, side)
+
+
+def weight_gradient(
+    dy: Any,
+    x: Any,
+    offs: Tensor,
+    call: Call,
+    x_index: Tensor | None = None,
+    dy_index: Tensor | None = None,
+) -> Tensor | None:
+    """dw (E, out, in) of dy (R, out) and x (R, in), or None where it went into the `main_grad` of the call.
+
+    A float32 buffer takes the float32 sums themselves: they are rounded once, when they are added.
+    """
+    buffer = (call.out or {}).get("weight")
+    if isinstance(dy, Quantized):
+        return gemm.wgrad(dy, x, None if buffer is None else buffer.dtype)
+    tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
+    if buffer is None or buffer.dtype is not torch.float32 or x.dtype is torch.float64:
+        return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
+    add = "weight" not in call.overwrite
+    K.grouped_wgrad_into(buffer, dy, x, offs, tiles, add, dy_index, x_index)
+    return None
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):
@@ -70,6 +121,11 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
     contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
     delay_wgrad: the weight's gradient waits for `Sequential.backward_dw()`; the bias' does not.
+    packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
+    `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
+    again, and counts it in `repacks`. torch.compile copies them in each call.
+
+    A state_dict of either form loads into either, TransformerEngine's too.
     """
 
     reads: tuple[str, ...] = ("offs",)
@@ -81,6 +137,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     }
     autocast = True
     granularity = "group"
+    live_call = True
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -92,6 +151,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        packed: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -109,28 +169,70 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             self.reads = ("offs", "probs")
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
-        self.weight = nn.Parameter(
-            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
-        )
-        if bias:
-            self.bias = nn.Parameter(
-                torch.empty(num_groups, out_features, device=device, dtype=dtype)
-            )
-        else:
-            self.register_parameter("bias", None)
+        self.packed, self.repacks = packed, 0
+        weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        self._register("weight", weight)
+        self._register("bias", weight.new_empty(num_groups, out_features) if bias else None)
         self.reset_parameters()
+
+    def _register(self, name: str, whole: Tensor | None) -> None:
+        if whole is None or self.packed:
+            self.register_parameter(name, None if whole is None else nn.Parameter(whole))
+            return
+        for key, part in zip(self.registered(name), whole, strict=True):
+            self.register_parameter(key, nn.Parameter(part))
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
+        with torch.no_grad():
+            self.weight.uniform_(-bound, bound)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound)
+
+    # --- one Parameter a group
+
+    def registered(self, name: str) -> tuple[str, ...]:
+        if self.packed or name not in PACKED or name in self._parameters:
+            return (name,)
+        return tuple([f"{name}{e}" for e in range(self.num_groups)])
+
+    def sample(self, name: str) -> Any:
+        parts = [getattr(self, key) for key in self.registered(name)]
+        return next((part for part in parts if part is not None and part.requires_grad), parts[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PACKED and name not in self._parameters and not self.packed:
+            return packed([getattr(self, key) for key in self.registered(name)])
+        return super().__getattr__(name)
+
+    def repack(self) -> bool:
+        """Bring the Parameters of the groups back into one storage, where they are not.   -> whether they moved"""
+        kept = [name for name in PACKED if name not in self.registered(name)]
+        moved = [repack([getattr(self, key) for key in self.registered(name)]) for name in kept]
+        self.repacks += any(moved)
+        return any(moved)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.repack()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.repack()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
+    ) -> None:
+        layouts.load(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
+        self.repack()
 
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
             + (", scale_bias=True" if self.scale_bias else "")
+            + ("" if self.packed else ", packed=False")
         )
 
     def out_shape(self, shape: Shape) -> Shape:

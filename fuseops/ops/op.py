@@ -56,7 +56,7 @@ class Precision(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The plan's frozen record of one op in one call (level 3), and two fields that live for one call only."""
+    """The plan's frozen record of one op in one call (level 3), and fields that live for one call only."""
 
     needs: frozenset[str] = (
         frozenset()
@@ -67,8 +67,9 @@ class Call(NamedTuple):
     precision: Precision = Precision()
     training: bool = True
     # For ops with `live_call`.  out: in bwd, the main_grad of each parameter that has one; an op that adds its gradient
-    # there itself returns None for it.
+    # there itself (or writes it, where `overwrite` names the parameter) returns None for it.
     out: Mapping[str, Tensor] | None = None
+    overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None  # shared by all ops of one call and its backward
 
 
@@ -109,6 +110,7 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()  # side inputs, by name; gradients flow back to them by name
     writes: tuple[str, ...] = ()  # side tensors it publishes
+    integers: ClassVar[frozenset[str]] = frozenset()  # of them: those that have no gradient
     saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
         None  # need -> Saved fields its gradient reads
     )
@@ -196,6 +198,14 @@ class Op(nn.Module, Generic[S]):
                 )
         return tuple(names)
 
+    def registered(self, name: str) -> tuple[str, ...]:
+        """The registered parameters that a keyword of `fwd` stands for: itself, or those that it is packed of."""
+        return (name,)
+
+    def sample(self, name: str) -> Any:
+        """A tensor with the dtype, the class and the need of a gradient of what `name` stands for."""
+        return getattr(self, name)
+
     def side_names(self) -> tuple[str, ...]:
         """Side inputs that `fwd` of this instance takes."""
         unread = [name for name in self.reads if name not in self.signature.keywords]
@@ -256,9 +266,10 @@ class FusedOp:
     """
 
     Saved: ClassVar[type[Any]]
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
-    names: ClassVar[Mapping[str, str]] = {}
-    recomputes: ClassVar[tuple[str, ...]] = ()
+    # of the class, or set per instance where they depend on the members
+    saves_for: Mapping[str, tuple[str, ...]] | None = None
+    names: Mapping[str, str] = {}
+    recomputes: tuple[str, ...] = ()
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members

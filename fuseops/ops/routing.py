@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
 
@@ -14,11 +15,14 @@ class Routing(NamedTuple):
     offs   (E,) int32: cumulative row end of each expert, on the device of the rows
     probs  (R,) float32, or float64 in a float64 model: routing probability of each row, or None
     index  (R,) int64: the token that each row is a copy of, or None
+    pos    (T, K) int32: the row of each copy of each token, -1 for a copy that was dropped, or None.
+           The inverse of `index`: Permute and Combine read it.
     """
 
     offs: Tensor
     probs: Tensor | None = None
     index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    pos: Tensor | None = None
 
     @classmethod
     def from_counts(
@@ -29,6 +33,7 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
+        The rows are there already, so there is neither index nor pos.
         Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only,
         in eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
         """
@@ -43,8 +48,7 @@ class Routing(NamedTuple):
                 f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
                 f"{tuple(counts.shape)}."
             )
-        checkable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-        if checkable and counts.numel() and int(counts.min()) < 0:
+        if _checkable(counts) and int(counts.min()) < 0:
             raise ShapeError(
                 f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
             )
@@ -56,7 +60,8 @@ class Routing(NamedTuple):
     ) -> "Routing":
         """From the chosen experts of each token.   experts (T, K) int, weights (T, K) -> R = T * K rows.
 
-        Rows of one expert keep the order of their tokens (a stable sort), so the result is deterministic.
+        Rows of one expert keep the order of their tokens, so the result is deterministic. An expert of -1 is a copy
+        that was dropped: as many rows behind offs[-1] are padding.
         num_experts: E. None takes the largest chosen expert for the last one, which synchronises a CUDA device.
         Raises ShapeError for an expert that is not there (checked on the CPU only: it would synchronise).
         """
@@ -65,24 +70,25 @@ class Routing(NamedTuple):
                 f"from_topk expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
                 f"{tuple(weights.shape)}."
             )
-        flat = experts.reshape(-1)
         if num_experts is None:
-            num_experts = int(flat.max()) + 1 if flat.numel() else 0
-        if flat.device.type == "cpu" and flat.numel() and not torch.compiler.is_compiling():
-            for expert in (int(flat.min()), int(flat.max())):
-                if not 0 <= expert < num_experts:
+            num_experts = int(experts.max()) + 1 if experts.numel() else 0
+        if _checkable(experts):
+            for expert in (int(experts.min()), int(experts.max())):
+                if not -1 <= expert < num_experts:
                     raise ShapeError(f"from_topk: there is no expert {expert} among {num_experts}.")
-        order = torch.argsort(flat, stable=True)
-        edges = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
-        offs = torch.searchsorted(flat[order], edges, right=True).to(torch.int32)
-        return cls(offs, _wide(weights.reshape(-1)[order]), order // experts.shape[1])
+        if not (torch.is_grad_enabled() and weights.requires_grad):
+            offs, index, pos, probs = K.route(experts, num_experts, weights)
+            return cls(offs, probs, index, pos)
+        offs, index, pos, _ = K.route(experts, num_experts)  # a kernel has no derivative
+        return cls(offs, _of_rows(weights, pos, index), index, pos)
 
     @classmethod
     def from_multihot(cls, chosen: Tensor, probs: Tensor, *, rows: int | None = None) -> "Routing":
         """From a map of chosen experts.   chosen (T, E) bool, probs (T, E) -> one row for each true entry.
 
         rows: how many rows to make room for (tokens times top-k); the unused ones are padding. None counts them, which
-        synchronises a CUDA device.  Raises FuseOpsError when `chosen` is not boolean.
+        synchronises a CUDA device. `pos` is (T, E), -1 where an expert was not chosen.
+        Raises FuseOpsError when `chosen` is not boolean.
         """
         if chosen.dtype is not torch.bool or chosen.shape != probs.shape or chosen.dim() != 2:
             raise FuseOpsError(
@@ -90,13 +96,27 @@ class Routing(NamedTuple):
                 f"{tuple(chosen.shape)} and {tuple(probs.shape)}."
             )
         by_expert = chosen.t()
-        offs = by_expert.sum(1).cumsum(0).to(torch.int32)
         size = int(chosen.sum()) if rows is None else rows
-        if chosen.device.type == "cpu" and size < int(chosen.sum()):
+        if _checkable(chosen) and size < int(chosen.sum()):
             raise ShapeError(f"from_multihot: {int(chosen.sum())} rows are chosen, rows={size}.")
-        where = torch.nonzero_static(by_expert, size=size, fill_value=0)
-        expert, token = where.unbind(1)
-        return cls(offs, _wide(probs[token, expert]), token)
+        place = by_expert.flatten().cumsum(0).view_as(by_expert)  # 1 for the first row
+        offs = place[:, -1] if place.numel() else place.new_zeros(len(by_expert))
+        index = torch.nonzero_static(by_expert, size=size, fill_value=0)[:, 1]
+        pos = torch.where(chosen, place.t() - 1, -1).to(torch.int32)
+        return cls(offs.to(torch.int32), _of_rows(probs, pos, index), index, pos)
+
+
+def _checkable(t: Tensor) -> bool:
+    """Whether a look at the values costs no synchronisation, and there are some."""
+    return t.device.type == "cpu" and bool(t.numel()) and not torch.compiler.is_compiling()
+
+
+def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:
+    """The weight of every row, differentiable.   weights and pos (T, K), index (R,) -> (R,)"""
+    rows = index.shape[0]
+    flat = _wide(weights).flatten()
+    row = torch.where(pos < 0, rows, pos).flatten().long()  # copies without a row share one behind
+    return flat.new_zeros(rows + 1).scatter(0, row, flat)[:rows]
 
 
 def check_offs(offs: Tensor, groups: int) -> None:

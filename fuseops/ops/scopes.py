@@ -25,7 +25,14 @@ class Settings(NamedTuple):
     def difference(self, other: "Settings") -> list[str]:
         """Names of the settings that differ, with both values."""
         pairs = zip(self._fields, self, other, strict=True)
-        return [f"{name} was {a!r}, is {b!r}" for name, a, b in pairs if a != b]
+        return [f"{name} was {_shown(a)}, is {_shown(b)}" for name, a, b in pairs if a != b]
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: rules by their names."""
+    if isinstance(value, tuple):
+        return repr([getattr(item, "name", item) for item in value])
+    return repr(sorted(value) if isinstance(value, frozenset) else value)
 
 
 Override = tuple[
@@ -117,6 +124,7 @@ class Inside:
             False  # by a recomputation: they are known to be those of its forward
         )
         self.watchers: list[Callable[[Any], None]] = []  # each sees every plan that runs
+        self.debug: Any = None  # a fusions.debug.Debug, inside `fo.debug()`
 
 
 class _Thread(threading.local):

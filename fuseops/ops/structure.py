@@ -1,4 +1,4 @@
-"""Ops that only route tensors: Tap, Add, Identity, Reshape."""
+"""Ops that only pass tensors on: Tap, Add, Swap, Identity, Reshape."""
 
 from typing import Any, NamedTuple
 
@@ -81,6 +81,30 @@ class Add(Op[AddSaved]):
     def bwd(self, saved: AddSaved, dy: Tensor) -> Grads:
         own, others = saved.dtypes  # type: ignore[misc]
         return Grads(dy.to(own), side={self.reads[0]: dy.to(others)})
+
+
+class Swap(Alias):
+    """y = the side tensor `read`, and x is published under `write`: two branches of one tensor in one sequence.
+
+    Tap("tokens"), one branch, Swap("tokens", "first"), the other branch, Add("first").
+    """
+
+    cut_before = True
+
+    def __init__(self, read: str, write: str) -> None:
+        super().__init__()
+        self.reads, self.writes = (read,), (write,)
+
+    def extra_repr(self) -> str:
+        return f"{self.reads[0]!r}, {self.writes[0]!r}"
+
+    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+        return Out(side[self.reads[0]], NothingSaved(), {self.writes[0]: x})
+
+    def bwd(
+        self, saved: NothingSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None]
+    ) -> Grads:
+        return Grads(dside[self.writes[0]], side={self.reads[0]: dy})
 
 
 class ReshapeSaved(NamedTuple):

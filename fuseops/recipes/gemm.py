@@ -4,6 +4,7 @@ fprop y = x w^T (x rowwise), dgrad dx = dy w (dy rowwise), wgrad dw = dy^T x (bo
 grouped and the weight is (E, N, K). A weight is quantized where it is used, and never saved in quantized form.
 """
 
+import torch
 from torch import Tensor
 
 from fuseops import kernels as K
@@ -65,10 +66,11 @@ def dgrad(dy: Quantized, weight: Tensor, form: Format) -> Tensor:
     return _scaled(_present(dy.row), data.transpose(-2, -1), dy.scale * scale, dy)
 
 
-def wgrad(dy: Quantized, x: Quantized) -> Tensor:
-    """dw = dy^T x from the columnwise data of both.   -> (N, K) or (E, N, K)"""
+def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype | None = None) -> Tensor:
+    """dw = dy^T x from the columnwise data of both.   -> (N, K) or (E, N, K), in `dtype` or that of x"""
+    dtype = dtype or x.dtype
     scale = dy.scale * x.scale
     left, right = _present(dy.col), _present(x.col)
     if x.offs is not None:
-        return K.scaled_grouped_wgrad(left.t(), right.t(), scale, x.offs, x.dtype)
-    return K.scaled_mm(left, right, scale, x.dtype)
+        return K.scaled_grouped_wgrad(left.t(), right.t(), scale, x.offs, dtype)
+    return K.scaled_mm(left, right, scale, dtype)

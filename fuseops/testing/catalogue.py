@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Op
@@ -15,6 +17,7 @@ class Wanted(NamedTuple):
     width: int  # of its input's last axis
     out: int  # width of its output, for an op that maps one width to another
     groups: int  # of a grouped op
+    top_k: int = 2  # of an op that routes tokens
 
 
 class Entry(NamedTuple):
@@ -24,6 +27,7 @@ class Entry(NamedTuple):
     make: Callable[[Wanted], Op[Any]]
     width: str = "keeps"  # the last axis: "keeps" it, "maps" it to any other, or "halves" it
     flat: bool = False  # takes (rows, width) only
+    routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"
 
     def before(self, after: int) -> int:
         """What the width before it must be a multiple of, if the one after it is a multiple of `after`."""
@@ -39,13 +43,16 @@ def register(
     *,
     width: str = "keeps",
     flat: bool = False,
+    routing: str = "",
 ) -> None:
     """Add an op of your own, so that the strategies draw it.
 
     make: gets what is `Wanted` and returns an instance.  width: what it does to the last axis.
     flat: it takes inputs of shape (rows, width) only.
+    routing: it takes part in the routing of tokens to experts, and its input has a row for each of the "tokens" or of
+    their "copies".
     """
-    _entries[op] = Entry(op, make, width, flat)
+    _entries[op] = Entry(op, make, width, flat, routing)
 
 
 def entry(op: type) -> Entry:
@@ -81,11 +88,43 @@ def _norm(w: Wanted) -> Op[Any]:
 def _grouped(w: Wanted) -> Op[Any]:
     # Most without a bias: no rule takes a grouped one with a bias.
     bias, scaled = w.choose(False, False, True), w.choose(False, True)
-    return ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, scale_bias=scaled)
+    packed = w.choose(True, True, False)
+    return ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, scale_bias=scaled, packed=packed)
 
 
 def _reshape(w: Wanted) -> Op[Any]:
     return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
+
+
+def _glu(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(interleave=w.choose(0, 1))
+
+
+def _geglu(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(w.choose("none", "tanh"))
+
+
+def _clamped(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0))
+
+
+def _router(w: Wanted) -> Op[Any]:
+    options = {
+        "score": w.choose("softmax", "sigmoid"),
+        "normalize": w.top_k > 1
+        and w.choose(True, False),  # of one weight it leaves 1, and no gradient
+        "scale": w.choose(1.0, 2.5),
+        "bias": w.choose(False, True),
+        "expert_bias": w.choose(False, True),
+        "groups": w.choose(1, 2),
+        "balance_loss": w.choose(None, 0.5),
+        "z_loss": w.choose(None, 0.25),
+    }
+    top_groups = 2 if options["groups"] == 2 and w.top_k > w.groups // 2 else 1
+    made = ops.Router(w.width, w.groups, w.top_k, top_groups=top_groups, **options)
+    if made.expert_bias is not None:
+        made.expert_bias += torch.arange(w.groups).sub(1.0).mul(w.choose(0.0, 0.1))
+    return made
 
 
 # fmt: off
@@ -96,12 +135,23 @@ register(ops.RMSNorm,       _norm)
 register(ops.SiLU,          lambda w: ops.SiLU())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
 register(ops.SReLU,         lambda w: ops.SReLU())
-register(ops.SwiGLU,        lambda w: ops.SwiGLU(), width="halves")
-register(ops.ScaledSwiGLU,  lambda w: ops.ScaledSwiGLU(), width="halves")
+register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
+for plain in (ops.SwiGLU, ops.ScaledSwiGLU, ops.ReGLU, ops.ScaledReGLU, ops.SReGLU, ops.ScaledSReGLU):
+    register(plain,         _glu(plain), width="halves")
+for gelu in (ops.GEGLU, ops.ScaledGEGLU):
+    register(gelu,          _geglu(gelu), width="halves")
+for clamped in (ops.ClampedSwiGLU, ops.ScaledClampedSwiGLU):
+    register(clamped,       _clamped(clamped), width="halves")
+register(ops.Router,        _router, flat=True, routing="tokens")
+register(ops.Dispatch,      lambda w: ops.Dispatch(w.groups, w.choose(None, 0.5)), flat=True, routing="tokens")
+register(ops.Permute,       lambda w: ops.Permute(w.top_k), flat=True, routing="tokens")
+register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="copies")
+register(ops.InjectLoss,    lambda w: ops.InjectLoss())
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)
 register(ops.Identity,      lambda w: ops.Identity())
 register(ops.Reshape,       _reshape)
 register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
+register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
 # fmt: on

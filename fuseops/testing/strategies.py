@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops.fusions.rule import Rule
 from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.ops.op import Op
+from fuseops.ops.routing import Routing
 
 from .catalogue import Wanted, catalogue, entry
 from .tables import expansions
@@ -48,6 +49,10 @@ class Split(NamedTuple):
     @property
     def offs(self) -> Tensor:
         return torch.tensor(self.counts).cumsum(0).to(torch.int32)
+
+    def of_tokens(self, top_k: int) -> "Split":
+        """With as much padding more as copies of whole tokens need."""
+        return self._replace(padding=self.padding + -self.rows % top_k)
 
 
 # --- the numbers
@@ -137,9 +142,9 @@ def _chooser(draw: Draw) -> Callable[..., Any]:
     return lambda *options: draw(st.sampled_from(options))
 
 
-def _instance(draw: Draw, op: type, width: int, after: int, groups: int) -> Op[Any]:
+def _instance(draw: Draw, op: type, width: int, after: int, groups: int, top_k: int = 2) -> Op[Any]:
     """An instance of `op` for this width, whose output width is a multiple of `after`."""
-    wanted = Wanted(_chooser(draw), width, draw(widths()) * after, groups)
+    wanted = Wanted(_chooser(draw), width, draw(widths()) * after, groups, top_k)
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
@@ -147,14 +152,58 @@ def _instance(draw: Draw, op: type, width: int, after: int, groups: int) -> Op[A
     return made
 
 
+def routing_op(made: Sequence[nn.Module]) -> Op[Any] | None:
+    """The first op that takes part in the routing of tokens."""
+    ops = (op for op in made if isinstance(op, Op) and entry(type(op)).routing)
+    return next(ops, None)
+
+
 def side_tensors(
-    names: Sequence[str], x: Tensor, offs: Tensor, seed: int, probs: torch.dtype | None = None
+    made: Sequence[nn.Module],
+    names: Sequence[str],
+    x: Tensor,
+    split: Split,
+    seed: int,
+    probs: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Side inputs by their usual names; any other name gets a tensor like x."""
+    """Side inputs of these ops by their usual names; any other name gets a tensor like x."""
     generator = torch.Generator().manual_seed(seed)
-    row = torch.rand(x.shape[:-1], generator=generator, dtype=torch.float64).to(probs or x.dtype)
-    known = {"offs": offs, "probs": row}
+    dtype = probs or x.dtype
+    known, router = {"offs": split.offs}, routing_op(made)
+    if router is not None:
+        known |= _routed(split, _top_k(router), dtype, generator)
+    row = x.shape[:-1] if router is None else (split.rows,)
+    known["probs"] = torch.rand(row, generator=generator, dtype=torch.float64).to(dtype)
+    known["router_loss"] = torch.rand((), generator=generator, dtype=torch.float64).to(dtype)
     return {n: known[n] if n in known else filled(x.shape, x.dtype, "normal", seed) for n in names}
+
+
+def _routed(
+    split: Split, top_k: int, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Choices of tokens that split their copies so, and the rows that these take; padding is dropped copies."""
+    counts = torch.tensor([*split.counts, split.padding])
+    sorted_experts = torch.tensor([*range(len(split.counts)), -1]).repeat_interleave(counts)
+    order = torch.randperm(split.rows, generator=generator)
+    experts = sorted_experts[order].view(split.rows // top_k, top_k).to(torch.int32)
+    weights = torch.rand(experts.shape, generator=generator, dtype=torch.float64).to(dtype)
+    rows = Routing.from_topk(experts, weights, num_experts=len(split.counts))
+    return {"experts": experts, "weights": weights, "index": rows.index, "pos": rows.pos}  # type: ignore[dict-item]
+
+
+def _top_k(op: Op[Any]) -> int:
+    return getattr(op, "top_k", 2)
+
+
+def _rows(made: Sequence[nn.Module], split: Split) -> tuple[Split, int]:
+    """The split, of whole tokens where these ops route them, and the rows of the input."""
+    router = routing_op(made)
+    if router is None:
+        return split, split.rows
+    top_k = _top_k(router)
+    split = split.of_tokens(top_k)
+    tokens = entry(type(router)).routing == "tokens"
+    return split, split.rows // top_k if tokens else split.rows
 
 
 @st.composite
@@ -168,13 +217,16 @@ def op_cases(
     """An instance of a catalogued op with inputs that fit it."""
     found, split = entry(op), draw(group_splits())
     width = draw(widths()) * found.before(1)
-    made = _instance(draw, op, width, 1, GROUPS).to(dtype)
-    shapes: list[tuple[int, ...]] = [(split.rows, width)]
+    top_k = draw(st.sampled_from([2, 1, 3])) if found.routing else 2
+    made = _instance(draw, op, width, 1, GROUPS, top_k).to(dtype)
+    split, rows = _rows([made], split)
+    shapes: list[tuple[int, ...]] = [(rows, width)]
     if not found.flat:
         shapes += [(2, split.rows, width), (draw(row_counts()), width)]
         shapes += [] if "probs" in made.reads else [(width,)]
     x = draw(tensors(draw(st.sampled_from(shapes)), dtype, kinds, layouts))
-    return Case(made, x, side_tensors(made.reads, x, split.offs, draw(st.integers(0, 99))))
+    seed = draw(st.integers(0, 99))
+    return Case(made, x, side_tensors([made], made.reads, x, split, seed))
 
 
 # --- chains
@@ -191,8 +243,9 @@ def _before(types: Sequence[type]) -> list[int]:
 def _fitted(draw: Draw, types: Sequence[type], width: int) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
     needs, made = _before(types), []
+    top_k = draw(st.sampled_from([2, 1, 3])) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
-        op = _instance(draw, t, width, needs[k + 1], GROUPS)
+        op = _instance(draw, t, width, needs[k + 1], GROUPS, top_k)
         width = op.out_shape((1, width))[-1]
         made.append(op)
     return made
@@ -214,9 +267,10 @@ def rule_cases(
     split = draw(group_splits())
     width = draw(widths()) * _before(types)[0]
     model = Sequential(*_fitted(draw, types, width)).to(dtype)
-    x = draw(tensors((split.rows, width), dtype, kinds))
+    split, rows = _rows(list(model), split)
+    x = draw(tensors((rows, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
-    side = side_tensors(model.reads, x, split.offs, draw(st.integers(0, 99)), probs)
+    side = side_tensors(list(model), model.reads, x, split, draw(st.integers(0, 99)), probs)
     return Case(model, x, side)
 
 
@@ -225,8 +279,8 @@ PLAIN: tuple[Callable[[int], nn.Module], ...] = (
     lambda width: nn.Tanh(),
     lambda width: nn.Dropout(0.3),
 )
-# Only a Residual places these in a chain: a Tap that nobody reads is an error.
-PLACED = ("Tap", "Add", "Reshape")
+# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice.
+PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss")
 
 
 def _next(draw: Draw, rules: Sequence[Rule], width: int, depth: int) -> list[nn.Module]:
@@ -240,8 +294,10 @@ def _next(draw: Draw, rules: Sequence[Rule], width: int, depth: int) -> list[nn.
         return [Residual(*inner) if after == width else Sequential(*inner)]
     if kind == "rule" and rules:
         types = draw(st.sampled_from(list(expansions(draw(st.sampled_from(rules))))))
+        if any(entry(t).routing for t in types):
+            return []  # a chain's rows are one thing, copies or tokens
     else:
-        ops = [t for t in catalogue() if t.__name__ not in PLACED]
+        ops = [t for t, e in catalogue().items() if t.__name__ not in PLACED and not e.routing]
         types = (draw(st.sampled_from(ops)),)
     return list(_fitted(draw, types, width)) if width % _before(types)[0] == 0 else []
 
@@ -278,5 +334,5 @@ def chains(
     frozen = draw(st.sets(st.sampled_from(range(8)), max_size=4))
     for k, p in enumerate(model.parameters()):
         p.requires_grad_(k % 8 not in frozen)
-    side = side_tensors(model.reads, x, split.offs, draw(st.integers(0, 99)))
+    side = side_tensors(list(model), model.reads, x, split, draw(st.integers(0, 99)))
     return Case(model, x, side)

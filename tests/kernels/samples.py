@@ -41,10 +41,13 @@ def samples() -> dict[str, tuple]:
         "combine_bwd": (dy[:3], y, pos, ends, probs),
         "route": (experts, 3, probs.view(3, 2)),
         "counts_to_offs": (offs,),
+        "expert_counts": (experts, 3),
         "router_fwd": (y, 3, "softmax", True, 1.5, w, True),
         "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5, dy),
         "quantize_columns": (y, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),
+        "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),
+        "wide_mm": (y.bfloat16(), dy.bfloat16()),
         "cast": (y, torch.bfloat16),
         "cast_transpose": (y, torch.bfloat16, "both"),
     }

@@ -8,7 +8,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
-from fuseops.kernels import grouped_launch
+from fuseops.kernels import grouped_paths
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -81,6 +81,38 @@ def test_wgrad(problem, with_tiles, accumulate):
     torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
 
 
+def gathered(rows, size, dtype, seed):
+    """x (T, size), and an index of `rows` of its rows; T is 1 to 90."""
+    count = 1 + seed % 90
+    g = torch.Generator().manual_seed(seed)
+    kind = torch.int32 if seed % 2 else torch.int64
+    return tensor((count, size), dtype, "normal", seed), torch.randint(
+        0, count, (rows,), generator=g, dtype=kind
+    )
+
+
+@given(problems(), SEEDS, st.booleans())
+@few
+def test_gathered_rows(problem, seed, with_tiles):
+    """Rows by index equal rows copied before, and the index of a padding row is never read."""
+    x, dy, weight, offs = problem
+    tiles = run(k.group_tiles, offs, len(x)) if with_tiles else None
+    (some_x, x_index), (some_dy, dy_index) = (
+        gathered(len(t), t.shape[1], t.dtype, seed + i) for i, t in enumerate((x, dy))
+    )
+    x_index[int(offs[-1]) :] = dy_index[int(offs[-1]) :] = 1 << 30
+    assert_matches(k.grouped_mm, some_x, weight, offs, tiles, None, x_index, sums=True)
+    other = weight.transpose(1, 2)
+    assert_matches(k.grouped_mm, some_dy, other, offs, tiles, None, dy_index, sums=True)
+    assert_matches(k.grouped_wgrad, dy, some_x, offs, tiles, None, x_index, sums=True)
+    assert_matches(k.grouped_wgrad, some_dy, x, offs, tiles, dy_index, None, sums=True)
+    got = torch.randn(len(offs), dy.shape[1], x.shape[1]).to(DEVICE)
+    want = got.cpu().clone()
+    run_in_place(k.grouped_wgrad_into, got, some_dy, x, offs, tiles, True, dy_index, None)
+    k.grouped_wgrad_into.twin(want, some_dy, x, offs, None, True, dy_index, None)
+    torch.testing.assert_close(got.cpu(), want, rtol=2e-5, atol=1e-3)
+
+
 def run_in_place(op, buffer, *args):
     run(op, buffer, *args)
 
@@ -140,12 +172,12 @@ def test_paths():
     """On the interpreter, which stands for Hopper without Gluon."""
     x, w = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(2, 64, 64, dtype=torch.bfloat16)
     if DEVICE == "cpu":
-        assert grouped_launch.mm_path(x, w) == "tma" == grouped_launch.mm_path(x, w.transpose(1, 2))
-        assert grouped_launch.wgrad_path(x, x) == "tma"
-        assert grouped_launch.mm_path(x[:, :63], w[:, :, :63]) == "tma"
-    assert grouped_launch.mm_path(x.float(), w.float()) == "pointer"
-    assert grouped_launch.mm_path(x, w[:, :63]) == "pointer"
-    assert grouped_launch.mm_path(x[:, 1:33], w[:, :, 1:33]) == "pointer"
+        assert grouped_paths.mm_path(x, w) == "tma" == grouped_paths.mm_path(x, w.transpose(1, 2))
+        assert grouped_paths.wgrad_path(x, x) == "tma"
+        assert grouped_paths.mm_path(x[:, :63], w[:, :, :63]) == "tma"
+    assert grouped_paths.mm_path(x.float(), w.float()) == "pointer"
+    assert grouped_paths.mm_path(x, w[:, :63]) == "pointer"
+    assert grouped_paths.mm_path(x[:, 1:33], w[:, :, 1:33]) == "pointer"
 
 
 def test_errors_name_what_was_given():
@@ -162,11 +194,13 @@ def test_errors_name_what_was_given():
         k.grouped_wgrad_into.launcher(w.bfloat16(), x[:, :3], x, offs)
 
 
-MM = [
-    (path, number)
-    for path, space in grouped_launch.MM_SPACES.items()
-    for number in range(len(space.candidates((40, 2048, 1024), 2)))
-]
+def cases(spaces):
+    """(path, number of a configuration)"""
+    return [
+        (path, number)
+        for path, space in spaces.items()
+        for number in range(len(space.candidates((40, 2048, 1024), 2)))
+    ]
 
 
 def many_tiles(seed=0):
@@ -181,46 +215,93 @@ def many_tiles(seed=0):
     return poison(x, offs), poison(dy, offs), weight, offs.cuda(), bounds
 
 
+def by_index(rows, offs, kind=torch.int32):
+    """(x (T, size), index, x[index]) in the place of `rows` (R, size)."""
+    x = torch.randn(3000, rows.shape[1], device="cuda", dtype=rows.dtype)
+    index = torch.randint(0, 3000, rows.shape[:1], device="cuda", dtype=kind)
+    copy = x[index]
+    index[int(offs[-1]) :] = 1 << 30
+    return x, index, copy
+
+
 def close(got, want):
     """Relative error of a group; an empty one is all zero."""
     error = (got.float() - want).norm() / want.norm().clamp(min=1e-20)
     assert got.numel() == 0 or error < 4e-3, error
 
 
+def needs_gluon(path):
+    x = torch.empty(128, 128, device="cuda", dtype=torch.bfloat16)
+    if path in ("gather", "pingpong") and grouped_paths.wgrad_path(x, x) != "pingpong":
+        pytest.skip("needs Hopper and a Triton whose Gluon is tested")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("path", "number"), MM)
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.MM_SPACES))
 @pytest.mark.parametrize("transposed", [False, True])
-def test_many_tiles_a_program(path, number, transposed, monkeypatch):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_many_tiles_a_program(path, number, transposed, with_bias):
+    needs_gluon(path)
     x, dy, weight, offs, bounds = many_tiles()
     a, w = (dy, weight.transpose(1, 2)) if transposed else (x, weight)
-    if path == "pingpong" and grouped_launch.mm_path(a, w) != "pingpong":
-        pytest.skip("needs Hopper and a Triton whose Gluon is tested")
-    monkeypatch.setattr(grouped_launch, "mm_path", lambda *_: path)
-    space = grouped_launch.MM_SPACES[path]
-    with forced(space, space.candidates((40, *w.shape[1:]), 2)[number]):
-        y = k.grouped_mm(a, w, offs)
+    bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
+    full, index = a, None
+    if path == "gather":
+        a, index, full = by_index(a, offs)
+    space = grouped_paths.MM_SPACES[path]
+    config = space.candidates((40, *w.shape[1:]), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        y = k.grouped_mm(a, w, offs, None, bias, index)
         for _ in range(3):
-            assert torch.equal(y.view(torch.int16), k.grouped_mm(a, w, offs).view(torch.int16))
+            again = k.grouped_mm(a, w, offs, None, bias, index)
+            assert torch.equal(y.view(torch.int16), again.view(torch.int16))
     for e, (start, end) in enumerate(bounds):
-        close(y[start:end], a[start:end].float() @ w[e].float().t())
+        want = full[start:end].float() @ w[e].float().t()
+        close(y[start:end], want + bias[e].float() if with_bias else want)
     assert not y[bounds[-1][1] :].any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("path", "number"), [("tma", 0), ("tma", 1), ("pointer", 0)])
-def test_many_tiles_of_weight_gradients(path, number, monkeypatch):
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))
+@pytest.mark.parametrize("gathered_side", ["dy", "x"])
+def test_many_tiles_of_weight_gradients(path, number, gathered_side):
+    needs_gluon(path)
     x, dy, weight, offs, bounds = many_tiles()
-    monkeypatch.setattr(grouped_launch, "wgrad_path", lambda *_: path)
-    space = grouped_launch.WGRAD_TMA if path == "tma" else grouped_launch.WGRAD_POINTER
+    left, right, index = dy, x, (None, None)
+    if path == "gather" and gathered_side == "dy":
+        left, rows, dy = by_index(dy, offs, torch.int64)
+        index = rows, None
+    elif path == "gather":
+        right, rows, x = by_index(x, offs)
+        index = None, rows
+    space = grouped_paths.WGRAD_SPACES[path]
     main = torch.ones(weight.shape, device="cuda")
-    with forced(space, space.candidates(tuple(weight.shape), 2)[number]):
-        dw = k.grouped_wgrad(dy, x, offs)
-        assert torch.equal(dw, k.grouped_wgrad(dy, x, offs))
-        k.grouped_wgrad_into(main, dy, x, offs)
+    config = space.candidates(tuple(weight.shape), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        dw = k.grouped_wgrad(left, right, offs, None, *index)
+        assert torch.equal(dw, k.grouped_wgrad(left, right, offs, None, *index))
+        k.grouped_wgrad_into(main, left, right, offs, None, True, *index)
         fresh = torch.full_like(main, float("nan"))
-        k.grouped_wgrad_into(fresh, dy, x, offs, None, False)
+        k.grouped_wgrad_into(fresh, left, right, offs, None, False, *index)
     for e, (start, end) in enumerate(bounds):
         want = dy[start:end].float().t() @ x[start:end].float()
         close(dw[e], want)
         close(main[e] - 1, want)
         close(fresh[e], want)
+
+
+@pytest.mark.gpu
+def test_a_kept_plan_sees_every_call():
+    """Other rows, addresses and alignment under one key, and a table that changes between calls."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 192, 128, device="cuda", dtype=torch.bfloat16)
+    for rows in (300, 260, 511, 300):
+        wide = torch.randn(rows + 1, 128, device="cuda", dtype=torch.bfloat16)
+        for x in (wide[:rows], wide[1:], wide.view(-1)[1 : 1 + rows * 128].view(rows, 128)):
+            offs = splits(rows, 4, rows, 3).cuda()
+            y = k.grouped_mm(x, weight, offs)
+            dw = k.grouped_wgrad(y, x, offs)
+            ends = offs.tolist()
+            for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                close(y[start:end], x[start:end].float() @ weight[e].float().t())
+                close(dw[e], y[start:end].float().t() @ x[start:end].float())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import SEEDS, few, run
+from laws import SEEDS, assert_matches, few, run
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import routing as k
@@ -87,3 +87,18 @@ def test_errors_name_what_was_given():
         k.route.launcher(torch.zeros(4, dtype=torch.int32), 3)
     with pytest.raises(FuseOpsError, match=r"weights is \(4, 1\), expected \(4, 2\)"):
         k.route.launcher(torch.zeros(4, 2, dtype=torch.int32), 3, torch.ones(4, 1))
+
+
+@given(
+    st.sampled_from([0, 1, 65, 3000]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 5, 130]),
+    SEEDS,
+)
+@few
+def test_counts_of_experts(tokens, top_k, num_experts, seed):
+    g = torch.Generator().manual_seed(seed)
+    experts = torch.randint(-2, num_experts + 2, (tokens, top_k), generator=g, dtype=torch.int32)
+    assert_matches(k.expert_counts, experts, num_experts, exact=True)
+    offs = k.route(experts, num_experts)[0]
+    assert torch.equal(k.expert_counts(experts, num_experts).cumsum(0).int(), offs)

@@ -1,5 +1,6 @@
 """The CUDA copies: exact under delays on every lane, ordered by events, device memory let go."""
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import InPlaceError
-from fuseops.offload.copies import CudaCopies, copies_of
+from fuseops.offload.cuda_lanes import CudaLanes, pinned
+from fuseops.offload.devices import lanes_of
+from fuseops.offload.lanes import Lane
 
 pytestmark = pytest.mark.gpu
 
@@ -45,37 +48,75 @@ def step(net: nn.Module, scope: Any, before: Callable[[], None] = lambda: None) 
 
 
 @pytest.fixture
-def lanes() -> CudaCopies:
-    copies = copies_of(torch.empty(0, device="cuda").device)
-    assert isinstance(copies, CudaCopies)
-    return copies
+def lanes() -> CudaLanes:
+    found = lanes_of(torch.empty(0, device="cuda").device)
+    assert isinstance(found, CudaLanes)
+    return found
 
 
-@pytest.mark.parametrize("slow", [None, "compute", "d2h", "h2d"])
-def test_offloaded_equals_resident_whichever_lane_is_slow(
-    slow: str | None, lanes: CudaCopies
-) -> None:
-    net = model()
-    resident = step(net, offload.disabled())
+SLOW = [None, "compute", "d2h", "h2d"]
 
+
+def delays(slow: Lane | None, lanes: CudaLanes) -> Callable[[], None]:
     def delay() -> None:
         if slow is None:
             return
-        stream = lanes.stream() if slow == "compute" else getattr(lanes, slow)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(lanes.stream(slow)):
             torch.cuda._sleep(CYCLES)
 
+    return delay
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_offloaded_equals_resident_whichever_lane_is_slow(
+    slow: Lane | None, lanes: CudaLanes
+) -> None:
+    net = model()
+    resident = step(net, offload.disabled())
     scope = offload.to_host(min_bytes=1)
     for _ in range(3):
-        offloaded = step(net, scope, delay)
+        offloaded = step(net, scope, delays(slow, lanes))
         assert all(map(torch.equal, resident, offloaded))
     assert scope.report().moved_bytes > 6 * 512 * 256 * 4
 
 
-def test_a_slow_copy_out_is_not_overwritten(lanes: CudaCopies) -> None:
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_a_scheduler_is_exact_whichever_lane_is_slow(
+    slow: Lane | None, small: int, lanes: CudaLanes
+) -> None:
+    """Delays before every layer, forward and backward; small tensors alone and gathered."""
+    net = model()
+    resident = step(net, contextlib.nullcontext())
+    delay = delays(slow, lanes)
+    slowed = [m.register_forward_pre_hook(lambda *_: delay()) for m in net]
+    slowed += [m.register_full_backward_pre_hook(lambda *_: delay()) for m in net]
+    policy = offload.Policy(min_bytes=1)
+    with offload.Scheduler(net, "*", policy=policy, lag=1) as scheduler:
+        scheduler._scope.mover.schedule.small = small
+        for _ in range(10):
+            assert all(map(torch.equal, resident, step(net, contextlib.nullcontext(), delay)))
+    facts = dict(scheduler.report().schedule)
+    assert facts["back_bytes"] > 10 * 512 * 256 * 4 and facts["misses"] == 0
+    assert facts["mispredicted"] == 0
+    for hook in slowed:
+        hook.remove()
+
+
+def test_after_the_first_step_no_host_memory_is_asked_for() -> None:
+    net = model()
+    with offload.Scheduler(net, "*", policy=offload.Policy(min_bytes=1), lag=1) as scheduler:
+        reserved = []
+        for _ in range(5):
+            step(net, contextlib.nullcontext())
+            reserved.append(dict(scheduler.report().schedule)["host_reserved"])
+    assert len(set(reserved)) == 1
+
+
+def test_a_slow_copy_out_is_not_overwritten(lanes: CudaLanes) -> None:
     """The memory of a moved tensor is used again only after it was copied."""
     leaf = torch.ones(1 << 20, device="cuda", requires_grad=True)
-    with torch.cuda.stream(lanes.d2h):
+    with torch.cuda.stream(lanes.stream("d2h")):
         torch.cuda._sleep(10 * CYCLES)
     with offload.to_host(min_bytes=1):
         y = (leaf * 3).square()
@@ -87,7 +128,7 @@ def test_a_slow_copy_out_is_not_overwritten(lanes: CudaCopies) -> None:
     assert torch.equal(leaf.grad, torch.full_like(leaf, 18.0))
 
 
-def test_a_slow_copy_back_is_waited_for_and_its_memory_is_free_before(lanes: CudaCopies) -> None:
+def test_a_slow_copy_back_is_waited_for_and_its_memory_is_free_before(lanes: CudaLanes) -> None:
     leaf = torch.ones(1 << 20, device="cuda", requires_grad=True)
     with offload.to_host(min_bytes=1):
         y = (leaf * 3).square()
@@ -95,15 +136,15 @@ def test_a_slow_copy_back_is_waited_for_and_its_memory_is_free_before(lanes: Cud
     busy = torch.full((1 << 20,), 5.0, device="cuda")
     total = busy.sum()  # reads memory that a reload may get
     del busy
-    with torch.cuda.stream(lanes.h2d):
+    with torch.cuda.stream(lanes.stream("h2d")):
         torch.cuda._sleep(10 * CYCLES)
     y.sum().backward()
     assert total.item() == 5 * (1 << 20)
     assert torch.equal(leaf.grad, torch.full_like(leaf, 18.0))
 
 
-def test_buffers_are_pinned_and_device_memory_is_let_go(lanes: CudaCopies) -> None:
-    assert lanes.buffer(64).is_pinned()
+def test_buffers_are_pinned_and_device_memory_is_let_go(lanes: CudaLanes) -> None:
+    assert pinned(1 << 20).is_pinned()
     net = model()
     step(net, offload.to_host(min_bytes=1))  # warm up
     held = {}
@@ -194,3 +235,45 @@ def test_graph_capture_is_left_alone() -> None:
     graph.replay()
     assert torch.equal(grad, x.cos())
     assert {e.reason for e in scope.report().entries} == {"CUDA graph capture"}
+
+
+def captured(net: nn.Module, x: Tensor, scope: Any) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A whole training step as a graph, and where its results are."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), scope:
+        for _ in range(3):
+            net.zero_grad()
+            net(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    net.zero_grad()
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), scope:
+        y = net(x)
+        y.square().sum().backward()
+    return graph, [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def test_a_captured_step_offloads_and_replays_exactly() -> None:
+    """Gradients, with new data at every replay and eager steps in between."""
+    net = model()
+    policy = offload.Policy(min_bytes=1)
+    scheduler = offload.Scheduler(net, "*", policy=policy, lag=1)
+    x, twin_x = (torch.zeros(512, 256, device="cuda", requires_grad=True) for _ in range(2))
+    graph, found = captured(net, x, scheduler)
+    moved = scheduler.report().moved_bytes
+    other = model()
+    plain, expected = captured(other, twin_x, contextlib.nullcontext())
+    assert moved > 4 * 4 * 512 * 256 * 4
+    for seed in range(4):
+        torch.manual_seed(seed)
+        data = torch.randn(512, 256, device="cuda")
+        for static, run in ((x, graph), (twin_x, plain)):
+            with torch.no_grad():
+                static.copy_(data)
+            torch.cuda._sleep(CYCLES)
+            run.replay()
+        assert all(map(torch.equal, found, expected))
+        with scheduler:
+            step(net, contextlib.nullcontext())

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import InPlaceError
-from fuseops.offload import copies, records
+from fuseops.offload import records
+from fuseops.offload.cpu_lanes import CpuLanes
+from fuseops.offload.lanes import Buf, Place
 from fuseops.torch_private import WeakStorage
 
 
@@ -218,18 +220,20 @@ def test_law_08_what_is_outside_the_promise_is_written_down() -> None:
 # --- law 13
 
 
-class Counting(copies.CpuCopies):
+class Counting(CpuLanes):
     """Remembers which storages that were brought back are alive."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.came: list[tuple[WeakStorage, int]] = []
         self.peak = 0
 
-    def back(self, copy: copies.HostCopy) -> torch.UntypedStorage:
-        storage = super().back(copy)
-        self.came.append((WeakStorage(storage), storage.nbytes()))
-        self.peak = max(self.peak, sum(n for ref, n in self.came if not ref.expired()))
-        return storage
+    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
+        buf = super().alloc(nbytes, device, name)
+        if device == "device":
+            self.came.append((WeakStorage(buf.data.untyped_storage()), nbytes))
+            self.peak = max(self.peak, sum(n for ref, n in self.came if not ref.expired()))
+        return buf
 
 
 @pytest.mark.parametrize("blocks", [2, 8])
@@ -237,7 +241,7 @@ def test_law_13_at_most_two_segments_are_back_at_once(
     blocks: int, monkeypatch: pytest.MonkeyPatch, no_gc: None
 ) -> None:
     counting = Counting()
-    monkeypatch.setattr("fuseops.offload.scopes.copies_of", lambda device: counting)
+    monkeypatch.setattr("fuseops.offload.scopes.lanes_of", lambda device: counting)
     parts: list[nn.Module] = []
     for _ in range(blocks):
         parts += [fo.ops.RMSNorm(8), fo.ops.Linear(8, 32), fo.ops.SwiGLU(), fo.ops.Linear(16, 8)]
@@ -262,7 +266,7 @@ def test_law_13_a_storage_is_back_once_while_somebody_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counting = Counting()
-    monkeypatch.setattr("fuseops.offload.scopes.copies_of", lambda device: counting)
+    monkeypatch.setattr("fuseops.offload.scopes.lanes_of", lambda device: counting)
     with offload.to_host(min_bytes=1):
         h = torch.randn(4, requires_grad=True) * 1
         y = h * h  # saves it twice

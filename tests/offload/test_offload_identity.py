@@ -14,6 +14,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.errors import FuseOpsError
 from fuseops.offload import modules
+from fuseops.offload.cpu_lanes import CpuLanes
 from fuseops.offload.storages import StorageMap, layout_of
 from fuseops.ops import names
 
@@ -397,10 +398,11 @@ def test_law_04_without_host_memory_tensors_stay(monkeypatch: pytest.MonkeyPatch
     def none_left(self: Any, nbytes: int) -> Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("fuseops.offload.copies.CpuCopies.buffer", none_left)
+    monkeypatch.setattr("fuseops.offload.scopes.lanes_of", lambda device: CpuLanes())
+    monkeypatch.setattr("fuseops.offload.cpu_lanes.CpuLanes.make", none_left)
     t = torch.randn(4)
     (back,), report = round_trip(t)
-    assert torch.equal(back, t) and report.entries[0].reason == "no host memory"
+    assert torch.equal(back, t) and report.entries[0].reason == "no host memory (out of memory)"
 
 
 # --- law 5: never the tensor itself

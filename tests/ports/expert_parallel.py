@@ -1,4 +1,4 @@
-"""Expert parallelism of a user: rows travel to the rank of their expert and back, in uneven splits."""
+"""Expert parallelism of a user: a dispatcher whose rows travel to the rank of their expert and back, unevenly split."""
 
 from __future__ import annotations
 
@@ -22,68 +22,89 @@ class Exchange:
         self.sent = counts.view(world, local).sum(1).tolist()
         self.received = received.view(world, local).sum(1).tolist()
         self.counts = received.view(world, local).sum(0)  # (E / world,): rows of the experts here
-        expert = torch.arange(local, device=counts.device).repeat(world)
-        self.order = torch.argsort(expert.repeat_interleave(received), stable=True)
-        self.back = torch.argsort(self.order)
+        self.expert = torch.arange(local, device=counts.device).repeat(world)
+        self.expert = self.expert.repeat_interleave(received)  # of every row that arrives
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows by expert on the rank of their token -> rows by expert on the rank of their expert."""
-        return all_to_all_single_autograd(rows, self.received, self.sent, self.group)[self.order]
+        """Rows by expert on the rank of their token -> rows by rank on the rank of their expert."""
+        return all_to_all_single_autograd(rows, self.received, self.sent, self.group)
 
     def home(self, rows: Tensor) -> Tensor:
         """The way back."""
-        rows = rows[self.back]
         return all_to_all_single_autograd(rows, self.sent, self.received, self.group)
 
 
-class ExpertParallel(fo.Sequential):
-    """This rank's experts.   x (T, D), chosen (T, K) of all experts, weights (T, K) -> (T, D)"""
+class Leave(fo.Op):
+    """The dispatch op: every copy of a token goes to its expert's rank, where it is a token of one expert."""
 
-    experts: int  # of all ranks
+    reads = ("experts", "weights")
+    writes = ("offs", "probs", "index", "pos", "counts", "back")
+    integers = frozenset({"offs", "index", "pos", "counts", "back"})
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        routing = fo.Routing.from_topk(chosen, weights, num_experts=self.experts)
-        counts = routing.offs.diff(prepend=routing.offs.new_zeros(1)).long()
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts  # of all ranks
+        self.num_experts = experts // dist.get_world_size()  # here
+
+    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> fo.Out:
+        rows = fo.Routing.from_topk(experts, weights, num_experts=self.experts)
+        counts = rows.offs.diff(prepend=rows.offs.new_zeros(1)).long()
         exchange = Exchange(counts)
-        probs = exchange.there(routing.probs[:, None]).squeeze(1)
-        here = fo.Routing.from_counts(exchange.counts, probs)
-        y = exchange.home(super().forward(exchange.there(x[routing.index]), here))
-        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
-        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
+        probs = exchange.there(rows.probs[:, None])
+        here = fo.Routing.from_topk(exchange.expert[:, None], probs, num_experts=self.num_experts)
+        side = {**here._asdict(), "counts": counts, "back": rows.pos}
+        return fo.Out(exchange.there(x[rows.index]), side=side)
 
 
-def split(experts: fo.Sequential) -> ExpertParallel:
-    """The part of all experts that lives on this rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+class Return(fo.Op):
+    """The collect op: sums the copies of each token where it came from."""
+
+    reads = ("counts", "back")
+
+    def fwd(self, x: Tensor, *, counts: Tensor, back: Tensor) -> Tensor:
+        return Exchange(counts).home(x)[back].sum(1)
+
+
+def split(experts: fo.Sequential) -> fo.Sequential:
+    """The same layer, with the part of its experts that lives on this rank."""
     children = dict(experts.named_children())
-    for name, op in children.items():
-        if isinstance(op, fo.ops.GroupedLinear):
-            total, count = op.num_groups, op.num_groups // world
-            mine = op.weight.detach()[rank * count : (rank + 1) * count].clone()
-            children[name] = fo.ops.GroupedLinear(
-                count, op.in_features, op.out_features, bias=False, device=mine.device
-            )
-            children[name].weight = nn.Parameter(mine, requires_grad=op.weight.requires_grad)
-    made = ExpertParallel(children)
-    made.experts = total
+    for name in ("fc1", "fc2"):
+        children[name] = part(children[name])
+    children |= {
+        "dispatch": Leave(children["dispatch"].num_experts),
+        "permute": fo.ops.Permute(1),
+        "combine": fo.ops.Combine(1),
+        "collect": Return(),
+    }
+    return experts._like(children.items())
+
+
+def part(op: fo.ops.GroupedLinear) -> LocalExperts:
+    """This rank's groups."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = op.num_groups // world
+    mine = op.weight.detach()[rank * count : (rank + 1) * count].clone()
+    made = LocalExperts(count, op.in_features, op.out_features, bias=False, device=mine.device)
+    made.weight = nn.Parameter(mine, requires_grad=op.weight.requires_grad)
     return made
 
 
+class LocalExperts(fo.ops.GroupedLinear):
+    """Groups of which every rank has others."""
+
+
 def expert_parallel(model: nn.Module) -> nn.Module:
-    """Every run of experts of a model, split over all ranks."""
+    """Every layer of experts of a model, split over all ranks."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            grouped = isinstance(child, fo.Sequential) and any(
-                isinstance(op, fo.ops.GroupedLinear) for op in child
-            )
-            if grouped:
+            if isinstance(child, fo.Sequential) and "dispatch" in child._modules:
                 setattr(parent, name, split(child))
     return model
 
 
-def split_experts(model: nn.Module) -> dict[str, ExpertParallel]:
+def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
     """The experts of which every rank has a part of its own."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallel)}
+    return {n: m for n, m in model.named_modules() if isinstance(m, LocalExperts)}
 
 
 def split_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -56,7 +56,7 @@ def with_contexts(port: Port, model: nn.Module) -> nn.Module:
 
 def configured_checkpoint(port: Port, model: nn.Module) -> nn.Module:
     """What is configured belongs to the model: the recomputation needs no context_fn."""
-    fo.configure(model, disable=["grouped_mlp"], rules=[user_rule])
+    fo.configure(model, disable=MLP_RULES, rules=[user_rule])
     return checkpointed(port, model, use_reentrant=False)
 
 
@@ -181,13 +181,14 @@ class UserAct(fo.FusedOp):
         return fo.Out(y.y, (h.saved, y.saved))
 
 
-# Before grouped_mlp, which the same scope or model disables: joint rules cover first.
+# Joint rules cover first: where this one is to fire, they are disabled.
+MLP_RULES = ["routed_mlp", "grouped_mlp"]
 user_rule = fo.Rule("user_act", (fo.ops.GroupedLinear, fo.ops.ScaledSwiGLU), UserAct)
 
 
 @contextmanager
 def user_rules(model: nn.Module) -> Iterator[None]:
-    with fo.rules(user_rule), fo.fusion(disable=["grouped_mlp"]):
+    with fo.rules(user_rule), fo.fusion(disable=MLP_RULES):
         yield
 
 

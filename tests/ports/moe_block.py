@@ -1,6 +1,6 @@
 """Port 2: a transformer-MoE in torchtitan's style, beside the same model with its norms, linears and experts as ops.
 
-Attention and router are plain torch, the same classes in both models. Keys of a state_dict are
+Attention is plain torch, the same class in both models; router and experts are one `fo.MoE`. Keys of a state_dict are
 those of the stock model: `w1` (gate), `w3` (up) and `w2` (down) of the experts, which the port packs as `[gate | up]`.
 """
 
@@ -101,31 +101,12 @@ class StockExperts(nn.Module):
         return torch.zeros_like(x).index_add(0, order // TOP_K, y)
 
 
-class PortedExperts(fo.Sequential):
-    """The same as ops; fo.Routing sorts the rows, and the probabilities go into the activation."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            {
-                "fc1": fo.ops.GroupedLinear(EXPERTS, DIM, 2 * HIDDEN, bias=False),
-                "act": fo.ops.ScaledSwiGLU(),
-                "fc2": fo.ops.GroupedLinear(EXPERTS, HIDDEN, DIM, bias=False),
-            }
-        )
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        routing = fo.Routing.from_topk(chosen, weights, num_experts=EXPERTS)
-        y = super().forward(x[routing.index], routing)
-        by_token = chosen.flatten().argsort(stable=True).argsort()  # where each token's rows went
-        return y[by_token].view(*chosen.shape, -1).sum(1).to(x.dtype)
-
-
 class MoE(nn.Module):
     """Router and experts."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = Router(), experts
+        self.router, self.experts = Router(), StockExperts()
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -141,7 +122,7 @@ class StockBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(DIM, eps=1e-6)
         self.attention = Attention(nn.Linear)
         self.ffn_norm = nn.RMSNorm(DIM, eps=1e-6)
-        self.moe = MoE(StockExperts())
+        self.moe = MoE()
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -157,11 +138,12 @@ class PortedBlock(nn.Module):
             {"norm": fo.ops.RMSNorm(DIM, eps=1e-6), "attention": Attention(fo.ops.Linear)}
         )
         self.ffn_norm = fo.ops.RMSNorm(DIM, eps=1e-6)
-        self.moe = MoE(PortedExperts())
+        self.moe = fo.MoE(DIM, HIDDEN, EXPERTS, TOP_K, balance_loss=AUX_WEIGHT, aux="inject")
 
     def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
         x = self.attention(x)
-        return x + self.moe(self.ffn_norm(x), aux_scale)
+        self.moe.loss_scale = aux_scale
+        return x + self.moe(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -183,6 +165,8 @@ class Transformer(nn.Module):
 KEYS = (  # of the port, of the stock model
     ("attention.norm.", "attention_norm."),
     ("attention.attention.", "attention."),
+    ("moe.router.weight", "moe.router.gate.weight"),
+    ("moe.fc2.weight", "moe.experts.w2"),
 )
 
 
@@ -226,17 +210,17 @@ class MoEBlock:
         return list(model.layers)  # type: ignore[arg-type]
 
     def experts(self, model: nn.Module) -> list[nn.Parameter]:
-        return [p for name, p in model.named_parameters() if ".experts." in name]
+        kinds = (".experts.", ".fc1.", ".fc2.")  # of the stock model, and of the port
+        return [p for name, p in model.named_parameters() if any(k in name for k in kinds)]
 
     def to_stock(self, tensors: Tensors) -> dict[str, Tensor]:
         stock: dict[str, Tensor] = {}
         for key, t in tensors.items():
-            if key.endswith("experts.fc1.weight"):
+            if key.endswith("moe.fc1.weight"):
                 w1, w3 = (None, None) if t is None else t.chunk(2, dim=1)
                 base = key.removesuffix("fc1.weight")
-                stock |= {f"{base}w1": w1, f"{base}w3": w3}
+                stock |= {f"{base}experts.w1": w1, f"{base}experts.w3": w3}
             else:
-                key = key.replace("experts.fc2.weight", "experts.w2")
                 for ours, theirs in KEYS:
                     key = key.replace(ours, theirs)
                 stock[key] = t
@@ -248,9 +232,9 @@ class MoEBlock:
             if key.endswith("experts.w1"):
                 up = tensors[key.removesuffix("1") + "3"]
                 packed = None if t is None else torch.cat([t, up], dim=1)
-                ported[key.removesuffix("w1") + "fc1.weight"] = packed
+                ported[key.removesuffix("experts.w1") + "fc1.weight"] = packed
             elif not key.endswith("experts.w3"):
-                key = key.replace("experts.w2", "experts.fc2.weight")
+                key = key.replace("experts.w2", "fc2.weight").replace("router.gate.", "router.")
                 key = key.replace("attention.w", "attention.attention.w")
                 ported[key.replace("attention_norm.", "attention.norm.")] = t
         return ported

@@ -16,6 +16,7 @@ from .drawing import svg
 from .layout import (
     Group,
     SavedRow,
+    at_peak,
     groups,
     is_outside,
     place,
@@ -130,7 +131,7 @@ def _facts(group: Group) -> str:
             f"<b>{len(plan.fused)}</b> fused",
             f"<b>{len(plan.misses)}</b> not fused",
             *facts,
-            f"<b>{size(plan.peak_bytes)}</b> with the largest temporary",
+            f"<b>{size(plan.peak_bytes)}</b> {at_peak(plan)}",
         ]
     return " &nbsp; ".join(facts)
 

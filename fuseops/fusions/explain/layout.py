@@ -55,6 +55,11 @@ class SpanRow(NamedTuple):
     why: str
 
 
+def at_peak(plan: FusionPlan) -> str:
+    """What `plan.peak_bytes` is, in words."""
+    return "at the peak of a step" if plan.rehearsed else "with the largest temporary"
+
+
 def size(nbytes: int) -> str:
     """Bytes in the unit that a reader wants."""
     value = float(nbytes)

@@ -42,6 +42,7 @@ class Call:
         self.runs: list[tuple[RunPlan, Seen | None]] = []
         self.nested: list[Call] = []
         self.packed = 0
+        self.gemms: list[str] = []  # what ran, in words
         self.x: Seen | None = None
 
     def starts_with(self, op: Any) -> bool:
@@ -102,6 +103,11 @@ class Observer:
             return Where(call, path, None)
         ((name, _),) = module._planned()
         return Where(call, path, f"{module.__dict__.get('_prefix', '')}{name}.")
+
+    def ran(self, gemm: str) -> None:
+        """For `Launches`: the run that began last launched a grouped GEMM."""
+        if self._running is not None:
+            self._running.gemms.append(gemm)
 
     # --- hooks
 
@@ -202,7 +208,7 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
         saved=tuple(mine),
         edges=tuple(edges),
         segments=tuple(segments),
-        notes=(*dict.fromkeys(notes), *_notes_on(call)),
+        notes=(*dict.fromkeys(notes), *dict.fromkeys(call.gemms), *_notes_on(call)),
         temporaries=temporaries,
         nested=tuple(plan_from(inner, saved) for inner in call.nested),
     )

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +22,15 @@ from torch.utils import _pytree as pytree
 from fuseops.fusions.config import WRAPPERS, set_root
 from fuseops.fusions.plan import FusionPlan, SavedTensor
 from fuseops.fusions.sequential import Sequential
+from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Op
 
 from . import text
+from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
+from .rehearse import peak_of_step
 from .saved import Ledger, storages, tensors_by_owner
 
 
@@ -57,7 +61,13 @@ def plan_of(
     sequential: Sequential, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
-    return _observe(sequential, (x, *args), {**side, "returns": tuple(returns)})[0]
+    args, side = (x, *args), {**side, "returns": tuple(returns)}
+    plan = _observe(sequential, args, side)[0]
+    with _unplanned_again(sequential):
+        peak = peak_of_step(sequential, args, side)
+    if peak is None:
+        return plan
+    return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True)
 
 
 def _see_root(model: nn.Module) -> None:
@@ -102,7 +112,8 @@ def _observe(
         buffers = undo.enter_context(_copied_buffers(model))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
-        with names.observe(), ledger.hooks(), observer.watching():
+        launches = Launches(observer.ran)
+        with names.observe(), ledger.hooks(), observer.watching(), registry.watching(launches):
             outputs = model(*args, **kwargs)
         ledger.visit(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
         parameters = {

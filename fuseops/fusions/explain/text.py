@@ -9,6 +9,7 @@ from fuseops.fusions.plan import FusionPlan, Span
 from .layout import (
     Group,
     SavedRow,
+    at_peak,
     groups,
     is_outside,
     place,
@@ -63,7 +64,7 @@ def _saved(group: Group) -> list[str]:
     each = " each" if len(group.paths) > 1 else ""
     lines = [f"  saved: {size(plan.saved_bytes)}{each}"]
     if plan.forward:
-        lines[0] += f"; {size(plan.peak_bytes)} with the largest temporary"
+        lines[0] += f"; {size(plan.peak_bytes)} {at_peak(plan)}"
     inside = sum(p.saved_bytes for p in plan.nested)
     if inside:
         lines[0] += f"; {size(inside)} of it in the Sequentials below"

@@ -1,18 +1,26 @@
-"""The grouped MLP as one joint op: fc1, SwiGLU times probability, fc2.
+"""The grouped MLP as one joint op: fc1, an activation (times probability), fc2.
 
-Saves x, h (the pre-activation), probs and offs only. The activation is computed again in the backward, where fc2's
-weight gradient reads it. Under a recompute policy h goes too, and fc1 runs again.
-Shapes: x (R, D), h (R, 2F), a (R, F), probs (R,), offs (E,).
+Saves x, h (the pre-activation), probs and offs only. The activation is computed again in the backward, by the pass that
+makes dh, for fc2's weight gradient. Under a recompute policy h goes too, and fc1 runs again.
+Shapes: x (R, D), h (R, 2F) or (R, F), a (R, F), probs (R,), offs (E,).
+Numerics: every GEMM and activation rounds as the op alone does; `a` of the backward comes from another kernel than `a`
+of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.ops.op import Call, FusedOp, Grads, Out
+from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
+
+Tensors = Mapping[str, Tensor]
+Params = Mapping[str, Tensor | None]
+WEIGHT = frozenset({"weight"})
 
 
 class GroupedMLPSaved(NamedTuple):
@@ -22,18 +30,14 @@ class GroupedMLPSaved(NamedTuple):
     offs: Tensor | None
     fc1: Tensor | None  # parameters themselves
     fc2: Tensor | None
+    bias1: Tensor | None
+    bias2: Tensor | None
 
 
 class GroupedMLP(FusedOp):
-    """y = fc2(swiglu(fc1(x)) * probs), grouped."""
+    """y = fc2(act(fc1(x)) * probs), grouped, for every activation, with or without probs and biases."""
 
     Saved = GroupedMLPSaved
-    saves_for = {
-        "x": ("h", "probs", "offs", "fc1", "fc2"),
-        "0.weight": ("x", "h", "probs", "offs", "fc2"),
-        "1.probs": ("h", "offs", "fc2"),
-        "2.weight": ("h", "probs", "offs"),
-    }
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -42,22 +46,35 @@ class GroupedMLP(FusedOp):
         "offs": "0.offs",
         "fc1": "0.weight",
         "fc2": "2.weight",
+        "bias1": "0.bias",
+        "bias2": "2.bias",
     }
 
+    def __init__(self, *members: Op[Any]) -> None:
+        super().__init__(*members)
+        fc1, act, fc2 = cast("tuple[Any, ...]", members)
+        self.kind: str = act.kind
+        self.form: tuple[Any, ...] = act.form
+        self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
+        a = ("h", "offs", "probs") if self.scaled else ("h", "offs")
+        dh = (*a, "fc2")
+        self.saves_for: Mapping[str, tuple[str, ...]] = {
+            "x": (*dh, "fc1"),
+            "0.weight": (*dh, "x"),
+            "0.bias": (*dh, *(("probs",) if self.scale1 else ())),
+            "0.probs": (*dh, "bias1"),
+            "1.probs": ("h", "offs", "fc2"),
+            "2.weight": a,
+            "2.bias": ("offs", "probs") if self.scale2 else ("offs",),
+            "2.probs": ("offs", "bias2"),
+        }
+
     def fwd(
-        self,
-        x: Tensor,
-        t: tuple[Mapping[str, Tensor], ...],
-        calls: tuple[Call, ...],
-        keep: frozenset[str],
+        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
-        fc1, fc2, offs, probs = t[0]["weight"], t[2]["weight"], t[0]["offs"], t[1]["probs"]
-        check_offs(offs, fc1.shape[0])
-        check_probs("ScaledSwiGLU", x, probs)
-        h = K.grouped_mm(x, calls[0].precision.cast(fc1), offs)  # type: ignore[arg-type]
-        a = K.scaled_act_fwd(h, probs, "swiglu")
-        y = K.grouped_mm(a, calls[2].precision.cast(fc2), offs)  # type: ignore[arg-type]
-        return Out(y, GroupedMLPSaved(x, h, probs, offs, fc1, fc2))
+        saved = self.inputs(x, t)
+        h = self.hidden(saved, calls[0])
+        return Out(self.output(saved, h, calls[2]), saved._replace(h=h))
 
     def bwd(
         self,
@@ -66,26 +83,114 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        x, h, probs, offs, fc1, fc2 = saved
-        first, act, last = (call.needs for call in calls)
-        cast1, cast2 = calls[0].precision.cast(fc1), calls[2].precision.cast(fc2)
-        if h is None:
-            h = K.grouped_mm(x, cast1, offs)  # type: ignore[arg-type]
-        a = dw1 = dw2 = dx = dprobs = None
-        if "x" in last:
-            da = K.grouped_mm(dy, cast2.transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
-            if not first:
-                dprobs = K.act_dprobs(da, h, "swiglu")
-            else:
-                # the pass that makes dh has a in hand, which fc2's weight gradient reads
-                wanted = "probs" in act, "weight" in last
-                dh, dprobs, a = K.scaled_act_bwd(da, h, probs, "swiglu", *wanted)  # type: ignore[arg-type]
-                if "weight" in first:
-                    dw1 = K.grouped_wgrad(dh, x, offs)  # type: ignore[arg-type]
-                if "x" in first:
-                    dx = K.grouped_mm(dh, cast1.transpose(1, 2), offs)  # type: ignore[union-attr, arg-type]
-        if "weight" in last:
-            a = K.scaled_act_fwd(h, probs, "swiglu") if a is None else a  # type: ignore[arg-type]
-            dw2 = K.grouped_wgrad(dy, a, offs)  # type: ignore[arg-type]
-        side = {"probs": dprobs} if "probs" in act else None
-        return Grads(dx, {"weight": dw1}), Grads(side=side), Grads(params={"weight": dw2})
+        return self.gradients(saved, dy, calls)
+
+    # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
+
+    def inputs(self, x: Tensor, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
+        """What there is to save, but for h."""
+        fc1, _, fc2 = t
+        check_offs(fc1["offs"], fc1["weight"].shape[0])
+        probs = next((m["probs"] for m in t if "probs" in m), None)
+        return GroupedMLPSaved(
+            *(x, None, probs, fc1["offs"], fc1["weight"], fc2["weight"]),
+            *(fc1.get("bias"), fc2.get("bias")),
+        )
+
+    def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
+        """fc1."""
+        scale = s.probs if self.scale1 else None
+        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)  # type: ignore[arg-type]
+
+    def output(self, s: GroupedMLPSaved, h: Tensor, call: Call) -> Tensor:
+        """fc2 of the activation."""
+        scale = s.probs if self.scale2 else None
+        return grouped_linear(self.activation(h, s.probs), s.fc2, s.bias2, s.offs, scale, call)  # type: ignore[arg-type]
+
+    def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
+        if not self.scaled:
+            return K.act_fwd(h, self.kind, *self.form)
+        check_probs("the scaled activation", h, probs)  # type: ignore[arg-type]
+        return K.scaled_act_fwd(h, probs, self.kind, *self.form)  # type: ignore[arg-type]
+
+    def gradients(
+        self,
+        s: GroupedMLPSaved,
+        dy: Tensor,
+        calls: tuple[Call, ...],
+        x_index: Tensor | None = None,
+        dy_index: Tensor | None = None,
+        rows_of_x: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None,
+    ) -> tuple[Grads, Grads, Grads]:
+        """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
+
+        rows_of_x: (x, dh) -> x and index for fc1's weight gradient, called when its turn comes.
+        """
+        first, act, last = calls
+        fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
+        fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
+        above = grouped_linear_bwd(fc2, dy, _without_weight(last), dy_index=dy_index)
+        dw1: Params = {}
+        dw2: Params = {}
+        below = Grads()
+        da, h, a, dh, dprobs = above.x, s.h, None, None, None
+        above = above._replace(x=None)
+        if h is None and (da is not None or "weight" in last.needs):
+            h = self.hidden(s, first, x_index)
+        if da is not None:
+            wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
+            dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
+            del da  # before the gradients of the weights, which are the peak
+        if "weight" in last.needs:
+            a = self.activation(h, s.probs) if a is None else a  # type: ignore[arg-type]
+            dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
+            del a
+        if dh is not None:
+            if "weight" in first.needs:
+                rows = (s.x, x_index) if rows_of_x is None else rows_of_x(s.x, dh)  # type: ignore[arg-type]
+                dw1 = _weight(fc1._replace(x=rows[0]), dh, first, rows[1], None)
+                del rows
+            below = grouped_linear_bwd(fc1, dh, _without_weight(first))
+        side = {"probs": dprobs} if "probs" in act.needs else None
+        return _with(below, dw1), Grads(side=side), _with(above, dw2)
+
+    def _activation_bwd(
+        self,
+        da: Tensor,
+        h: Tensor,
+        probs: Tensor | None,
+        need_dh: bool,
+        need_dprobs: bool,
+        need_a: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dh, dprobs and the activation, in one pass over h."""
+        if not need_dh:
+            return None, K.act_dprobs(da, h, self.kind, *self.form), None
+        if not self.scaled:
+            if not need_a:
+                return K.act_bwd(da, h, self.kind, *self.form), None, None
+            probs = torch.ones(h.shape[:-1], device=h.device)  # exact
+        dh, dprobs, a = K.scaled_act_bwd(
+            da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
+        )  # fmt: skip
+        return dh, dprobs, a if need_a else None
+
+
+def _without_weight(call: Call) -> Call:
+    return call._replace(needs=call.needs - WEIGHT)
+
+
+def _weight(
+    saved: GroupedLinearSaved,
+    dy: Tensor,
+    call: Call,
+    x_index: Tensor | None,
+    dy_index: Tensor | None,
+) -> Params:
+    """The gradient of the weight alone."""
+    only = call._replace(needs=WEIGHT)
+    return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
+
+
+def _with(grads: Grads, params: Params) -> Grads:
+    return grads._replace(params={**(grads.params or {}), **params})

@@ -16,6 +16,8 @@ ZEROS = tl.constexpr(1024)
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
+    flat = None
+
     def __init__(self, base, shape, strides, block_shape):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
         self.padding = "zero"

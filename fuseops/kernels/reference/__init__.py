@@ -14,6 +14,7 @@ from .activation import act_dprobs as act_dprobs
 from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_fwd as scaled_act_fwd
+from .add_mm import add_mm as add_mm
 from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
@@ -45,4 +46,6 @@ from .quantize import saturate as saturate
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .routing import counts_to_offs as counts_to_offs
+from .routing import expert_counts as expert_counts
 from .routing import route as route
+from .wide_mm import wide_mm as wide_mm

@@ -185,6 +185,14 @@ def scaled_act_bwd(
     return dx, dprobs, y
 
 
-def act_dprobs(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+def act_dprobs(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
     """dprobs of scaled_act_fwd alone, without reading probs: the row sum of dy * act_fwd(x)."""
-    return (wide(dy) * _value(wide(x), kind, 0, 1.702, 7.0, 1.0)).sum(-1)
+    return (wide(dy) * _value(wide(x), kind, interleave, alpha, limit, offset)).sum(-1)

@@ -23,6 +23,11 @@ def _bounds(offs: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
+    """Rows of x by index, those of padding left out."""
+    return x if index is None else x[index[: int(offs[-1])]]
+
+
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """See `fuseops.kernels.grouped.group_tiles`."""
     sizes = offs.diff(prepend=offs.new_zeros(1))
@@ -46,9 +51,11 @@ def grouped_mm(
     offs: Tensor,
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Tensor:
     """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
-    bounds = _bounds(offs)
+    bounds, rows = _bounds(offs), len(x if index is None else index)
+    x = _gathered(x, index, offs)
     if bias is None:
         parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
     else:
@@ -56,12 +63,20 @@ def grouped_mm(
             (wide(x[start:end]) @ wide(weight[e]).t() + wide(bias[e])).to(x.dtype)
             for e, (start, end) in enumerate(bounds)
         ]
-    padding = x.new_zeros(x.shape[0] - bounds[-1][1], weight.shape[1])
+    padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
     return torch.cat([*parts, padding])
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, offs: Tensor, tiles: Tensor | None = None) -> Tensor:
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
     """dw[e] = dy[rows of e].T @ x[rows of e], zeros for an empty group.   (R, N), (R, K), (E,) -> (E, N, K)"""
+    dy, x = _gathered(dy, dy_index, offs), _gathered(x, x_index, offs)
     return torch.stack([dy[start:end].t() @ x[start:end] for start, end in _bounds(offs)])
 
 
@@ -72,9 +87,12 @@ def grouped_wgrad_into(
     offs: Tensor,
     tiles: Tensor | None = None,
     accumulate: bool = True,
+    dy_index: Tensor | None = None,
+    x_index: Tensor | None = None,
 ) -> None:
     """main_grad (+)= grouped_wgrad, unrounded."""
-    dw = grouped_wgrad(dy.to(main_grad.dtype), x.to(main_grad.dtype), offs)
+    wide_dy, wide_x = dy.to(main_grad.dtype), x.to(main_grad.dtype)
+    dw = grouped_wgrad(wide_dy, wide_x, offs, None, dy_index, x_index)
     if accumulate:
         main_grad += dw
     else:

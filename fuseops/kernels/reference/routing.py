@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .precision import wide
+
 
 def route(
     experts: Tensor, num_experts: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(offs (E,) int32, index (R,) int64, pos (T, K) int32, probs (R,) float32 or empty), rows in order of expert, then
-    token.   experts, weights (T, K), R = T * K
+    """(offs (E,) int32, index (R,) int64, pos (T, K) int32, probs (R,) float32, or float64 of
+    float64 weights, or empty), rows in order of expert, then token.   experts, weights (T, K), R = T * K
     """
     flat = experts.flatten()
     kept = (flat >= 0) & (flat < num_experts)
@@ -25,10 +27,16 @@ def route(
     if weights is None:
         probs = torch.empty(0, dtype=torch.float32, device=flat.device)
     else:
-        probs = torch.where(used, weights.flatten().to(torch.float32)[order], 0.0)
+        probs = torch.where(used, wide(weights.flatten())[order], 0.0)
     return offs, index, pos.to(torch.int32).view(experts.shape), probs
 
 
 def counts_to_offs(counts: Tensor) -> Tensor:
     """offs (E,) int32: the row ends of groups with these counts (E,)."""
     return counts.cumsum(0).to(torch.int32)
+
+
+def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
+    """counts (E,) int32: the copies of each expert.   experts (T, K) int"""
+    every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    return (experts.flatten()[:, None] == every).sum(0).to(torch.int32)

@@ -1,0 +1,193 @@
+"""The expert MLP (fc1, SwiGLU times probability, fc2) beside `torch.compile` over `F.grouped_mm`, in bf16.
+
+    python benchmarks/grouped_mlp.py --out benchmarks/results/grouped_mlp_h200.json
+
+Rows are sorted by expert already. Candidates run in turn, in rotated order, back to back (hot), each
+eager and as a captured graph; ratios compare eager with eager and graph with graph. Outputs and all
+gradients are checked first, by expert, against float32. TFLOP/s are useful ones: 6 R D F forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.nn.functional as F
+from measure import rnd
+from torch import Tensor
+
+import fuseops as fo
+
+# name: experts, rows, model width D, expert width F
+SHAPES = {
+    "qwen3_30b": (128, 262144, 2048, 768),
+    "sonic_7b": (128, 196608, 1536, 256),
+    "mixtral": (8, 16384, 4096, 14336),
+    "qwen3_30b_8k": (128, 65536, 2048, 768),
+    "sonic_30b": (64, 131072, 4096, 1024),
+    "dsv3_ep8": (32, 65536, 7168, 2048),
+}
+LEAST, MEAN = 1.03, 1.12  # the bars: no cell below, geometric mean at least
+
+
+class Problem:
+    """One shape: tensors, and the two ways to compute the same."""
+
+    def __init__(self, experts: int, rows: int, d: int, f: int) -> None:
+        g = torch.Generator().manual_seed(1)
+        counts = torch.multinomial(torch.ones(experts), rows, True, generator=g)
+        counts = counts.bincount(minlength=experts)
+        self.offs = counts.cumsum(0).to(torch.int32).cuda()
+        self.flops = 6 * rows * d * f
+        self.x = rnd(rows, d).requires_grad_()
+        self.probs = torch.rand(rows, device="cuda").requires_grad_()
+        self.dy = rnd(rows, d)
+        fc1 = fo.ops.GroupedLinear(experts, d, 2 * f, bias=False, device="meta")
+        fc2 = fo.ops.GroupedLinear(experts, f, d, bias=False, device="meta")
+        fc1.weight = torch.nn.Parameter(rnd(experts, 2 * f, d, scale=0.02))
+        fc2.weight = torch.nn.Parameter(rnd(experts, d, f, scale=0.02))
+        self.mlp = fo.Sequential({"fc1": fc1, "act": fo.ops.ScaledSwiGLU(), "fc2": fc2})
+        self.leaves = (self.x, self.probs, fc1.weight, fc2.weight)
+        self.routing = fo.Routing(self.offs, self.probs)
+
+    def forwards(self) -> dict[str, measure.Call]:
+        compiled = torch.compile(peer, dynamic=False)
+        return {
+            "fuseops": lambda: self.mlp(self.x, self.routing),
+            "compile": lambda: compiled(*self.leaves, self.offs),
+            "torch": lambda: peer(*self.leaves, self.offs),
+        }
+
+
+def peer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, offs: Tensor) -> Tensor:
+    h = F.grouped_mm(x, w1.transpose(1, 2), offs=offs)
+    gate, up = h.chunk(2, -1)
+    a = (F.silu(gate.float()) * up * probs[:, None]).to(x.dtype)
+    return F.grouped_mm(a, w2.transpose(1, 2), offs=offs)
+
+
+def exact(p: Problem, e: int) -> tuple[slice, list[Tensor]]:
+    """Rows of an expert, and y and the gradients of x, probs, fc1, fc2 in float32."""
+    ends = [0, *p.offs.tolist()]
+    rows = slice(ends[e], ends[e + 1])
+    x, probs, w1, w2 = (
+        t.detach().float().requires_grad_()
+        for t in (p.x[rows], p.probs[rows], p.leaves[2][e], p.leaves[3][e])
+    )
+    gate, up = (x @ w1.t()).chunk(2, -1)
+    y = (F.silu(gate) * up * probs[:, None]) @ w2.t()
+    return rows, [y.detach(), *torch.autograd.grad(y, (x, probs, w1, w2), p.dy[rows].float())]
+
+
+def errors(p: Problem, forward: measure.Call) -> dict[str, float]:
+    """Worst relative error over some experts, of y and every gradient."""
+    measure.training_step(forward, p.dy, p.leaves)()
+    y, grads = forward().detach(), [leaf.grad for leaf in p.leaves]
+    worst = dict.fromkeys(("y", "x", "probs", "fc1", "fc2"), 0.0)
+    for e in sorted({0, 1, len(p.offs) // 2, len(p.offs) - 1}):
+        rows, right = exact(p, e)
+        got = [y[rows], grads[0][rows], grads[1][rows], grads[2][e], grads[3][e]]
+        for name, mine, theirs in zip(worst, got, right, strict=True):
+            worst[name] = max(worst[name], measure.relative_error(mine, theirs))
+    for leaf in p.leaves:
+        leaf.grad = None
+    return worst
+
+
+def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """One shape: errors, bytes, microseconds, TFLOP/s and ratios of every candidate."""
+    p = Problem(*sizes)
+    forwards = p.forwards()
+    record: dict[str, Any] = {"errors": {n: errors(p, f) for n, f in forwards.items()}}
+    plan = p.mlp.plan(p.x, p.routing)
+    steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
+    record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
+    record["held_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
+    record["peak_bytes"] = {n: measure.peak_bytes(s, p.leaves) for n, s in steps.items()}
+    given = sum(t.nbytes for t in (p.x, p.probs, p.offs))  # saved, but there before the step
+    record["plan_peak_over_real"] = round(
+        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
+    )
+    if options.warm:
+        return record
+    record["us"], record["tflops"], record["ratios"] = {}, {}, {}
+    ways = {"fwd": {n: measure.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
+    for what, calls in ways.items():
+        if options.graphs:
+            graphs = {f"{n}_graph": measure.captured(calls[n]) for n in ("fuseops", "compile")}
+            calls = {**calls, **graphs}
+        us = measure.in_turn(calls, options.rounds, measure.repeats(p.flops, options.span))
+        flops = p.flops * (1 if what == "fwd" else 3)
+        record["us"][what] = us
+        record["tflops"][what] = {n: round(flops / v / 1e6) for n, v in us.items()}
+        record["ratios"][what] = {
+            "eager": round(us["compile"] / us["fuseops"], 3),
+            **(
+                {"graph": round(us["compile_graph"] / us["fuseops_graph"], 3)}
+                if options.graphs
+                else {}
+            ),
+        }
+        del calls
+    if options.profile:
+        record["kernels"] = {n: measure.kernels(steps[n]) for n in ("fuseops", "compile")}
+    return record
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """Geometric mean and least ratio over the shapes, and what is below its bar."""
+    found: dict[str, Any] = {}
+    done = {name: c["ratios"] for name, c in cells.items() if c.get("ratios")}
+    for what in ("fwd", "fwd+bwd"):
+        for how in ("eager", "graph"):
+            ratios = {n: r[what][how] for n, r in done.items() if how in r.get(what, {})}
+            if ratios:
+                mean = measure.geomean(ratios.values())
+                below = {n: r for n, r in ratios.items() if r < LEAST}
+                found[f"{what}/{how}"] = {
+                    "geomean": mean,
+                    "below": below,
+                    "met": mean >= MEAN and not below,
+                }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
+    parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
+    parser.add_argument("--profile", action="store_true", help="time by kernel")
+    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    report: dict[str, Any] = {"environment": measure.environment(), "cells": {}, "skipped": []}
+    torch.manual_seed(0)
+    for name in options.only:
+        if time.perf_counter() - begun > options.budget:
+            report["skipped"].append(name)
+            continue
+        try:
+            with measure.fresh_memory():
+                record = cell(SHAPES[name], options)
+        except Exception as error:  # reported, not hidden
+            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        report["cells"][name] = record
+        shown = {k: v for k, v in record.items() if k != "kernels"}
+        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
+        report["summary"] = summary(report["cells"])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What the MoE benchmarks share: timing in turn, captured graphs, memory held, time by kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fuseops.kernels import configs
+
+Call = Callable[[], Any]
+
+
+def environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.date.today().isoformat(),
+        **configs.versions(),
+        "gpu": device.name,
+        "sms": device.multi_processor_count,
+    }
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def rnd(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+
+
+def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:
+    """Forward and backward; gradients are made anew every time."""
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(dy)
+
+    return step
+
+
+def inference(forward: Call) -> Call:
+    def step() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    return step
+
+
+def captured(call: Call) -> Call:
+    """A CUDA graph of the call, which has run before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, float]:
+    """Median microseconds of a call, hot: in rotated order, one call to warm up and `repeat` timed."""
+    names, spans = list(calls), {name: [] for name in calls}
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            call = calls[name]
+            call()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeat):
+                call()
+            end.record()
+            end.synchronize()
+            spans[name].append(start.elapsed_time(end) * 1e3 / repeat)
+    return {name: round(statistics.median(us), 1) for name, us in spans.items()}
+
+
+def repeats(flops: int, seconds: float) -> int:
+    """How many calls of these forward flops fill the time, at 600 TFLOP/s."""
+    return min(max(round(seconds / flops * 6e14), 1), 20)
+
+
+def held_bytes(forward: Call) -> int:
+    """Bytes that a forward leaves allocated for its backward, beyond its inputs and its output."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = forward()
+    held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    del y
+    return held
+
+
+def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
+    """Bytes that a training step allocates at the most, new gradients of the leaves too."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernels(step: Call, steps: int = 5) -> list[dict[str, Any]]:
+    """Every kernel of a step in order, with its median microseconds; those above 5 us."""
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = [e for e in found.events() if e.device_type.name == "CUDA"]
+    events.sort(key=lambda e: e.time_range.start)
+    each = len(events) // steps
+    listed = []
+    for place in range(each):
+        same = events[place : each * steps : each]
+        us = statistics.median(e.time_range.elapsed_us() for e in same)
+        if us > 5:
+            name = re.sub(r"[^A-Za-z0-9_:<>, ]", "", same[0].name)[:100]
+            listed.append({"kernel": name, "us": round(us, 1)})
+    span = events[each * steps - 1].time_range.end - events[0].time_range.start
+    busy = sum(e.time_range.elapsed_us() for e in events)
+    total = {"launches": each, "us": round(busy / steps, 1), "span_us": round(span / steps, 1)}
+    return [*listed, {"kernel": "all", **total}]
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the difference over that of the exact value; NaN is infinite."""
+    error = (got.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(1e-30)
+    return math.inf if error.isnan() else error.item()
+
+
+def geomean(values: Iterable[float]) -> float:
+    return round(math.exp(statistics.fmean(map(math.log, values))), 3)
+
+
+@contextlib.contextmanager
+def fresh_memory() -> Any:
+    """Frees what a cell held, compiled code and its graphs included."""
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

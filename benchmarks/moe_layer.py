@@ -1,0 +1,270 @@
+"""A whole MoE layer beside `torch.compile` and, where it is installed, SonicMoE, in bf16.
+
+    python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.json --peers compile sonic sonic_tuned
+
+The layer is router, top-k softmax, gather, SwiGLU experts and combine over one set of weights. Candidates run in turn,
+in rotated order, back to back (hot). SonicMoE runs with its default and with autotuned tiles: the first shape takes
+minutes, and QUACK_CACHE_AUTOTUNING=1 keeps what was found. Outputs and all gradients are checked against float32 first.
+Saved bytes are what a forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s
+are useful ones: 6 T K n d forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.nn.functional as F
+from measure import rnd
+from torch import Tensor
+
+import fuseops as fo
+
+# name: tokens T, model width d, expert width n, experts E, chosen K
+SHAPES = {
+    "sonic_7b": (24576, 1536, 256, 128, 8),
+    "qwen3_30b": (32768, 2048, 768, 128, 8),
+    "sonic_30b": (32768, 4096, 1024, 64, 4),
+    "mixtral": (8192, 4096, 14336, 8, 2),
+}
+LEAST = {
+    "fwd": dict.fromkeys(SHAPES, 0.9),
+    "fwd+bwd": {**dict.fromkeys(SHAPES, 1.0), "sonic_7b": 0.95},
+}
+SAVED = 1.02  # of SonicMoE's bytes
+PEERS = ("compile", "sonic", "sonic_tuned")
+
+
+class Problem:
+    """One shape: the weights, our layer over them, and the peers."""
+
+    def __init__(self, tokens: int, d: int, n: int, experts: int, k: int) -> None:
+        self.k, self.flops = k, 6 * tokens * k * n * d
+        self.x = rnd(tokens, d).requires_grad_()
+        self.dy = rnd(tokens, d)
+        self.moe = fo.MoE(d, n, experts, k, device="meta", dtype=torch.bfloat16)
+        for op, weight in (
+            ("router", rnd(experts, d, scale=0.02)),
+            ("fc1", rnd(experts, 2 * n, d, scale=0.02)),
+            ("fc2", rnd(experts, d, n, scale=0.02)),
+        ):
+            self.moe[op].weight = torch.nn.Parameter(weight)
+        self.leaves = (self.x, *(self.moe[op].weight for op in ("router", "fc1", "fc2")))
+
+    def forwards(self, peers: list[str]) -> dict[str, measure.Call]:
+        found: dict[str, measure.Call] = {"fuseops": lambda: self.moe(self.x)}
+        if "compile" in peers:
+            compiled = torch.compile(peer, dynamic=False)
+            found["compile"] = lambda: compiled(*self.leaves, self.k)
+        if "sonic" in peers:
+            found["sonic"] = sonic(self, tuned=False)
+        if "sonic_tuned" in peers:
+            found["sonic_tuned"] = sonic(self, tuned=True)
+        return found
+
+
+def peer(x: Tensor, wr: Tensor, w1: Tensor, w2: Tensor, k: int) -> Tensor:
+    experts = wr.shape[0]
+    scores, chosen = (x @ wr.t()).topk(k, -1)
+    probs, flat = scores.float().softmax(-1), chosen.flatten()
+    order = flat.argsort(stable=True)
+    offs = torch.histc(flat.float(), experts, 0, experts - 1).cumsum(0).to(torch.int32)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=x.device)
+    gate, up = F.grouped_mm(x[order // k], w1.transpose(1, 2), offs=offs).chunk(2, -1)
+    a = (F.silu(gate.float()) * up * probs.flatten()[order][:, None]).to(x.dtype)
+    y = F.grouped_mm(a, w2.transpose(1, 2), offs=offs)
+    return y[back].view(x.shape[0], k, -1).sum(1)
+
+
+def sonic(p: Problem, tuned: bool) -> measure.Call:
+    """SonicMoE's layer over the same weights."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer as layer
+
+    use = _tiles()
+    x, wr, w1, w2 = p.leaves
+
+    def forward() -> Tensor:
+        use(tuned)
+        stream = torch.cuda.current_stream().cuda_stream
+        weights = wr.permute(0, 1), w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None
+        options = {"concat_layout": True}
+        return layer(x, *weights, p.k, stream, ActivationType.SWIGLU, False, **options)[0]
+
+    return forward
+
+
+def tune_fewer_tiles() -> None:
+    """Leave half to three quarters of SonicMoE's tiles out: clusters of 1 x 2, and swapped operands."""
+    module = importlib.import_module("quack.gemm_config")
+    every = module._get_sm90_configs
+
+    def fewer(*args: Any, **kwargs: Any) -> list[Any]:
+        return [c for c in every(*args, **kwargs) if c.cluster_m == 2 and not c.swap_ab]
+
+    module._get_sm90_configs = fewer
+
+
+@functools.cache
+def _tiles() -> Any:
+    """A function that sets whether SonicMoE's GEMMs are autotuned."""
+    interface = importlib.import_module("quack.gemm_interface")
+    names = ("gemm", "gemm_gated", "gemm_dgated")
+    real = {name: getattr(interface, name) for name in names}
+    modules = [
+        importlib.import_module(f"sonicmoe.functional{part}")
+        for part in ("", ".forward", ".backward")
+    ]
+
+    def use(tuned: bool) -> None:
+        for module in modules:
+            for name, function in real.items():
+                if hasattr(module, name):
+                    setattr(module, name, functools.partial(function, tuned=tuned))
+
+    return use
+
+
+def exact(p: Problem) -> list[Tensor]:
+    """y and the gradients of x and the weights, expert by expert in float32."""
+    leaves = [t.detach().float().requires_grad_() for t in p.leaves]
+    x, wr, w1, w2 = leaves
+    scores, chosen = (x @ wr.t()).topk(p.k, -1)
+    probs, y = scores.softmax(-1), torch.zeros_like(x)
+    for e in range(len(wr)):
+        token, place = (chosen == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ w1[e].t()).chunk(2, -1)
+        a = F.silu(gate) * up * probs[token, place][:, None]
+        y = y.index_add(0, token, a @ w2[e].t())
+    return [y.detach(), *torch.autograd.grad(y, leaves, p.dy.float())]
+
+
+def errors(p: Problem, forward: measure.Call, right: list[Tensor]) -> dict[str, float]:
+    """Relative errors of y and every gradient."""
+    measure.training_step(forward, p.dy, p.leaves)()
+    got = [forward().detach(), *(leaf.grad for leaf in p.leaves)]
+    for leaf in p.leaves:
+        leaf.grad = None
+    names = ("y", "x", "router", "fc1", "fc2")
+    pairs = zip(names, got, right, strict=True)
+    return {name: measure.relative_error(mine, theirs) for name, mine, theirs in pairs}
+
+
+def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """One shape: errors, bytes, microseconds, TFLOP/s and kernels of every candidate."""
+    p = Problem(*sizes)
+    record: dict[str, Any] = {"failed": {}, "errors": {}, "warm_s": {}}
+    forwards, right = p.forwards(options.peers), exact(p)
+    for name in list(forwards):
+        begun = time.perf_counter()
+        try:
+            record["errors"][name] = errors(p, forwards[name], right)
+            with torch.no_grad():
+                forwards[name]()
+            torch.cuda.synchronize()
+        except Exception as error:  # reported, not hidden
+            record["failed"][name] = f"{type(error).__name__}: {error}"[:500]
+            del forwards[name]
+        record["warm_s"][name] = round(time.perf_counter() - begun, 1)
+    del right
+    steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
+    plan = p.moe.plan(p.x)
+    record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
+    record["saved_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
+    record["peak_bytes"] = {n: measure.peak_bytes(s, p.leaves) for n, s in steps.items()}
+    given = sum(t.nbytes for t in (p.x,))  # saved, but there before the step
+    record["plan_peak_over_real"] = round(
+        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
+    )
+    if options.warm:
+        return record
+    ways = {"fwd": {n: measure.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
+    record["us"], record["tflops"] = {}, {}
+    for what, calls in ways.items():
+        if options.graphs:
+            calls = {**calls, "fuseops_graph": measure.captured(calls["fuseops"])}
+        repeat = measure.repeats(p.flops, options.span)
+        us = measure.in_turn(calls, options.rounds, repeat)
+        flops = p.flops * (1 if what == "fwd" else 3)
+        record["us"][what] = us
+        record["tflops"][what] = {n: round(flops / v / 1e6) for n, v in us.items()}
+        del calls
+    if options.profile:
+        record["kernels"] = {n: measure.kernels(s) for n, s in steps.items() if n != "compile"}
+    return record
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """Ratios to the fastest peer, and of saved bytes to SonicMoE's, beside their bars."""
+    found: dict[str, Any] = {}
+    for name, record in cells.items():
+        for what, us in record.get("us", {}).items():
+            peers = {n: t for n, t in us.items() if not n.startswith("fuseops")}
+            if peers:
+                best = min(peers, key=lambda n: peers[n])
+                entry = {"best_peer": best, "bar": LEAST[what][name]}
+                for mine in ("fuseops", "fuseops_graph"):
+                    if mine in us:
+                        entry[mine] = round(peers[best] / us[mine], 3)
+                found[f"{name}/{what}"] = entry
+        saved = record.get("saved_bytes", {})
+        if "sonic" in saved:
+            ratio = round(saved["fuseops"] / saved["sonic"], 4)
+            found[f"{name}/saved"] = {"of_sonic": ratio, "bar": SAVED}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
+    parser.add_argument("--graphs", action="store_true", help="our captured graph beside eager")
+    parser.add_argument("--profile", action="store_true", help="time by kernel")
+    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
+    parser.add_argument("--fewer-tiles", action="store_true", help="tune SonicMoE in less time")
+    options = parser.parse_args()
+    if options.fewer_tiles:
+        tune_fewer_tiles()
+    begun = time.perf_counter()
+    report: dict[str, Any] = {
+        "environment": {
+            **measure.environment(),
+            **measure.versions_of(("sonic-moe", "quack-kernels")),
+        },
+        "sonic_tiles": "clusters 2 x 1, operands not swapped" if options.fewer_tiles else "all",
+        "cells": {},
+        "skipped": [],
+    }
+    torch.manual_seed(0)
+    for name in options.only:
+        if time.perf_counter() - begun > options.budget:
+            report["skipped"].append(name)
+            continue
+        try:
+            with measure.fresh_memory():
+                record = cell(SHAPES[name], options)
+        except Exception as error:  # reported, not hidden
+            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        report["cells"][name] = record
+        shown = {k: v for k, v in record.items() if k != "kernels"}
+        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
+        report["summary"] = summary(report["cells"])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"]))
+
+
+if __name__ == "__main__":
+    main()

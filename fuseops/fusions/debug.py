@@ -1,0 +1,113 @@
+"""`fo.debug()`: what only the device knows is checked there, and reported with the path of the op."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.ops import scopes
+from fuseops.ops.splits import bad_ends, before, complaint
+
+from . import bridge, run
+
+
+class Report(NamedTuple):
+    """The outcome of one check, on its way to the host."""
+
+    where: str
+    rows: int
+    found: Tensor  # (3,) int64, pinned: the first bad group (E where there is none), its begin and its end
+    groups: int
+    arrived: Any  # a CUDA event
+
+    def error(self) -> ShapeError | None:
+        group, start, end = self.found.tolist()
+        if group == self.groups:
+            return None
+        return ShapeError(f"{self.where}: {complaint(group, start, end, self.rows)}")
+
+
+class Debug:
+    """The checks of one scope."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def splits(self, offs: Tensor, rows: int) -> None:
+        """Check the ends of groups on their device.  Raises ShapeError for an earlier check that failed by now."""
+        where = running()
+        if torch.cuda.is_current_stream_capturing():  # checked in every replay; names no group
+            torch_private.assert_async(
+                ~bad_ends(offs, rows).any(), f"{where}: offs must not fall, nor end beyond the rows"
+            )
+            return
+        self.raise_what_arrived()
+        groups = len(offs)
+        numbers = torch.arange(groups, device=offs.device)
+        first = torch.where(bad_ends(offs, rows), numbers, groups).min()
+        at = first.clamp(max=groups - 1).reshape(1)
+        found = torch.cat([first.reshape(1), before(offs)[at].long(), offs[at].long()])
+        # by a copy that the next kernel, which may fail over these ends, does not wait for
+        host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(offs.device))
+        self.reports.append(Report(where, rows, host, groups, arrived))
+
+    def raise_what_arrived(self, wait: bool = False) -> None:
+        """Raise ShapeError for the first check that failed."""
+        while self.reports and (wait or self.reports[0].arrived.query()):
+            error = self.reports.pop(0).error()
+            if error is not None:
+                self.reports.clear()
+                raise error
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Check on the device what cannot be seen without waiting for it, for the calls made inside.
+
+    The ends of groups (`offs`): none before the one before it, none beyond the rows. Raises ShapeError, which names the
+    op and the group, in a later call inside or at the end of the scope, which waits for the device. A kernel that
+    fails over bad ends is the cause of that error.
+    In compiled code and in CUDA graphs the check is an assertion on the device, which names no group.
+    """
+    here = scopes.current()
+    if here.debug is not None:
+        yield
+        return
+    here.debug = checks = Debug()
+    try:
+        yield
+        if checks.reports:
+            torch.cuda.synchronize()
+    except Exception as error:
+        if not isinstance(error, FuseOpsError):  # a kernel failed: had a check, before it?
+            try:
+                checks.raise_what_arrived(wait=True)
+            except ShapeError as found:
+                raise found from error
+        raise
+    finally:
+        here.debug = None
+    checks.raise_what_arrived(wait=True)
+
+
+def running() -> str:
+    """The op whose forward runs, in words: read off the stack, since only here anybody asks."""
+    frame: Any = sys._getframe(1)
+    step = None
+    while frame is not None:
+        if frame.f_code is bridge.run_forward.__code__ and step is None:
+            step = frame.f_locals["step"]
+        elif frame.f_code is run.run_segment.__code__:
+            seg, live = frame.f_locals["seg"], frame.f_locals["live"]
+            return bridge.where(seg, live.path, step)
+        frame = frame.f_back
+    return "a grouped op"

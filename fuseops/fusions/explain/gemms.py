@@ -1,0 +1,45 @@
+"""Which kernel each grouped GEMM of a forward ran, and which its backward would: notes of the plans."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fuseops.fusions.debug import running
+from fuseops.kernels import registry
+from fuseops.kernels.grouped_why import mm_words, wgrad_words
+
+
+class Launches(list[registry.Call]):
+    """Sees each launch when it happens, which is when it is known whose it is."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def append(self, launched: registry.Call) -> None:
+        op, args, keywords = launched
+        if op.name == "grouped_mm":
+            given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
+            self.note(f"{running()}: {words(**given)}")
+
+
+def words(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> str:
+    """Of one grouped GEMM and the two of its backward, whose dy is taken to be contiguous."""
+    _, n, k = weight.shape
+    dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
+    forward = mm_words(x, weight, bias, index)
+    dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, None, index)
+    backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
+    rest = "" if backward == forward else f"; backward {backward}"
+    return f"grouped GEMM N {n}, K {k}: {forward}{rest}"

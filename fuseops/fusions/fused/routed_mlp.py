@@ -1,0 +1,140 @@
+"""Permute, the grouped MLP and, where it follows, Combine as one joint op: tokens in, tokens out.
+
+The routed copy of x is never saved: fc1's GEMM reads the tokens by index, and so does its weight gradient. With Combine
+inside, the gradient of y is read by index too, in fc2's input gradient and weight gradient. A layer saves x (T, D),
+h (R, 2F), probs, offs, index and pos, and no other activation.
+Where a routed copy, made for a moment, is faster than reading by index, a `Space` says so for the shape.
+Shapes: x (T, D), pos (T, K), index (R,), y (T, D) with Combine, else (R, D).
+Numerics: as of `GroupedMLP`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.kernels.configs import Space
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
+from fuseops.ops.permute import Combine, check_pos, check_rows
+
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors
+
+
+class RoutedMLPSaved(NamedTuple):
+    x: Tensor | None  # (T, D)
+    h: Tensor | None
+    probs: Tensor | None
+    offs: Tensor | None
+    fc1: Tensor | None  # parameters themselves
+    fc2: Tensor | None
+    bias1: Tensor | None
+    bias2: Tensor | None
+    index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    pos: Tensor | None
+
+
+def _copy_from(name: str, width: int) -> Space:
+    """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are.
+
+    By default from a weight's width on: a GEMM that gathers loses a share of its time, which grows with its width, and
+    a copy costs the same for any. Measured on an H200, see benchmarks/moe_layer.py.
+    """
+    choices = [{"COPY": 0}, {"COPY": 1}]
+    return Space(
+        name, lambda dims, itemsize: choices, lambda rows, dims, itemsize: choices[dims[0] >= width]
+    )
+
+
+FC1 = _copy_from("routed_fc1", 2048)
+FC1_WGRAD = _copy_from("routed_fc1_wgrad", 4096)
+FC2_BWD = _copy_from("routed_fc2_bwd", 2048)  # one copy for two GEMMs
+
+
+def _moved(name: str) -> str:
+    """A name of the MLP, or a need, among the members of this op."""
+    member, _, field = name.partition(".")
+    return f"{int(member) + 1}.{field}" if field else name
+
+
+class RoutedMLP(FusedOp):
+    """y = combine(fc2(act(fc1(permute(x))) * probs)), or without the combine."""
+
+    Saved = RoutedMLPSaved
+    recomputes = GroupedMLP.recomputes
+    names = {
+        **{field: _moved(name) for field, name in GroupedMLP.names.items()},
+        "index": "0.index",
+        "pos": "0.pos",
+    }
+
+    def __init__(self, *members: Op[Any]) -> None:
+        super().__init__(*members)
+        self.mlp = GroupedMLP(*members[1:4])
+        self.combines = isinstance(members[-1], Combine)
+        self.saves_for = {_moved(n): self._fields(n) for n in self.mlp.saves_for}
+
+    def _fields(self, need: str) -> tuple[str, ...]:
+        """What the gradient reads: the MLP's fields, and how the rows of x and dy are found."""
+        routed = self.combines or need in ("x", "0.weight")
+        return (*self.mlp.saves_for[need], *(("index", "pos") if routed else ()))
+
+    def fwd(
+        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+    ) -> Out:
+        check_rows(self.members[0], x)
+        index, pos = t[0]["index"], t[0]["pos"]
+        check_pos("Permute", pos, x.shape[0])
+        s = self.mlp.inputs(x, t[1:4])
+        offs: Tensor = s.offs  # type: ignore[assignment]
+        features = s.fc1.shape[1]  # type: ignore[union-attr]
+        rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
+        h = self.mlp.hidden(s._replace(x=rows), calls[1], by)
+        del rows
+        y = self.mlp.output(s, h, calls[3])
+        if self.combines:
+            y = K.combine_fwd(y, pos, offs)
+        return Out(y, RoutedMLPSaved(*s._replace(h=h), index, pos))
+
+    def bwd(
+        self,
+        saved: RoutedMLPSaved,
+        dy: Tensor,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor | None],
+    ) -> tuple[Grads, ...]:
+        *inner, index, pos = saved
+        s = GroupedMLPSaved(*inner)
+        offs: Tensor = s.offs  # type: ignore[assignment]
+        dy_index = None
+        if self.combines:
+            sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
+            copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
+            dy, dy_index = _rows(dy, index, pos, offs, copies)
+
+        def rows_of_x(x: Tensor, dh: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _rows(x, index, pos, offs, _copies(FC1_WGRAD, x, index, dh.shape[1]))
+
+        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index, rows_of_x)
+        dx = grads[0].x
+        if dx is not None:
+            dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+        after = (Grads(),) if self.combines else ()
+        return Grads(dx), *grads, *after
+
+
+def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
+    """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
+    if index is None or torch.compiler.is_compiling():
+        return False
+    return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])
+
+
+def _rows(
+    x: Tensor, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of tokens, and the index to read them by: None for a copy."""
+    if copies:
+        return K.scatter_rows(x, pos, offs, index.shape[0]), None  # type: ignore[arg-type, union-attr]
+    return x, index

@@ -1,0 +1,39 @@
+"""CUDA graphs of Sequentials that read side inputs.
+
+A Sequential needs no adapter under `torch.cuda.graph`: write new values into the tensors that it was captured with
+(`x`, `offs`, `probs`) and replay. Group sizes may change between replays, up to the rows that were captured: what lies
+beyond `offs[-1]` is padding. `torch.cuda.make_graphed_callables` passes tensors by position only; `Positional` is for
+that:
+
+    graphed = torch.cuda.make_graphed_callables(Positional(experts, "offs", "probs"), (x, offs, probs))
+    y = graphed(x, offs, probs)
+
+Capture after a few steps on a side stream, as torch's documentation says: the first step compiles kernels. Leave
+`delay_wgrad` off: what `backward_dw` does is not in the graph of the backward. `main_grad` buffers keep their address.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuseops.errors import SideInputError
+
+
+class Positional(nn.Module):
+    """A Sequential or op whose side inputs come by position: `forward(x, *sides)`, in the order of `names`.
+
+    names: of its side inputs, all that it reads.  returns: side outputs to return after y.
+    Raises SideInputError when the number of tensors is not that of the names.
+    """
+
+    def __init__(self, module: nn.Module, *names: str, returns: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.module, self.names, self.returns = module, names, returns
+
+    def forward(self, x: Tensor, *sides: Tensor) -> Any:
+        if len(sides) != len(self.names):
+            raise SideInputError(
+                f"Positional takes x and {list(self.names)}, in that order; got x and {len(sides)} tensors."
+            )
+        options = {"returns": self.returns} if self.returns else {}
+        return self.module(x, **dict(zip(self.names, sides, strict=True)), **options)

@@ -1,0 +1,78 @@
+"""A thin product added to a tensor: the router's gradient on its way into that of the tokens.
+
+Maths: y = add + x weight; x is rounded to the dtype of the weight, the sum is float32 with one
+rounding at the store.
+Shapes: add (M, N), x (M, K) float32 or a half, weight (K, N) -> y (M, N) in the dtype of add. K is
+the number of experts, so it is the traffic of add and y that counts: `torch.addmm` moves it twice,
+since it copies add first.
+Layout: rows may be strided, columns are contiguous.
+Hardware: sm_80 and later, for halves of one dtype; others run the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    block_k = pow2(dims[0], most=64, least=16)
+    sizes = ((128, 128, 8), (64, 128, 4), (64, 64, 4))
+    return [
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": block_k, "num_warps": warps}
+        for m, n, warps in sizes
+    ]
+
+
+def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _candidates(dims, itemsize)[0]
+
+
+ADD_MM = Space("add_mm", _candidates, _default)
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for dtype in HALVES:
+        for experts in (8, 64, 128) if dtype is torch.bfloat16 else (128,):
+            add = torch.empty(8192, 4096, dtype=dtype, device="meta")
+            x = torch.empty(8192, experts, device="meta")
+            yield add, x, torch.empty(experts, 4096, dtype=dtype, device="meta")
+
+
+def _flops(
+    add: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], *, out_shape: object = None
+) -> int:
+    return 2 * x[0] * x[1] * weight[1]
+
+
+@kernel_op(twin=reference.add_mm, flops=_flops, cases=_cases)
+def add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """add + x @ weight."""
+    (m, n), k = add.shape, x.shape[1]
+    require(
+        x.shape == (m, k) and weight.shape == (k, n),
+        f"add is {tuple(add.shape)}, x {tuple(x.shape)}, weight {tuple(weight.shape)}, "
+        f"expected (M, N), (M, K), (K, N).",
+    )
+    if add.dtype != weight.dtype or add.dtype not in HALVES:
+        return reference.add_mm(add, x, weight)
+    add, x, weight = as_rows(add), as_rows(x), as_rows(weight)
+    y = torch.empty(m, n, dtype=add.dtype, device=add.device)
+    config = ADD_MM.pick(m, (k, n), add)
+    launch(
+        device("add_mm").add_mm_kernel,
+        (cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),),
+        add, x, weight, y, m, n, k, add.stride(0), x.stride(0), weight.stride(0), **config,
+    )  # fmt: skip
+    return y

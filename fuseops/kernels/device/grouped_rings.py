@@ -1,0 +1,143 @@
+"""How the operands of a grouped GEMM of Hopper come into rings of tiles in shared memory.
+
+One warp issues TMA for both operands, or four warps cp.async for the rows given by index and TMA for
+the weights. A slot is `ready` when both have come and `empty` when the consumers have read it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+MAX_GROUPS = gl.constexpr(2048)
+SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+
+
+class Address:
+    """All that a descriptor needs of its tensor, which it must not keep alive."""
+
+    def __init__(self, t):
+        self.dtype, self._address = t.dtype, t.data_ptr()
+
+    def data_ptr(self):
+        return self._address
+
+
+class Descriptor(TensorDescriptor):  # type: ignore[misc]
+    """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
+
+    flat = None
+
+    def __init__(self, t, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = (
+            Address(t),
+            shape,
+            strides,
+            block_shape,
+        )
+        self.layout, self.padding = SWIZZLED, "zero"
+
+
+@gluon.jit
+def entry_of(tile, problem):
+    """The table's entry of a tile: asked for one tile ahead, so that nobody waits for it."""
+    entries_ptr, _, total, _, _, _, num_n = problem
+    return gl.load(entries_ptr + tile // num_n, mask=tile < total, other=0)
+
+
+@gluon.jit
+def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
+    """(group, first row, rows, row block, column block) of a tile, as in grouped_mm_kernel."""
+    _, offs_ptr, _, R, _, _, num_n = problem
+    group = entry % MAX_GROUPS
+    start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+    size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
+    inside = (entry // MAX_GROUPS) * num_n + tile % num_n
+    band = inside // (GROUP * num_n)
+    height = gl.maximum(gl.minimum((size + BLOCK_M - 1) // BLOCK_M - band * GROUP, GROUP), 1)
+    place = inside - band * GROUP * num_n
+    return group, start, size, band * GROUP + place % height, place // height
+
+
+@gluon.jit
+def load_weight(weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr):
+    if TRANSPOSED:
+        PANEL: gl.constexpr = weight.block_type.shape[1]
+        BLOCK_N: gl.constexpr = tile.shape[1]
+        last = (gl.cdiv(N, PANEL) - 1) * PANEL  # again for what lies beyond N: zero fill is slow
+        for i in gl.static_range(BLOCK_N // PANEL):
+            col = gl.minimum(block_n * BLOCK_N + i * PANEL, last)
+            panel = tile.slice(i * PANEL, PANEL, 1)
+            tma.async_copy_global_to_shared(weight, [group * K + k, col], full, panel)
+    else:
+        at = [group * N + block_n * tile.shape[0], k]
+        tma.async_copy_global_to_shared(weight, at, full, tile)
+
+
+@gluon.jit
+def load_tiles(x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr):
+    _, _, total, _, N, K, _ = problem
+    x_ring, w_ring, empty, ready = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_K: gl.constexpr = x_ring.shape[2]
+    W_BYTES: gl.constexpr = w_ring.shape[1] * w_ring.shape[2] * 2
+    step = gl.to_tensor(0)
+    entry = entry_of(gl.program_id(0), problem)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        following = entry_of(tile + gl.num_programs(0), problem)
+        group, start, _, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
+        for k in range(0, K, BLOCK_K):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            full = ready.index(slot)
+            mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
+            rows = [start + block_m * BLOCK_M, k]
+            tma.async_copy_global_to_shared(x, rows, full, x_ring.index(slot))
+            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
+            step += 1
+        entry = following
+
+
+@gluon.jit
+def indices(index_ptr, rows, start, size, block_m, BLOCK_M: gl.constexpr):
+    at = block_m * BLOCK_M + rows
+    return gl.load(index_ptr + start + at, mask=at < size, other=0).to(gl.int32)
+
+
+@gluon.jit
+def gather_tiles(
+    x_ptr, index_ptr, stride_x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr
+):
+    """Rows first, whose latency is longer; the indices of a tile are asked for one tile ahead."""
+    _, _, total, _, N, K, _ = problem
+    x_ring, w_ring, empty, ready = ring
+    STAGES: gl.constexpr = x_ring.shape[0]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_K: gl.constexpr = x_ring.shape[2]
+    W_BYTES: gl.constexpr = w_ring.shape[1] * w_ring.shape[2] * 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    step = gl.to_tensor(0)
+    first, entry = gl.program_id(0), entry_of(gl.program_id(0), problem)
+    group, start, size, block_m, block_n = locate(first, entry, problem, BLOCK_M, GROUP)
+    index = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
+    entry = entry_of(first + gl.num_programs(0), problem)
+    for tile in range(first, total, gl.num_programs(0)):
+        following = tile + gl.num_programs(0)
+        next_group, start, size, block_m, next_n = locate(following, entry, problem, BLOCK_M, GROUP)
+        next_index = indices(index_ptr, rows, start, size, block_m, BLOCK_M)
+        entry = entry_of(following + gl.num_programs(0), problem)
+        for k in range(0, K, BLOCK_K):
+            pointers = x_ptr + index.to(gl.int64)[:, None] * stride_x + (k + cols)[None, :]
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            full = ready.index(slot)
+            async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            mbarrier.expect(full, W_BYTES)
+            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
+            step += 1
+        group, block_n, index = next_group, next_n, next_index

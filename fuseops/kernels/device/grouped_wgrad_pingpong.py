@@ -1,0 +1,258 @@
+"""Weight gradient of grouped GEMMs on Hopper in Gluon: two consumer warpgroups fed through a ring of
+STAGES tiles, on alternate tiles of a program (ping-pong: one multiplies while the other stores) or,
+COOPERATIVE, on the two halves of each tile.
+
+The left operand, 64 or 128 columns of a tile, may be gathered row by row with cp.async by a producer
+of four warps; otherwise one warp issues TMA for both. Ragged descriptors end the rows of a group in
+zeros, so that neighbours' NaN stay theirs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .grouped_pingpong import halves
+from .grouped_rings import Descriptor
+
+RAGGED_ROWS = gl.constexpr(1 << 30)
+RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
+
+
+def describe_rows(t):
+    """As grouped_mm.describe_ragged: panels of 64 rows and columns."""
+    stride = t.stride(0)
+    strides = [2**34 - stride, stride, stride, 1]
+    return Descriptor(t, [*RAGGED_SHAPE, t.shape[1]], strides, [1, 1, 64, 64])
+
+
+def describe_weight(t):
+    """A weight (E, N, K) in parts of 64 x 64."""
+    return Descriptor(t, t.shape, t.stride(), [1, 64, 64])
+
+
+@gluon.jit
+def locate(tile, problem, GROUP: gl.constexpr):
+    """(group, first row, rows, row block, column block) of a tile: largest groups first."""
+    groups_ptr, offs_ptr, _, R, _, _, num_m, num_n = problem
+    each = num_m * num_n
+    group = gl.load(groups_ptr + tile // each)
+    start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+    size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
+    inside = tile % each
+    band = inside // (GROUP * num_n)
+    height = gl.minimum(num_m - band * GROUP, GROUP)
+    place = inside - band * GROUP * num_n
+    return group, start, size, band * GROUP + place % height, place // height
+
+
+@gluon.jit
+def load_panels(rows, start, size, k, col, last, bar, tile):
+    """A tile of consecutive rows, in panels of 64 columns; `last` is read again for what lies beyond
+    the columns: zero fill is slow.
+    """
+    for i in gl.static_range(tile.shape[1] // 64):
+        at = gl.minimum(col + i * 64, last)
+        row = RAGGED_ROWS - size + k
+        panel = tile.slice(i * 64, 64, 1)
+        tma.async_copy_global_to_shared(rows, [RAGGED_ROWS, start + size, row, at], bar, panel)
+
+
+@gluon.jit
+def load_tiles(a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    _, _, total, _, M, N, _, _ = problem
+    a_ring, b_ring, empty, ready = ring
+    BLOCK_K: gl.constexpr = a_ring.shape[1]
+    BLOCK_M: gl.constexpr = a_ring.shape[2]
+    BLOCK_N: gl.constexpr = b_ring.shape[2]
+    last_a, last_b = (gl.cdiv(M, 64) - 1) * 64, (gl.cdiv(N, 64) - 1) * 64
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        _, start, size, block_m, block_n = locate(tile, problem, GROUP)
+        for k in range(0, size, BLOCK_K):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            load_panels(a, start, size, k, block_m * BLOCK_M, last_a, bar, a_ring.index(slot))
+            load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
+            step += 1
+
+
+@gluon.jit
+def gather_tiles(
+    a_ptr, index_ptr, stride_a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr
+):
+    _, _, total, _, M, N, _, _ = problem
+    a_ring, b_ring, empty, ready = ring
+    BLOCK_K: gl.constexpr = a_ring.shape[1]
+    BLOCK_M: gl.constexpr = a_ring.shape[2]
+    BLOCK_N: gl.constexpr = b_ring.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    last_b = (gl.cdiv(N, 64) - 1) * 64
+    rows = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        _, start, size, block_m, block_n = locate(tile, problem, GROUP)
+        at = block_m * BLOCK_M + cols
+        index = gl.load(index_ptr + start + rows, mask=rows < size, other=0)
+        for k in range(0, size, BLOCK_K):
+            ahead = k + BLOCK_K + rows
+            following = gl.load(index_ptr + start + ahead, mask=ahead < size, other=0)
+            pointers = a_ptr + index.to(gl.int64)[:, None] * stride_a + at[None, :]
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            bar = ready.index(slot)
+            mask = (k + rows < size)[:, None] & (at < M)[None, :]
+            async_copy.async_copy_global_to_shared(a_ring.index(slot), pointers, mask=mask)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            mbarrier.expect(bar, BLOCK_N * BLOCK_K * 2)
+            load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
+            index = following
+            step += 1
+
+
+@gluon.jit
+def store_part(dw, dw_ptr, buffer, part, group, row, col, M, N,
+               TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
+    """16-bit parts leave by TMA, which ends at the sizes of the weight; float32 by pointers."""
+    if dw_ptr.dtype.element_ty == gl.float32:
+        layout: gl.constexpr = part.type.layout
+        rows = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+        cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+        base = dw_ptr + group.to(gl.int64) * M * N
+        if TRANSPOSED:
+            to = base + cols.to(gl.int64) * M + rows
+        else:
+            to = base + rows.to(gl.int64) * N + cols
+        mask = (rows < M) & (cols < N)
+        if ACCUMULATE:
+            part += gl.load(to, mask=mask, other=0.0)
+        gl.store(to, part, mask=mask)
+    else:
+        tma.store_wait(0)
+        if TRANSPOSED:
+            buffer.permute((1, 0)).store(part.to(dw.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dw, [group, col, row], buffer)
+        else:
+            buffer.store(part.to(dw.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dw, [group, row, col], buffer)
+
+
+@gluon.jit
+def multiply_tiles(
+    dw, dw_ptr, problem, ring, buffer, order,
+    TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, GATHER: gl.constexpr,
+    COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    _, _, total, _, M, N, _, _ = problem
+    a_ring, b_ring, empty, ready = ring
+    BLOCK_K: gl.constexpr = a_ring.shape[1]
+    BLOCK_M: gl.constexpr = a_ring.shape[2]
+    BLOCK_N: gl.constexpr = b_ring.shape[2]
+    ROWS: gl.constexpr = 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    first = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        group, _, size, block_m, block_n = locate(tile, problem, GROUP)
+        steps = (size + BLOCK_K - 1) // BLOCK_K
+        if COOPERATIVE or turn % 2 == WHICH:
+            acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
+            if not COOPERATIVE:
+                mbarrier.wait(order.index(WHICH), (turn // 2 + 1 - WHICH) & 1)
+            for k in range(steps):
+                step = first + k
+                mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+                if GATHER:
+                    fence_async_shared()
+                left = a_ring.index(step % STAGES)
+                if COOPERATIVE:
+                    left = left.slice(WHICH * ROWS, ROWS, 1)
+                left = left.permute((1, 0))
+                acc = warpgroup_mma(left, b_ring.index(step % STAGES), acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            if not COOPERATIVE:
+                mbarrier.arrive(order.index(1 - WHICH), count=1)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            last = (first + steps + STAGES - 1) % STAGES
+            mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
+            row = block_m * BLOCK_M
+            if COOPERATIVE:
+                row += WHICH * ROWS
+            col = block_n * BLOCK_N
+            left_half, right_half = halves(acc)
+            part0, part1 = halves(left_half)
+            part2, part3 = halves(right_half)
+            # fmt: off
+            store_part(dw, dw_ptr, buffer, part0, group, row, col, M, N, TRANSPOSED, ACCUMULATE)
+            store_part(dw, dw_ptr, buffer, part1, group, row, col + 64, M, N, TRANSPOSED, ACCUMULATE)
+            store_part(dw, dw_ptr, buffer, part2, group, row, col + 128, M, N, TRANSPOSED, ACCUMULATE)
+            store_part(dw, dw_ptr, buffer, part3, group, row, col + 192, M, N, TRANSPOSED, ACCUMULATE)
+            # fmt: on
+        first += steps
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["R", "E"])
+def grouped_wgrad_pingpong_kernel(
+    dw_ptr, a, index_ptr, b, dw, offs_ptr, tiles_ptr, R, E, M, N, stride_a,
+    GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    BLOCK_M: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dw[e] (+)= a[rows of e].T @ b[rows of e], or its transpose."""
+    BLOCK_N: gl.constexpr = 256
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    total = E * num_m * num_n
+    a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_M], b.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_N], b.layout)
+    buffers = gl.allocate_shared_memory(b.dtype, [2, 64, 64], b.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(order.index(0), count=1)
+    mbarrier.init(order.index(1), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
+        mbarrier.init(ready.index(i), count=129 if GATHER else 1)
+    problem = tiles_ptr + 2, offs_ptr, total, R, M, N, num_m, num_n
+    ring = a_ring, b_ring, empty, ready
+    # fmt: off
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(0), order, TRANSPOSED,
+                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(1), order, TRANSPOSED,
+                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
+                (gather_tiles, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(0), order, TRANSPOSED,
+                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(1), order, TRANSPOSED,
+                                  ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
+                (load_tiles, (a, b, problem, ring, GROUP, STAGES)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    # fmt: on

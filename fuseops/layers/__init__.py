@@ -1,0 +1,3 @@
+"""Layers: Sequentials that the package composes itself."""
+
+from .moe import MoE as MoE

@@ -1,0 +1,209 @@
+"""MoE: a layer of experts as one Sequential of ops.
+
+    [tokens] [shared] [swap]  router  [inject]  dispatch  permute  fc1  act  fc2  combine  [collect]  [add]
+
+docs/moe.md has the data flow and the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import kernels as K
+from fuseops import ops, torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.fusions.sequential import Sequential
+from fuseops.ops.activations import Activation, ScaledActivation
+from fuseops.ops.op import Op
+
+ACTIVATIONS: dict[str, tuple[type[ScaledActivation], type[Activation]]] = {
+    "swiglu": (ops.ScaledSwiGLU, ops.SwiGLU),
+    "clamped_swiglu": (ops.ScaledClampedSwiGLU, ops.ClampedSwiGLU),
+    "geglu": (ops.ScaledGEGLU, ops.GEGLU),
+    "reglu": (ops.ScaledReGLU, ops.ReGLU),
+    "sreglu": (ops.ScaledSReGLU, ops.SReGLU),
+    "srelu": (ops.ScaledSReLU, ops.SReLU),
+}
+"""By name: the activation of routed rows, which takes the probability, and that of shared experts."""
+
+
+class MoE(Sequential):
+    """A mixture of experts.   x (..., dim) -> (..., dim)
+
+    Every token goes to the `top_k` experts that the router gives it, fc2(act(fc1(x)) * prob) each, and gets the sum.
+    The children are ops under the names `router`, `dispatch`, `permute`, `fc1`, `act`, `fc2`, `combine`: replace one by
+    assigning to it. Dropless unless there is a capacity_factor; no call waits for the device.
+
+    ffn: F, hidden units of an expert.  num_experts: E.  top_k: K.
+    activation: a name of `ACTIVATIONS`, or a scaled activation op.
+    bias: of fc1 and fc2 (an expert's output is probability times its biased result).
+    shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
+        or a module of your own, (T, dim) -> (T, dim). Their output is added.
+    capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
+        experts that are built here are then dispatch.num_experts.
+    aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`; "inject" gives it the gradient
+        `loss_scale` in the backward instead, so that it crosses plain blocks and pipeline stages.
+    router_bias and **router: options of `ops.Router` (score, normalize, scale, expert_bias, groups, top_groups,
+        balance_loss, z_loss).
+    accumulate_into_main_grad, delay_wgrad: of fc1 and fc2, see `ops.GroupedLinear`.
+    Raises FuseOpsError for an unknown activation or aux, or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str | ScaledActivation = "swiglu",
+        bias: bool = False,
+        shared_experts: int | nn.Module = 0,
+        capacity_factor: float | None = None,
+        dispatch: Op[Any] | None = None,
+        collect: Op[Any] | None = None,
+        aux: str = "return",
+        router_bias: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **router: Any,
+    ) -> None:
+        if aux not in ("return", "inject"):
+            raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
+        if dispatch is not None and capacity_factor is not None:
+            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor.")
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        act = scaled(activation)
+        shared = _shared(shared_experts, activation, dim, ffn, bias, where)
+        route = ops.Router(dim, num_experts, top_k, bias=router_bias, **router, **where)
+        dispatch = dispatch or ops.Dispatch(num_experts, capacity_factor)
+        groups: int = dispatch.num_experts  # type: ignore[assignment]
+        linear: dict[str, Any] = {
+            "bias": bias,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad": delay_wgrad,
+            **where,
+        }
+        children: dict[str, nn.Module | None] = {
+            "tokens": ops.Tap("tokens") if shared else None,
+            "shared": shared,
+            "swap": ops.Swap("tokens", "shared") if shared else None,
+            "router": route,
+            "inject": ops.InjectLoss().to(device) if _injects(aux, route) else None,
+            "dispatch": dispatch,
+            "permute": ops.Permute(top_k),
+            "fc1": ops.GroupedLinear(groups, dim, ffn * (1 + _gated(act)), **linear),
+            "act": act,
+            "fc2": ops.GroupedLinear(groups, ffn, dim, scale_bias=True, **linear),
+            "combine": ops.Combine(top_k),
+            "collect": collect,
+            "add": ops.Add("shared") if shared else None,
+        }
+        super().__init__({name: op for name, op in children.items() if op is not None})
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
+    ) -> Any:
+        """As of a Sequential, over the flattened tokens of x (..., dim)."""
+        returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        router = self._counting()
+        asked = returns if router is None else (*returns, "experts")
+        rows = x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and x.dim() != 2 else x
+        out = super().forward(rows, *args, returns=tuple(dict.fromkeys(asked)), **side)
+        y, *published = out if asked else (out,)
+        if router is not None:
+            router.count(published[-1])
+        y = y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
+        return (y, *published[: len(returns)]) if returns else y
+
+    def _counting(self) -> ops.Router | None:
+        """The router, where this forward counts for `update_expert_bias`: in training, and once."""
+        router = self._modules.get("router")
+        if not isinstance(router, ops.Router) or router.expert_bias is None:
+            return None
+        recomputed = not torch.compiler.is_compiling() and torch_private.in_backward()
+        return router if self.training and torch.is_grad_enabled() and not recomputed else None
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """What a router_loss with aux="inject" is multiplied by, (): the gradient that it gets.
+
+        Assign a number or a device tensor before the forward of a micro-batch; its backward uses that one.
+        """
+        return self._inject().scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | Tensor) -> None:
+        self._inject().set_scale(scale)
+
+    def _inject(self) -> ops.InjectLoss:
+        op = self._modules.get("inject")
+        if not isinstance(op, ops.InjectLoss):
+            raise FuseOpsError(
+                "MoE has no loss_scale: build it with aux='inject', and a balance_loss or z_loss."
+            )
+        return op
+
+    def replaying(self) -> MoE:
+        """This layer, with the same parameters, whose experts come from the caller: moe.replaying()(x, chosen=experts).
+
+        chosen (T, top_k) int32, say `experts` of another run. Weights and losses are of those experts.
+        """
+        children = dict(self.named_children())
+        children["router"] = self["router"].replaying()
+        new = self._like(children.items())
+        return new  # type: ignore[return-value]
+
+
+def scaled(activation: str | ScaledActivation) -> ScaledActivation:
+    """The activation op of a name.  Raises FuseOpsError for one that is not known."""
+    if isinstance(activation, ScaledActivation):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise FuseOpsError(
+            f"MoE: activation is {activation!r}, expected a scaled activation op or one of {sorted(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[activation][0]()
+
+
+def _gated(act: Activation | ScaledActivation) -> bool:
+    return act.kind in K.GATES
+
+
+def _injects(aux: str, router: ops.Router) -> bool:
+    return aux == "inject" and "router_loss" in router.writes
+
+
+def _shared(
+    shared: int | nn.Module,
+    activation: str | ScaledActivation,
+    dim: int,
+    ffn: int,
+    bias: bool,
+    where: dict[str, Any],
+) -> nn.Module | None:
+    """The dense branch."""
+    if isinstance(shared, nn.Module):
+        return shared
+    if shared == 0:
+        return None
+    if not isinstance(activation, str):
+        raise FuseOpsError(
+            "MoE: with an activation op of your own, pass shared_experts as a module."
+        )
+    scaled(activation)
+    act = ACTIVATIONS[activation][1]()
+    hidden = shared * ffn
+    return Sequential(
+        {
+            "fc1": ops.Linear(dim, hidden * (1 + _gated(act)), bias=bias, **where),
+            "act": act,
+            "fc2": ops.Linear(hidden, dim, bias=bias, **where),
+        }
+    )

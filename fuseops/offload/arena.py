@@ -1,0 +1,128 @@
+"""Host memory for copies: regions of exact size that are asked for once and divided among buffers.
+
+Pinning costs 0.4 ms a MiB and torch's own host allocator rounds up to powers of two, so nothing is
+given back before the arena closes: what one step used, the next divides anew, best fit first. The
+same requests in the same order get the same places, so that after the first steps nothing is
+allocated and addresses stay, as captured CUDA graphs need it. Pure: `make` brings the memory.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .lanes import Event, NoRoomError
+
+ALIGN = 512
+REGION = 64 << 20  # small buffers share regions of this size
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to what every dtype and every copy engine likes."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Slab:
+    """A part of a region. after: the last copy that may still read it."""
+
+    __slots__ = ("after", "nbytes", "offset", "region")
+
+    def __init__(self, region: int, offset: int, nbytes: int, after: Event | None) -> None:
+        self.region, self.offset, self.nbytes, self.after = region, offset, nbytes, after
+
+
+class Arena:
+    """Best fit over a few regions.
+
+    make    brings a region of so many bytes
+    budget  bytes that all regions may have together; None: no limit
+    """
+
+    def __init__(self, make: Callable[[int], Any], budget: int | None = None) -> None:
+        self.regions: list[Any] = []
+        self.reserved = 0  # bytes of all regions
+        self.peak = 0  # the most bytes that were handed out at a time
+        self.budget = budget
+        self._make = make
+        self._used = 0  # bytes handed out, each rounded up to ALIGN
+        self._free: list[Slab] = []
+        self._returned: deque[tuple[Slab, Event | None]] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab of at least so many bytes.  Raises NoRoomError beyond the budget."""
+        with self._lock:
+            self._collect()
+            return self._take(aligned(nbytes))
+
+    def give(self, slab: Slab, after: Event | None) -> None:
+        """Take a slab back; `after` is the last copy that reads it. Takes no lock: a finalizer may
+        call it, anywhere.
+        """
+        self._returned.append((slab, after))
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out now."""
+        with self._lock:
+            self._collect()
+            return self._used
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._give(*self._returned.popleft())
+
+    def _take(self, wanted: int) -> Slab:
+        best = min(
+            (s for s in self._free if s.nbytes >= wanted),
+            key=lambda s: (s.nbytes, s.region, s.offset),
+            default=None,
+        )
+        if best is None:
+            best = self._grow(wanted)
+        self._free.remove(best)
+        if best.nbytes > wanted:
+            rest = Slab(best.region, best.offset + wanted, best.nbytes - wanted, best.after)
+            self._free.append(rest)
+        self._used += wanted
+        self.peak = max(self.peak, self._used)
+        return Slab(best.region, best.offset, wanted, best.after)
+
+    def _give(self, slab: Slab, after: Event | None) -> None:
+        self._used -= slab.nbytes
+        slab = Slab(slab.region, slab.offset, slab.nbytes, after)
+        for other in [s for s in self._free if s.region == slab.region]:
+            if other.offset + other.nbytes == slab.offset or (
+                slab.offset + slab.nbytes == other.offset
+            ):
+                self._free.remove(other)
+                slab = Slab(
+                    slab.region,
+                    min(slab.offset, other.offset),
+                    slab.nbytes + other.nbytes,
+                    _later(slab.after, other.after),
+                )
+        self._free.append(slab)
+
+    def _grow(self, wanted: int) -> Slab:
+        room = None if self.budget is None else self.budget - self.reserved
+        nbytes = max(wanted, REGION)
+        if room is not None:
+            nbytes = min(nbytes, max(room, wanted))
+            if wanted > room:
+                raise NoRoomError(
+                    f"host budget of {self.budget} bytes: {self._used} in use, {wanted} more wanted"
+                )
+        region = self._make(nbytes)  # may raise, then nothing has changed
+        self.regions.append(region)
+        self.reserved += nbytes
+        slab = Slab(len(self.regions) - 1, 0, nbytes, None)
+        self._free.append(slab)
+        return slab
+
+
+def _later(a: Event | None, b: Event | None) -> Event | None:
+    """Copies that read host memory all run on one lane: the later one includes the earlier."""
+    if a is None or b is None:
+        return a or b
+    return a if a.serial > b.serial else b

@@ -1,0 +1,130 @@
+"""Lanes of real bytes in host memory: for CPU tensors, and to show what is exact anywhere.
+
+A copy runs at once; or, lazily, only when a wait forces it, so that whatever forgets a wait reads
+bytes that never came. `choose` draws which copies run earlier than they must.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fuseops.torch_private import storage_users
+
+from .arena import Arena, Slab
+from .lanes import Buf, Event, Lane, NoRoomError, Place
+
+POISON = 0xFF  # NaN in every float format, -1 in every integer
+
+Entry = Callable[[], None] | Event  # work, or an event of another lane to wait for
+
+
+class CpuLanes:
+    """Lanes of the CPU.
+
+    budget  bytes of host memory, None for no limit
+    choose  given n, a number below n: how many copies run before they must; None: all run at once
+    poison  overwrite what is freed, where nobody else holds it
+    """
+
+    def __init__(
+        self,
+        budget: int | None = None,
+        choose: Callable[[int], int] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.arena = Arena(self.make, budget)
+        self._choose, self._poison = choose, poison
+        self._slabs: dict[int, Slab] = {}
+        self._queues: dict[Lane, deque[tuple[int, Entry]]] = {"d2h": deque(), "h2d": deque()}
+
+    def make(self, nbytes: int) -> Tensor:
+        """A region of host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
+        if device == "device":
+            return Buf(name, nbytes, device, torch.empty(nbytes, dtype=torch.uint8))
+        try:
+            slab = self.arena.take(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            raise NoRoomError(f"no host memory ({error})") from error
+        region: Tensor = self.arena.regions[slab.region]
+        buf = Buf(name, nbytes, device, region[slab.offset : slab.offset + nbytes])
+        buf.after = slab.after
+        self._slabs[id(buf)] = slab
+        return buf
+
+    def free(self, buf: Buf) -> None:
+        data, after = buf.data, buf.after
+        buf.data = None
+        if buf.place == "host":
+            if self._poison:  # after the last copy that reads it, as its next user would be
+                if after is not None:
+                    self.wait("d2h", after)
+                self._put("d2h", lambda: data.fill_(POISON))
+            self.arena.give(self._slabs.pop(id(buf)), after)
+        elif self._poison and storage_users(data) == 1:
+            data.fill_(POISON)
+
+    def op(
+        self,
+        lane: Lane,
+        reads: Sequence[Buf],
+        writes: Sequence[Buf],
+        cost: float,
+        fn: Callable[[], None] | None,
+    ) -> None:
+        if fn is not None:
+            self._put(lane, fn)
+
+    def record(self, lane: Lane) -> Event:
+        return Event(lane)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if lane in self._queues:
+            self._put(lane, event)
+        else:
+            self._run_to(event)
+
+    def copying(
+        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
+    ) -> Callable[[], None]:
+        pairs = [
+            (target.data[offset : offset + source.nbytes], source.data)
+            for source, offset in zip(sources, offsets, strict=True)
+        ]
+
+        def copy() -> None:
+            for to, source in pairs:
+                to.copy_(source)
+
+        return copy
+
+    def compute(self) -> None:
+        return None
+
+    def _put(self, lane: Lane, entry: Entry) -> None:
+        if lane not in self._queues or self._choose is None:
+            self._do(entry)
+            return
+        self._queues[lane].append((Event(lane).serial, entry))
+        for other, queue in self._queues.items():
+            for _ in range(self._choose(len(queue) + 1)):
+                if queue:  # the one before may have run it
+                    self._step(other)
+
+    def _step(self, lane: Lane) -> None:
+        self._do(self._queues[lane].popleft()[1])
+
+    def _do(self, entry: Entry) -> None:
+        if isinstance(entry, Event):
+            self._run_to(entry)
+        else:
+            entry()
+
+    def _run_to(self, event: Event) -> None:
+        queue = self._queues.get(event.lane, deque())
+        while queue and queue[0][0] < event.serial:
+            self._step(event.lane)

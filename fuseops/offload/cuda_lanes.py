@@ -1,0 +1,128 @@
+"""Lanes of one CUDA device: the current stream computes, each direction has a copy stream.
+
+`record_stream` is not used: memory that it touches is not reused while the host runs ahead. The
+schedule holds references instead, and has compute wait for a copy before it lets the bytes go.
+"""
+
+import functools
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .arena import Arena, Slab
+from .lanes import Buf, Event, Lane, NoRoomError, Place
+
+log = logging.getLogger("fuseops.offload")
+
+
+class CudaLanes:
+    """Lanes of one device; `budget` bytes of host memory, None for no limit."""
+
+    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+        self.device = device
+        self.arena = Arena(pinned, budget)
+        self._d2h, self._h2d = copy_streams(device)
+        self._slabs: dict[int, Slab] = {}
+        weakref.finalize(self, unpin, device, self.arena.regions).atexit = False
+
+    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
+        if device == "device":
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return Buf(name, nbytes, device, data, self.compute())
+        try:
+            slab = self.arena.take(nbytes)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise NoRoomError(f"no host memory ({error})") from error
+        region: Tensor = self.arena.regions[slab.region]
+        buf = Buf(name, nbytes, device, region[slab.offset : slab.offset + nbytes])
+        buf.after = slab.after
+        self._slabs[id(buf)] = slab
+        return buf
+
+    def free(self, buf: Buf) -> None:
+        if buf.place == "host":
+            self.arena.give(self._slabs.pop(id(buf)), buf.after)
+        elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
+            buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
+        buf.data = None
+
+    def op(
+        self,
+        lane: Lane,
+        reads: Sequence[Buf],
+        writes: Sequence[Buf],
+        cost: float,
+        fn: Callable[[], None] | None,
+    ) -> None:
+        if fn is None:
+            return
+        if lane in ("compute", "host"):
+            fn()
+            return
+        with torch.cuda.stream(self.stream(lane)):
+            fn()
+
+    def record(self, lane: Lane) -> Event:
+        return Event(lane, (self.stream(lane).record_event(), is_capturing()))
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        native, captured = event.native
+        # A captured graph starts after, and ends before, all that its stream is given around it.
+        if captured == is_capturing():
+            self.stream(lane).wait_event(native)
+
+    def copying(
+        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
+    ) -> Callable[[], None]:
+        def copy() -> None:
+            for source, offset in zip(sources, offsets, strict=True):
+                target.data[offset : offset + source.nbytes].copy_(source.data, non_blocking=True)
+
+        return copy
+
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def stream(self, lane: Lane) -> torch.cuda.Stream:
+        """What the lane is on this device."""
+        if lane == "d2h":
+            return self._d2h
+        return self._h2d if lane == "h2d" else self.compute()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+@functools.cache
+def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One stream out and one back for a device, made once: streams are few."""
+    return (
+        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+    )
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Page-locked host memory of exactly that size; pageable, with a warning, if it is refused."""
+    if is_capturing():
+        raise RuntimeError("CUDA graph capture can pin none; run the step once before")
+    memory = mmap.mmap(-1, nbytes)
+    region = torch.frombuffer(memory, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(error) != 0:
+        log.warning("%d bytes of host memory could not be pinned: copies will be slow", nbytes)
+    return region
+
+
+def unpin(device: torch.device, regions: list[Tensor]) -> None:
+    """Give regions back, once no copy can be using them."""
+    if regions:
+        torch.cuda.synchronize(device)
+    while regions:
+        torch.cuda.cudart().cudaHostUnregister(regions.pop().data_ptr())  # type: ignore[no-untyped-call]

@@ -1,0 +1,269 @@
+"""What a machine can do: bandwidth of copies by size and direction, rates of arithmetic and memory.
+
+Measured by `Hardware.measure()` (`fuseops env --measure`), or read from a file that it wrote. Where
+no GPU is, plans are made for the shipped H200, and say so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseops.errors import FuseOpsError
+
+SCHEMA_VERSION = 1
+MIB = 1 << 20
+SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
+ROUNDS = 9
+
+# What scaled_dot_product_attention saves besides q, k, v and its output, by backend: name -> bytes
+# for (batch, heads, queries, keys, bytes of an element). The dry run uses torch's CPU kernel, which
+# saves the log-sum-exp as flash attention does.
+ATTENTION_SAVES: Mapping[str, Mapping[str, Callable[[int, int, int, int, int], int]]] = {
+    "flash": {
+        "logsumexp": lambda b, h, q, k, e: 4 * b * h * q,
+        "rng_state": lambda b, h, q, k, e: 16,
+    },
+    "cudnn": {
+        "logsumexp": lambda b, h, q, k, e: 4 * b * h * q,
+        "rng_state": lambda b, h, q, k, e: 16,
+    },
+    "efficient": {
+        "logsumexp": lambda b, h, q, k, e: 4 * b * h * (-(-q // 32) * 32),
+        "rng_state": lambda b, h, q, k, e: 16,
+    },
+    "math": {"probabilities": lambda b, h, q, k, e: e * b * h * q * k},
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a copy by its size.
+
+    points  (bytes, GB/s), sizes ascending; between them, and below the first, seconds grow linearly
+            with bytes; beyond the last the bandwidth is the last one
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sorted(set(sizes)) != sizes or any(rate <= 0 for _, rate in self.points):
+            raise FuseOpsError(
+                "a bandwidth curve needs (bytes, GB/s) with ascending bytes and positive rates, "
+                f"got {self.points}."
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds to copy so many bytes in one piece."""
+        if nbytes <= 0:
+            return 0.0
+        known = [(size, size / rate / 1e9) for size, rate in self.points]
+        size, took = known[-1]
+        if nbytes >= size or len(known) == 1:
+            return took * nbytes / size
+        (low, start), (high, end) = known[:2]
+        # The latency of a copy: where the first stretch meets no bytes, if noise lets it.
+        latency = max(start - (end - start) * low / (high - low), start / 8)
+        known.insert(0, (0, min(latency, start)))
+        above = next(k for k, (size, _) in enumerate(known) if nbytes <= size)
+        (low, start), (high, end) = known[above - 1], known[above]
+        return start + (end - start) * (nbytes - low) / (high - low)
+
+    @property
+    def peak(self) -> float:
+        """GB/s of large copies."""
+        return self.points[-1][1]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine, for the planner.
+
+    d2h, h2d     one direction alone
+    both         both at once: the sum of the two rates
+    memory       GB/s of the device's own memory, read plus written
+    matmul       TFLOP/s of matrix products by dtype; other dtypes are taken as float32's
+    device_bytes memory of the device; 0: unknown
+    attention    backend of scaled_dot_product_attention, a key of ATTENTION_SAVES
+    source       where the figures come from
+    """
+
+    name: str
+    d2h: Curve
+    h2d: Curve
+    both: Curve
+    memory: float
+    matmul: Mapping[str, float] = field(default_factory=dict)
+    device_bytes: int = 0
+    attention: str = "flash"
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTION_SAVES:
+            raise FuseOpsError(
+                f"Hardware(attention=...) expects one of {', '.join(ATTENTION_SAVES)}, "
+                f"got {self.attention!r}."
+            )
+
+    def copy_seconds(self, lane: str, nbytes: int, *, duplex: bool = False) -> float:
+        """Seconds of one copy on lane "d2h" or "h2d". duplex: while the other one is busy too."""
+        alone = (self.d2h if lane == "d2h" else self.h2d).seconds(nbytes)
+        # Each direction's share of the two-way rate, never better than alone.
+        return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
+
+    def op_seconds(self, flops: float, nbytes: int, dtype: str) -> float:
+        """The roofline: the slower of arithmetic and of moving the bytes."""
+        rate = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
+        arithmetic = flops / (rate * 1e12) if rate else 0.0
+        return max(arithmetic, nbytes / (self.memory * 1e9))
+
+    # --- files
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with a schema_version; `from_json` reads it."""
+        data: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        for name in ("d2h", "h2d", "both"):
+            data[name] = [list(point) for point in data[name]["points"]]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hardware:
+        """Raises FuseOpsError for data of another version or with fields missing."""
+        version = data.get("schema_version")
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        if version != SCHEMA_VERSION or not {"name", "d2h", "h2d", "both", "memory"} <= set(values):
+            raise FuseOpsError(
+                f"a hardware profile has schema_version {SCHEMA_VERSION} and at least name, d2h, "
+                f"h2d, both and memory; got version {version!r} with {sorted(values)}. "
+                "`fuseops env --measure --json` writes one."
+            )
+        for name in ("d2h", "h2d", "both"):
+            values[name] = Curve(tuple((int(size), float(rate)) for size, rate in values[name]))
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """A profile from a file: of `to_json`, or all that `fuseops env --measure --json` printed.
+
+        Raises FuseOpsError when it is no such file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FuseOpsError(f"cannot read a hardware profile from {path}: {error}") from None
+        return cls.from_json(data.get("measured", data) if isinstance(data, dict) else {})
+
+    # --- where profiles come from
+
+    @classmethod
+    def h200(cls) -> Hardware:
+        """One NVIDIA H200 as measured for this project, on one machine."""
+        return cls.load(Path(__file__).with_name("hardware_h200.json"))
+
+    @classmethod
+    def measure(cls) -> Hardware:
+        """Measure this machine's CUDA device, in a few seconds.
+
+        Raises FuseOpsError where torch sees no CUDA device.
+        """
+        if not torch.cuda.is_available():
+            raise FuseOpsError(
+                "Hardware.measure() needs a CUDA device, and torch sees none. "
+                "Hardware.h200() is a shipped profile, Hardware.load(path) reads a measured one."
+            )
+        here = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return cls(
+            here.name,
+            *_copy_curves(),
+            memory=_memory_rate(),
+            matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes()},
+            device_bytes=here.total_memory,
+            source=f"measured, torch {torch.__version__}",
+        )
+
+
+def _copy_curves() -> tuple[Curve, Curve, Curve]:
+    """Bandwidth out, back and both ways at once, over SIZES."""
+    points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
+    out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for size in SIZES:
+        device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        repeat = max(1, (64 * MIB) // size)
+
+        def down(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
+            host[0].copy_(device[0], non_blocking=True)
+
+        def up(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
+            device[1].copy_(host[1], non_blocking=True)
+
+        for name, works in (
+            ("d2h", ((out, down),)),
+            ("h2d", ((back, up),)),
+            ("both", ((out, down), (back, up))),
+        ):
+            seconds = _median_seconds(works, repeat)
+            points[name].append((size, _digits(len(works) * repeat * size / seconds / 1e9)))
+    out_alone, back_alone, both = (Curve(tuple(curve)) for curve in points.values())
+    return out_alone, back_alone, both
+
+
+def _memory_rate() -> float:
+    """GB/s of a device copy, read plus written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    works = ((torch.cuda.current_stream(), lambda: target.copy_(source)),)
+    return _digits(2 * source.numel() / _median_seconds(works, 2) / 1e9)
+
+
+def _matmul_dtypes() -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _matmul_rate(dtype: torch.dtype) -> float:
+    """TFLOP/s of a square product of random data."""
+    n = 2048 if dtype is torch.float32 else 8192
+    a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
+    works = ((torch.cuda.current_stream(), lambda: torch.mm(a, b)),)
+    return _digits(2 * n**3 / _median_seconds(works, 3) / 1e12)
+
+
+Work = tuple[torch.cuda.Stream, Callable[[], object]]
+
+
+def _median_seconds(works: tuple[Work, ...], repeat: int) -> float:
+    """Seconds of `repeat` calls of each work, all streams at once; the median of ROUNDS."""
+    rounds = []
+    main = torch.cuda.current_stream()
+    for _ in range(ROUNDS + 2):  # the first two warm up
+        start, stop = (event() for _ in range(2))
+        main.synchronize()
+        main.record_event(start)
+        for stream, work in works:
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                for _ in range(repeat):
+                    work()
+        for stream, _ in works:
+            main.wait_stream(stream)
+        main.record_event(stop)
+        stop.synchronize()
+        rounds.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(rounds[2:])
+
+
+def event() -> torch.cuda.Event:
+    """One that takes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _digits(value: float) -> float:
+    """Four of them."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,92 @@
+"""The four lanes of an offloaded step, and what a schedule may ask of them.
+
+A lane runs what it is given in order; lanes run beside each other. Order between lanes comes from
+events alone: nobody asks for the time, or whether something has finished, so that every run
+enqueues the same. Three kinds of lanes speak this protocol: a simulated clock, bytes in host memory
+(`cpu_lanes`) and CUDA streams (`cuda_lanes`).
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, Protocol
+
+from fuseops.errors import FuseOpsError
+
+Lane = Literal["host", "compute", "d2h", "h2d"]
+Place = Literal["device", "host"]
+LANES: tuple[Lane, ...] = ("host", "compute", "d2h", "h2d")
+
+_serials = itertools.count()
+
+
+class NoRoomError(FuseOpsError):
+    """The host budget has no room for a buffer; the message is the reason that reports give."""
+
+
+class Event:
+    """A point in a lane: everything that the lane was given before it was recorded."""
+
+    __slots__ = ("lane", "native", "serial")
+
+    def __init__(self, lane: Lane, native: Any = None) -> None:
+        self.lane, self.native = lane, native
+        self.serial = next(_serials)  # of two events of one lane the later has the higher number
+
+
+class Buf:
+    """Bytes on the device or the host.
+
+    data   what the lanes keep here: a flat uint8 tensor, or nothing in a simulation
+    after  of host bytes that were freed and are used again: the copy that may still read them
+    owner  of device bytes: the compute lane that may use them again once they are freed
+    """
+
+    __slots__ = ("after", "data", "name", "nbytes", "owner", "place")
+
+    def __init__(
+        self, name: str, nbytes: int, place: Place, data: Any = None, owner: Hashable = None
+    ) -> None:
+        self.name, self.nbytes, self.place = name, nbytes, place
+        self.data, self.owner = data, owner
+        self.after: Event | None = None
+
+    def __repr__(self) -> str:
+        return f"Buf({self.name!r}, {self.nbytes} bytes, {self.place})"
+
+
+class Lanes(Protocol):
+    """Where a schedule enqueues."""
+
+    def alloc(self, nbytes: int, device: Place, name: str) -> Buf:
+        """New bytes; those on the device belong to the compute lane, which may still be reading
+        them. Host bytes can have an `after`.  Raises NoRoomError when the host budget is used up.
+        """
+
+    def free(self, buf: Buf) -> None:
+        """Give bytes back. On the device that is a write on the compute lane; host bytes carry
+        `after` to their next user.
+        """
+
+    def op(
+        self,
+        lane: Lane,
+        reads: Sequence[Buf],
+        writes: Sequence[Buf],
+        cost: float,
+        fn: Callable[[], None] | None,
+    ) -> None:
+        """Enqueue work. cost: bytes on the copy lanes, seconds on the others."""
+
+    def record(self, lane: Lane) -> Event:
+        """The point that the lane has been filled up to."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """All that the lane is given from here on runs after the event."""
+
+    def copying(
+        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
+    ) -> Callable[[], None] | None:
+        """For `op`: copies each source to its offset (bytes) in the target; None in a simulation."""
+
+    def compute(self) -> Hashable:
+        """Which compute lane the caller is on: one thread may use several CUDA streams."""

@@ -1,0 +1,75 @@
+"""The order in which layers run forward and backward: recorded in one step, predicted for the next.
+
+Boundaries are keyed by layer and ordinal of its call in the step, so that micro-batches, pipeline
+schedules and a layer that is used twice are told apart. A prediction may be wrong: then the chain of
+forward calls is followed for the rest of the step, and the report says how often.
+"""
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+
+class Key(NamedTuple):
+    """One call of a layer in a step."""
+
+    layer: str
+    ordinal: int
+
+
+class Boundary(NamedTuple):
+    """A forward or a backward begins."""
+
+    way: Literal["forward", "backward"]
+    key: Key
+
+
+class Order:
+    """Boundaries of the running step beside those of the last complete one."""
+
+    def __init__(self) -> None:
+        self.recorded: tuple[Boundary, ...] = ()  # of the last complete step
+        self.mispredicted = 0
+        self._places: dict[Boundary, int] = {}
+        self._running: list[Boundary] = []
+        self._ordinals: Counter[str] = Counter()
+        self._follows = True  # the running step has been as recorded so far
+
+    def start(self, complete: bool) -> None:
+        """A step begins. complete: all that the one before ran forward, it ran backward."""
+        if complete and self._running:
+            self.recorded = tuple(self._running)
+            self._places = {boundary: i for i, boundary in enumerate(self.recorded)}
+        self._running = []
+        self._ordinals.clear()
+        self._follows = True
+
+    def key(self, layer: str) -> Key:
+        """The key of the next call of a layer."""
+        ordinal, self._ordinals[layer] = self._ordinals[layer], self._ordinals[layer] + 1
+        return Key(layer, ordinal)
+
+    def passed(self, boundary: Boundary) -> None:
+        """A boundary of the running step."""
+        at = len(self._running)
+        self._running.append(boundary)
+        if self._follows and self.recorded and self.recorded[at : at + 1] != (boundary,):
+            self._follows = False
+            self.mispredicted += 1
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there is a recorded step, and this one has followed it so far."""
+        return bool(self.recorded) and self._follows
+
+    def coming(self, count: int) -> tuple[Boundary, ...]:
+        """The next boundaries, as recorded."""
+        at = len(self._running)
+        return self.recorded[at : at + count] if self.predicts else ()
+
+    def distance(self, key: Key) -> int | None:
+        """How many boundaries after its forward the backward of a call begins, if that is known."""
+        forward = self._places.get(Boundary("forward", key))
+        backward = self._places.get(Boundary("backward", key))
+        if not self.predicts or forward is None or backward is None:
+            return None
+        return backward - forward

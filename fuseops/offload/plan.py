@@ -1,0 +1,298 @@
+"""A plan: for every saved tensor whether it stays, leaves or is made again, with the reason, and what
+the step will cost.
+
+    plan = offload.plan(model, batch, peak="11GiB")
+    print(plan.explain())
+    with offload.Scheduler(model, layers=plan.layers, plan=plan): ...
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.errors import FuseOpsError
+
+from .globs import as_globs
+from .hardware import Hardware
+from .plan_model import Model
+from .plan_simulate import DEFAULT, Settings, Simulation, Window, simulate
+from .planner import UNLIMITED, Limits, Solution, solve
+from .policy import DEFAULT_MIN_BYTES
+from .profile import Profile
+from .report import size
+from .sizes import parse_bytes
+
+log = logging.getLogger("fuseops.offload")
+
+SCHEMA_VERSION = 1
+KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
+
+
+class Planned(NamedTuple):
+    """The decision for one saved tensor.
+
+    window  when its bytes leave and come back, None if they do not
+    """
+
+    name: str
+    op: str
+    layer: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    decision: str
+    reason: str
+    window: Window | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class OffloadPlan:
+    """What to do with every saved tensor of a step, and what that will cost.
+
+    tensors     one entry a saved storage, in save order
+    before      the step with nothing moved; after: under this plan
+    warnings    what the plan cannot do
+    """
+
+    profile: Profile
+    hardware: Hardware
+    settings: Settings
+    limits: Limits
+    tensors: tuple[Planned, ...]
+    before: Simulation
+    after: Simulation
+    warnings: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    seconds_to_plan: float = field(default=0.0, compare=False)
+
+    @cached_property
+    def decisions(self) -> dict[str, str]:
+        """Name -> "keep", "offload" or "recompute", for everything that could move."""
+        return {t.name: t.decision for t in self.tensors if t.layer and t.nbytes}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak and host bytes are within the limits."""
+        peak, host = self.limits
+        return (peak is None or self.after.peak <= peak) and (
+            host is None or self.after.host <= host
+        )
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the prediction rests on without having been seen."""
+        return self.profile.assumed
+
+    def bytes_of(self, decision: str) -> int:
+        """Bytes of all tensors with that decision."""
+        return sum(t.nbytes for t in self.tensors if t.decision == decision)
+
+    def owner(self, simulation: Simulation) -> str:
+        """Where the peak of a simulation stands."""
+        return self.profile.owner_at(simulation.peak_position)
+
+    # --- for people
+
+    def explain(self, every: bool = False) -> str:
+        """Budget, prediction and a table: tensor, bytes, decision, reason, window, slack.
+
+        every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
+        """
+        from .plan_text import report
+
+        return report(self, every)
+
+    __str__ = explain
+
+    def __repr__(self) -> str:
+        return (
+            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD))}, "
+            f"recompute {size(self.bytes_of(RECOMPUTE))}, peak {size(self.before.peak)} -> "
+            f"{size(self.after.peak)})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with a schema_version."""
+        from .plan_text import as_json
+
+        return as_json(self)
+
+    def save_trace(self, path: str | Path) -> None:
+        """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
+        from .plan_trace import trace
+
+        Path(path).write_text(json.dumps(trace(self)), encoding="utf-8")
+
+    def to_html(self) -> str:
+        """A page of its own: timeline, bytes, table."""
+        from .plan_html import page
+
+        return page(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html()` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from .plan_html import fragment
+
+        return fragment(self)
+
+
+def plan(
+    model: nn.Module,
+    *sample: Any,
+    hardware: Hardware | None = None,
+    peak: int | str | None = None,
+    host: int | str | None = None,
+    layers: str | Iterable[str] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    record: bool = False,
+    split: Sequence[int] | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    **side: Any,
+) -> OffloadPlan:
+    """Plan the offload of one training step of `model(*sample, **side)`.
+
+    hardware   default: this machine's CUDA device, measured; without one the shipped H200
+    peak       most bytes on the device, as a number or "11GiB"; None: whatever leaves without a stall
+    host       most bytes of host memory for it
+    layers     globs of module paths, the units of the schedule; None: the model's largest list
+    loss       makes a scalar of the output; None: its `.loss`, or all of it with gradient one
+    record     run the step on the device and measure it; default: a dry run on fake tensors, which
+               needs neither the GPU nor its memory
+    split      of a dry run: rows that data-dependent selections find, in turn
+    min_bytes  smaller tensors stay
+
+    Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
+    backward, and in a dry run for shapes that depend on data when no split is given.
+    """
+    from .profile_step import Step, dry_run, layers_of
+    from .profile_step import record as recorded
+
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(f"plan(model, ...) expects an nn.Module, got {type(model).__name__}.")
+    limits = Limits(
+        None if peak is None else parse_bytes(peak, "plan(peak=...)"),
+        None if host is None else parse_bytes(host, "plan(host=...)"),
+    )
+    globs = None if layers is None else as_globs(layers, "plan(layers=...)")
+    if hardware is None:
+        hardware = Hardware.measure() if torch.cuda.is_available() else Hardware.h200()
+    units = layers_of(model, globs)
+    step = Step(model, sample, side, units, loss, min_bytes)
+    profile = recorded(step) if record else dry_run(step, hardware, split)
+    return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+
+
+def plan_profile(
+    profile: Profile,
+    hardware: Hardware,
+    limits: Limits = UNLIMITED,
+    settings: Settings = DEFAULT,
+    *,
+    layers: tuple[str, ...] = (),
+) -> OffloadPlan:
+    """Plan for a profile that is there already."""
+    model = Model(profile, hardware, settings)
+    solution, after = _solve(model, limits)
+    before = simulate(profile, (), hardware, settings)
+    result = OffloadPlan(
+        profile,
+        hardware,
+        settings,
+        limits,
+        tuple(_planned(model, solution, after)),
+        before,
+        after,
+        layers=layers,
+        recomputed=tuple(profile.recompute[model.groups[g]].name for g in solution.choice.drop),
+    )
+    warnings = tuple(_warnings(result, model))
+    for warning in warnings:
+        log.info("%s: %s", profile.model, warning)
+    object.__setattr__(result, "warnings", warnings)
+    return result
+
+
+def _solve(model: Model, limits: Limits) -> tuple[Solution, Simulation]:
+    """Solve, and check by the schedule itself; what bundles cost beyond the prediction is taken off
+    the budget.
+    """
+    asked = limits
+    for _ in range(3):
+        model.evaluations = 0
+        solution = solve(model, asked)
+        after = simulate(
+            model.profile,
+            [k for item in solution.choice.leave for k in model.items[item]],
+            model.hardware,
+            model.settings,
+            recompute=[model.groups[g] for g in solution.choice.drop],
+        )
+        if limits.peak is None or asked.peak is None or after.peak <= limits.peak:
+            break
+        if not solution.fits:
+            break
+        asked = Limits(asked.peak - (after.peak - limits.peak), limits.host)
+    return solution, after
+
+
+def _planned(model: Model, solution: Solution, after: Simulation) -> Iterator[Planned]:
+    profile = model.profile
+    leave = {k for item in solution.choice.leave for k in model.items[item]}
+    dropped = {
+        k: profile.recompute[model.groups[g]]
+        for g in solution.choice.drop
+        for k in profile.recompute[model.groups[g]].saved
+    }
+    for k, saved in enumerate(profile.saved):
+        window, decision = after.windows.get(k), KEEP
+        if k in dropped:
+            decision, group = RECOMPUTE, dropped[k]
+            reason = f"with {group.name}, {group.seconds * 1e3:.2f} ms"
+        elif k in leave and k not in after.stayed:
+            decision = OFFLOAD
+            reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"
+        elif k in leave:
+            reason = after.stayed[k]
+        elif saved.why is not None:
+            reason = saved.why
+        elif k not in model.of_saved:
+            reason = "read again too soon"
+        else:
+            reason = "not needed for the peak" if model.profile.saved else ""
+        layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
+        yield Planned(
+            *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
+            *(decision, reason, window),
+        )
+
+
+def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
+    before, after, (peak, host) = plan.before, plan.after, plan.limits
+    if peak is not None and after.peak > peak:
+        yield (
+            f"does not fit: the lowest predicted peak is {size(after.peak)}, {plan.owner(after)}, "
+            f"and {size(peak)} were asked for"
+        )
+    if host is not None and after.host > host:
+        yield f"needs {size(after.host)} of host memory, and {size(host)} were given"
+    items, groups = model.covers(before.peak_position)
+    if not items and not groups:
+        yield (
+            f"offloading cannot lower the peak: it stands in the {plan.owner(before)}, where "
+            "nothing that could leave is away"
+        )
+    if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:
+        yield "nothing that the layers save can leave"

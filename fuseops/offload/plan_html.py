@@ -1,0 +1,201 @@
+"""A plan as HTML: bytes on the device, the lanes on one clock, and the table. One self-contained
+page, without a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from fuseops.fusions.explain.html import STYLE
+
+from .plan_text import HEADER, facts, rows
+from .plan_trace import spans
+from .report import size
+
+if TYPE_CHECKING:
+    from .plan import OffloadPlan
+    from .simulated_lanes import Level
+
+WIDTH, LEFT, CHART, LANE = 1040, 76, 180, 26
+MORE_STYLE = """
+.fuseops .plan text{text-anchor:start}
+.fuseops .plan .tick{text-anchor:middle;fill:var(--soft);font-size:11px}
+.fuseops .plan .label{text-anchor:end;fill:var(--soft);font-size:11px}
+.fuseops .plan .grid{stroke:var(--line)}
+.fuseops .plan .before{fill:var(--node);stroke:var(--soft);stroke-dasharray:3 3}
+.fuseops .plan .after{fill:var(--bar);fill-opacity:.55;stroke:var(--forward)}
+.fuseops .plan .budget{stroke:var(--miss);stroke-width:1.5;stroke-dasharray:6 3}
+.fuseops .plan .peak{fill:var(--miss)}
+.fuseops .plan .f{fill:var(--forward)}
+.fuseops .plan .b{fill:var(--backward)}
+.fuseops .plan .d2h{fill:var(--joint)}
+.fuseops .plan .h2d{fill:var(--bar)}
+.fuseops .plan .stall{fill:var(--miss)}
+.fuseops .key{font-size:12px;color:var(--soft);margin:8px 0 0}
+.fuseops .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 14px}
+.fuseops .decided td{padding-right:18px}
+.fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
+.fuseops .wide{overflow-x:auto}
+.fuseops .offload{color:var(--joint);font-weight:600}
+.fuseops .recompute{color:var(--backward);font-weight:600}
+.fuseops .warning{color:var(--miss);background:var(--missback);border:1px solid var(--miss);
+border-radius:8px;padding:8px 12px;margin:0 0 12px}
+"""
+
+
+def page(plan: OffloadPlan) -> str:
+    """A whole document."""
+    title = f"Offload plan of {escape(plan.profile.model)}"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}{MORE_STYLE}</style>\n</head>\n"
+        f'<body class="fuseops">\n<main>\n<h1>{title}</h1>\n{"".join(_body(plan))}\n</main>\n'
+        "</body>\n</html>\n"
+    )
+
+
+def fragment(plan: OffloadPlan) -> str:
+    """The same, to be put into any page."""
+    return f'<div class="fuseops"><style>{STYLE}{MORE_STYLE}</style>{"".join(_body(plan))}</div>'
+
+
+def _body(plan: OffloadPlan) -> Iterator[str]:
+    yield f"<p>{escape(plan.profile.kind)} of one step on {escape(plan.hardware.name)}</p>"
+    for warning in plan.warnings:
+        yield f'<div class="warning">{escape(warning)}</div>'
+    lines = "".join(
+        f'<tr><td class="quiet">{escape(title)}</td><td>{escape(text)}</td></tr>'
+        for title, text in facts(plan)
+    )
+    yield f"<section><table><tbody>{lines}</tbody></table></section>"
+    yield f'<section><h3>Timeline</h3><div class="draw">{_drawing(plan)}</div>{_KEY}</section>'
+    yield f'<section><h3>Saved tensors</h3><div class="wide">{_table(plan)}</div></section>'
+    if plan.assumed:
+        notes = "".join(f"<li>{escape(text)}</li>" for text in plan.assumed)
+        yield f"<section><h3>Assumed</h3><ul>{notes}</ul></section>"
+
+
+_KEY = (
+    '<p class="key">'
+    + "".join(
+        f'<i style="background:var(--{color})"></i>{text}'
+        for color, text in (
+            ("node", "bytes on the device, nothing moved"),
+            ("bar", "bytes by this plan, H2D"),
+            ("forward", "forward"),
+            ("backward", "backward"),
+            ("joint", "D2H"),
+            ("miss", "budget, peak, stalls"),
+        )
+    )
+    + "</p>"
+)
+
+
+def _table(plan: OffloadPlan) -> str:
+    head = "".join(f"<th>{title}</th>" for title in HEADER)
+    body = []
+    for row in rows(plan):
+        name, nbytes, decision, reason, window, slack = map(escape, row.cells())
+        body.append(
+            f'<tr><td class="mono">{name}</td><td class="number">{nbytes}</td>'
+            f'<td class="{decision}">{decision}</td><td>{reason}</td>'
+            f'<td class="number">{window}</td><td class="number">{slack}</td></tr>'
+        )
+    return f'<table class="decided"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+
+
+class _Scale:
+    """Seconds to x, bytes to y."""
+
+    def __init__(self, seconds: float, nbytes: int) -> None:
+        self.seconds, self.nbytes = max(seconds, 1e-9), max(nbytes, 1)
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - 8) * seconds / self.seconds
+
+    def y(self, nbytes: float) -> float:
+        return 10 + CHART * (1 - nbytes / self.nbytes)
+
+
+def _drawing(plan: OffloadPlan) -> str:
+    after, before = plan.after, plan.before
+    tallest = max(before.peak, after.peak, plan.limits.peak or 0)
+    scale = _Scale(max(before.seconds, after.seconds), int(tallest * 1.05))
+    parts = [*_axes(scale), _area(scale, before.levels, before.seconds, "before")]
+    parts.append(_area(scale, after.levels, after.seconds, "after"))
+    if plan.limits.peak is not None:
+        y = scale.y(plan.limits.peak)
+        parts.append(
+            f'<line class="budget" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+    top = after.levels[after.peak_position] if after.levels else None
+    if top is not None:
+        tip = escape(f"peak {size(after.peak)}, {plan.owner(after)}")
+        parts.append(
+            f'<circle class="peak" r="4" cx="{scale.x(top.seconds):.1f}" '
+            f'cy="{scale.y(top.nbytes):.1f}"><title>{tip}</title></circle>'
+        )
+    parts += _lanes(plan, scale)
+    height = CHART + 44 + 4 * LANE
+    return f'<svg class="plan" width="{WIDTH}" height="{height}" role="img">{"".join(parts)}</svg>'
+
+
+def _axes(scale: _Scale) -> Iterator[str]:
+    for k in range(5):
+        nbytes = scale.nbytes * k / 4
+        y = scale.y(nbytes)
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{size(int(nbytes))}</text>'
+    for k in range(9):
+        seconds = scale.seconds * k / 8
+        yield (
+            f'<text class="tick" x="{scale.x(seconds):.1f}" y="{CHART + 22}">'
+            f"{seconds * 1e3:.3g} ms</text>"
+        )
+
+
+def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) -> str:
+    """A step curve; of what falls on one pixel, the highest."""
+    highest: dict[int, float] = {}
+    for level in levels:
+        x = round(scale.x(level.seconds))
+        highest[x] = max(highest.get(x, 0.0), level.nbytes)
+    points, y = [f"M{LEFT},{scale.y(0):.1f}"], scale.y(0)
+    for x, nbytes in sorted(highest.items()):
+        y = scale.y(nbytes)
+        points.append(f"H{x}V{y:.1f}")
+    points.append(f"H{scale.x(seconds):.0f}V{scale.y(0):.1f}Z")
+    return f'<path class="{style}" d="{"".join(points)}"/>'
+
+
+def _lanes(plan: OffloadPlan, scale: _Scale) -> Iterator[str]:
+    titles = ("layers", "stalls", "D2H", "H2D")
+    tops = {title: CHART + 38 + k * LANE for k, title in enumerate(titles)}
+    for title, top in tops.items():
+        y = top + LANE / 2 - 3
+        yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{title}</text>'
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{top + LANE - 3}" y2="{top + LANE - 3}"/>'
+    for span in spans(plan.profile, plan.after):
+        tip = f"{span.way} of {span.title}"
+        yield _bar(scale, tops["layers"], span.start, span.end, span.way[0], tip)
+    for wait in plan.after.stalls:
+        tip = f"waits for {wait.what} on {wait.on}"
+        yield _bar(scale, tops["stalls"], wait.start, wait.end, "stall", tip)
+    for busy in plan.after.busy:
+        if busy.lane in ("d2h", "h2d"):
+            tip = f"{busy.name}, {size(busy.nbytes)}"
+            yield _bar(scale, tops[busy.lane.upper()], busy.start, busy.end, busy.lane, tip)
+
+
+def _bar(scale: _Scale, top: float, start: float, end: float, style: str, tip: str) -> str:
+    x = scale.x(start)
+    width = max(scale.x(end) - x - 0.5, 0.5)
+    tip = escape(f"{tip}: {start * 1e3:.2f} to {end * 1e3:.2f} ms")
+    return (
+        f'<rect class="{style}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}">'
+        f"<title>{tip}</title></rect>"
+    )

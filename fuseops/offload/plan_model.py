@@ -1,0 +1,390 @@
+"""A fast prediction of what the schedule will do with a choice: the planner asks it thousands of
+times, and the schedule itself only once, at the end.
+
+Where events stand in the step does not depend on the choice; only stalls do. So they are laid out
+once, and a prediction is one pass over those of the chosen tensors. Small tensors of a call, which
+share a transfer, each bear their part of its cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .arena import aligned
+from .hardware import Hardware
+from .plan_simulate import Settings, again_at
+from .profile import Profile, Saved
+
+SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
+
+
+class Choice(NamedTuple):
+    """What leaves and what is dropped, by index into the model's `items` and `groups`."""
+
+    leave: frozenset[int]
+    drop: frozenset[int]
+
+
+class Prediction(NamedTuple):
+    """What a choice costs.
+
+    late     item -> seconds that compute stood still for it
+    top      position of the peak
+    """
+
+    seconds: float
+    stall: float
+    recompute: float
+    peak: int
+    top: int
+    host: int
+    late: dict[int, float]
+
+
+class Hole(NamedTuple):
+    """Positions from and to which an item's bytes are not on the device."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+class Model:
+    """One profile on one machine under one schedule.
+
+    items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
+            far as the schedule can move them; micro-batches have the same names
+    groups  index into `profile.recompute`
+    """
+
+    def __init__(self, profile: Profile, hardware: Hardware, settings: Settings) -> None:
+        self.profile, self.hardware, self.settings = profile, hardware, settings
+        places = _Places(profile, settings)
+        by_name: dict[str, list[int]] = defaultdict(list)
+        for k in places.movable:
+            by_name[profile.saved[k].name].append(k)
+        self.items = [tuple(saved) for saved in by_name.values()]
+        self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
+        self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
+        self.call = [profile.saved[saved[0]].call for saved in self.items]
+        self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
+        self.members = [
+            frozenset(self.of_saved[k] for k in profile.recompute[g].saved if k in self.of_saved)
+            for g in self.groups
+        ]
+        self.groups_of: dict[int, list[int]] = defaultdict(list)
+        for g, members in enumerate(self.members):
+            for item in members:
+                self.groups_of[item].append(g)
+        # Small tensors of one call are one transfer: all are there when the last is.
+        self.slots = {
+            k: -1 - profile.saved[k].call if places.is_small(k) else k for k in places.movable
+        }
+        self.seconds_out, self.seconds_back = self._costs(places)
+        self.out = [sum(self.seconds_out[k] for k in saved) for saved in self.items]
+        self.events = self._events(places)
+        self.holes = [[h for k in saved for h in places.holes[k]] for saved in self.items]
+        self.drops = [self._drops(g) for g in self.groups]
+        self._segments()
+        self.evaluations = 0
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Seconds, stalls, peak and host bytes under a choice."""
+        self.evaluations += 1
+        leave, drop = choice
+        stall, recompute, host, late = self._time(leave, drop)
+        peak, top = self._peak(leave, drop)
+        seconds = self.profile.seconds + stall + recompute
+        return Prediction(seconds, stall, recompute, peak, top, host, late)
+
+    def covers(self, position: int) -> tuple[list[int], list[int]]:
+        """Items and groups whose absence lowers the bytes at a position."""
+        items = [
+            k
+            for k, holes in enumerate(self.holes)
+            if any(h.start <= position < h.end and h.nbytes > 0 for h in holes)
+        ]
+        groups = [
+            g
+            for g, holes in enumerate(self.drops)
+            if any(h.start <= position < h.end for h in holes)
+        ]
+        return items, groups
+
+    # --- time
+
+    def _costs(self, places: _Places) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds out and back of every saved storage that can move."""
+        saved = self.profile.saved
+        out: dict[int, float] = {}
+        back: dict[int, float] = {}
+        together: dict[int, int] = defaultdict(int)
+        for k in places.movable:
+            if places.is_small(k):
+                together[saved[k].call] += saved[k].nbytes
+        for k in places.movable:
+            nbytes, whole = saved[k].nbytes, saved[k].nbytes
+            if places.is_small(k):
+                whole = min(together[saved[k].call], self.settings.bundle)
+            out[k] = self.hardware.copy_seconds("d2h", whole) * nbytes / whole
+            back[k] = self.hardware.copy_seconds("h2d", whole) * nbytes / whole
+        return out, back
+
+    def _events(self, places: _Places) -> list[tuple[int, int, int, float]]:
+        """(kind, item or group, saved, seconds without any stall), in the order of the program."""
+        clock = self.profile.clock
+        found: list[tuple[tuple[int, int], int, int, int]] = []
+        for order, (kind, saved, position) in enumerate(places.events):
+            found.append(((position, order), kind, self.of_saved[saved], saved))
+        for g, group in enumerate(self.groups):
+            by_call: dict[int, int] = {}  # call -> where it is made again
+            for k in self.profile.recompute[group].saved:
+                at = again_at(self.profile, k)
+                by_call[self.profile.saved[k].call] = min(
+                    at, by_call.get(self.profile.saved[k].call, at)
+                )
+            for call, at in by_call.items():
+                found.append(((at, len(places.events)), AGAIN, g, call))
+        return [(kind, k, saved, clock[p]) for (p, _), kind, k, saved in sorted(found)]
+
+    def _time(
+        self, leave: frozenset[int], drop: frozenset[int]
+    ) -> tuple[float, float, int, dict[int, float]]:
+        stall = recompute = out_free = back_free = 0.0
+        host = host_peak = 0
+        copied: dict[int, float] = {}  # by slot
+        arrived: dict[int, float] = {}
+        late: dict[int, float] = {}
+        out, back, slots, saved = (
+            self.seconds_out,
+            self.seconds_back,
+            self.slots,
+            self.profile.saved,
+        )
+        for kind, item, k, base in self.events:
+            if kind == AGAIN:
+                if item in drop:
+                    group = self.profile.recompute[self.groups[item]]
+                    recompute += group.seconds / group.calls
+                continue
+            if item not in leave:
+                continue
+            now, slot = base + stall + recompute, slots[k]
+            if kind == SEND:
+                out_free = copied[slot] = (out_free if out_free > now else now) + out[k]
+                host += aligned(saved[k].nbytes)
+                host_peak = max(host, host_peak)
+            elif kind == FETCH:
+                start = back_free if back_free > now else now
+                if copied[slot] > start:
+                    start = copied[slot]
+                back_free = arrived[slot] = start + back[k]
+            else:
+                wait = (copied if kind == RELEASE else arrived)[slot] - now
+                if wait > 0.0:
+                    stall += wait
+                    late[item] = late.get(item, 0.0) + wait
+                if kind == LAST:
+                    host -= aligned(saved[k].nbytes)
+        return stall, recompute, host_peak, late
+
+    def stalls_of_more(self, choice: Choice) -> list[float]:
+        """About how many seconds each item would add, did it leave too.
+
+        It stands behind what is on its lane before it, and delays what comes after it, as far as
+        gaps on the lane and slack before the next wait do not take that up.
+        """
+        wanted: dict[int, dict[int, float]] = {SEND: {}, FETCH: {}}  # lane -> saved -> when
+        queue: dict[int, list[tuple[int, int, float]]] = {SEND: [], FETCH: []}
+        free = {SEND: 0.0, FETCH: 0.0}
+        stall = 0.0
+        for kind, item, k, base in self.events:
+            now, leaves = base + stall, item in choice.leave
+            if kind in queue:
+                start = max(free[kind], now)
+                queue[kind].append((item, k, start))
+                if leaves:
+                    took = self.seconds_out if kind == SEND else self.seconds_back
+                    free[kind] = start + took[k]
+            elif kind == AGAIN:
+                group = self.profile.recompute[self.groups[item]]
+                stall += group.seconds / group.calls if item in choice.drop else 0.0
+            else:
+                wanted[SEND if kind == RELEASE else FETCH].setdefault(k, now)
+        added = [0.0] * len(self.items)
+        for lane, took in ((SEND, self.seconds_out), (FETCH, self.seconds_back)):
+            spare = following = float("inf")  # what the next on the lane can be delayed by
+            for item, k, start in reversed(queue[lane]):
+                done = start + took[k]
+                late = done - wanted[lane][k]
+                if item in choice.leave:
+                    spare = min(max(-late, 0.0), max(following - done, 0.0) + spare)
+                    following = start
+                else:
+                    added[item] += max(late, done - following - spare, 0.0)
+        return added
+
+    # --- bytes
+
+    def _drops(self, group: int) -> list[Hole]:
+        saved, found = self.profile.saved, []
+        for k in self.profile.recompute[group].saved:
+            end = again_at(self.profile, k)
+            if saved[k].held < end:
+                found.append(Hole(saved[k].held, end, saved[k].nbytes))
+        return found
+
+    def _segments(self) -> None:
+        """Ops between two neighbouring ends of holes count by their highest."""
+        ends = {0, len(self.profile.ops)}
+        for holes in (*self.holes, *self.drops):
+            for hole in holes:
+                ends.update((hole.start, hole.end))
+        self._ends = sorted(e for e in ends if e <= len(self.profile.ops))
+        resident = [op.resident for op in self.profile.ops]
+        self._tops = [
+            max(range(a, b), key=resident.__getitem__)
+            for a, b in zip(self._ends, self._ends[1:], strict=False)
+        ]
+        self._levels = [resident[p] for p in self._tops]
+        place = {end: n for n, end in enumerate(self._ends)}
+        self._hole_places = [_placed(holes, place) for holes in self.holes]
+        self._drop_places = [_placed(holes, place) for holes in self.drops]
+
+    def _peak(self, leave: frozenset[int], drop: frozenset[int]) -> tuple[int, int]:
+        change = [0] * (len(self._ends) + 1)
+        for k in leave:
+            for start, end, nbytes in self._hole_places[k]:
+                change[start] += nbytes
+                change[end] -= nbytes
+        for g in drop:
+            for start, end, nbytes in self._drop_places[g]:
+                change[start] += nbytes
+                change[end] -= nbytes
+        best, where, absent = 0, 0, 0
+        for n, level in enumerate(self._levels):
+            absent += change[n]
+            if level - absent > best:
+                best, where = level - absent, n
+        return best, self._tops[where] if self._tops else 0
+
+    def segment_of(self, position: int) -> int:
+        """Which of the stretches between ends of holes a position lies in."""
+        return max(bisect_left(self._ends, position + 1) - 1, 0)
+
+
+def _placed(holes: Sequence[Hole], place: dict[int, int]) -> list[tuple[int, int, int]]:
+    return [(place[h.start], place[h.end], h.nbytes) for h in holes]
+
+
+class _Places:
+    """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
+
+    def __init__(self, profile: Profile, settings: Settings) -> None:
+        self.profile, self.settings = profile, settings
+        self.events: list[tuple[int, int, int]] = []  # kind, saved, position
+        self.holes: dict[int, list[Hole]] = {}
+        self.movable: list[int] = []
+        boundaries = profile.boundaries
+        number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
+        sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
+        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved, in the order of saving
+        now = 0
+        for position, what, k, by in profile.happenings:
+            if what in ("enter", "backward"):
+                now += 1
+            elif what == "share" and k in mine[profile.saved[k].call]:
+                mine[by].append(k)
+            elif what == "save" and self._may_leave(k, number):
+                mine[profile.saved[k].call].append(k)
+                if not self.is_small(k):
+                    sends[k] = (position, now)
+            elif what == "leave":
+                for saved in mine[k]:
+                    sends.setdefault(saved, (position, now))
+        at = [b.position for b in boundaries]
+        for k, (position, passed) in sends.items():
+            own = number["backward", profile.saved[k].call]
+            others = [number["backward", call] for call in _others(profile.saved[k])]
+            due, fetch = passed + settings.lag, min([own, *others]) - settings.ahead
+            if due < fetch:
+                self._add(k, position, at[due - 1], at[fetch - 1])
+        self.movable.sort()
+        self._order(sends, mine, number)
+
+    def is_small(self, k: int) -> bool:
+        return self.profile.saved[k].nbytes < self.settings.small
+
+    def _may_leave(self, k: int, number: dict[tuple[str, int], int]) -> bool:
+        saved = self.profile.saved[k]
+        return (
+            saved.why is None
+            and saved.nbytes > 0
+            and saved.call >= 0
+            and all(("backward", call) in number for call in (saved.call, *_others(saved)))
+        )
+
+    def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
+        saved = self.profile.saved[k]
+        self.movable.append(k)
+        holes = []
+        if self.is_small(k):
+            # Gathered: its own bytes go at once, those of the transfer at the release.
+            gone, staged = max(sent, saved.held), max(sent, released)
+            holes.append(Hole(gone, fetched, saved.nbytes))
+            holes.append(Hole(sent, staged, -saved.nbytes))
+        else:
+            holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
+        # While somebody else holds the original, what came back is a second copy.
+        holes.append(Hole(fetched, min(saved.held, saved.freed), -saved.nbytes))
+        self.holes[k] = [h for h in holes if h.start < h.end]
+
+    def _order(
+        self,
+        sends: dict[int, tuple[int, int]],
+        mine: dict[int, list[int]],
+        number: dict[tuple[str, int], int],
+    ) -> None:
+        """Events in the order in which the host program reaches them."""
+        lag, ahead = self.settings.lag, self.settings.ahead
+        movable = set(self.movable)
+        fetches: dict[int, list[int]] = defaultdict(list)
+        releases: dict[int, list[int]] = defaultdict(list)
+        fetched: set[int] = set()
+        for call in sorted(mine, key=lambda call: number["backward", call]):
+            due, saved = number["backward", call] - ahead, mine[call]
+            saved = [k for k in saved if k not in fetched]
+            fetched.update(saved)
+            # Last saved, first read; the transfer of small ones comes where its last one would.
+            large = [k for k in reversed(saved) if k in movable]
+            small = [k for k in large if self.is_small(k)]
+            first = next((n for n, k in enumerate(large) if self.is_small(k)), 0)
+            rest = [k for k in large[first:] if not self.is_small(k)]
+            fetches[due] += [*large[:first], *small, *rest]
+        for k, (_, passed) in sends.items():
+            if k in movable:
+                releases[passed + lag].append(k)
+        now = 0
+        for position, what, k, _ in self.profile.happenings:
+            if what in ("enter", "backward"):
+                now += 1
+                self.events += [(FETCH, saved, position) for saved in fetches[now]]
+                self.events += [(RELEASE, saved, position) for saved in releases[now]]
+            elif what == "save" and k in movable and not self.is_small(k):
+                self.events.append((SEND, k, position))
+            elif what == "leave":
+                own = [s for s in mine[k] if self.profile.saved[s].call == k]
+                small = [s for s in own if s in movable and self.is_small(s)]
+                self.events += [(SEND, saved, position) for saved in small]
+            elif what in ("read", "reread") and k in movable:
+                reads = [self.profile.saved[k].read, *(a.read for a in self.profile.saved[k].again)]
+                last = position == max(reads)
+                self.events.append((LAST if last else READ, k, position))
+
+
+def _others(saved: Saved) -> list[int]:
+    """The other calls that save it."""
+    return [again.call for again in saved.again]

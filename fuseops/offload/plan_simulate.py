@@ -1,0 +1,288 @@
+"""Runs the schedule over a profile on simulated lanes: what a plan will cost, to the byte and with
+every stall. The schedule is the one that runs on CUDA; only the lanes differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .hardware import Hardware
+from .lanes import Lane
+from .profile import Happening, Profile
+from .schedule import Call, Item, Schedule
+from .simulated_lanes import Busy, Level, SimulatedBuf, SimulatedLanes, Wait, simulated
+
+
+class Settings(NamedTuple):
+    """The constants of the schedule that a plan is made for."""
+
+    lag: int = 2
+    ahead: int = 1
+    small: int = 4 << 20
+    bundle: int = 32 << 20
+
+
+DEFAULT = Settings()
+
+
+class Window(NamedTuple):
+    """What became of one saved storage. Seconds since the step began.
+
+    slack  how much later its copies could have been done without stalling compute; negative: it
+           stalled
+    """
+
+    out: tuple[float, float]
+    back: tuple[float, float]
+    slack: float
+
+
+@dataclass(frozen=True, repr=False)
+class Simulation:
+    """One steady step under a plan.
+
+    stayed    saved index -> why the schedule kept it, of what was to leave
+    levels    bytes on the device at the begin of every op
+    """
+
+    seconds: float
+    stall: float
+    recompute: float
+    peak: int
+    peak_position: int
+    moved: int
+    host: int
+    stayed: dict[int, str]
+    windows: dict[int, Window]
+    levels: tuple[Level, ...]
+    busy: tuple[Busy, ...]
+    stalls: tuple[Wait, ...]
+
+
+class Cost:
+    """Bytes on the copy lanes, seconds elsewhere (the protocol of `Lanes.op`)."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def __call__(self, lane: Lane, cost: float, duplex: bool) -> float:
+        if lane in ("d2h", "h2d"):
+            return self.hardware.copy_seconds(lane, int(cost), duplex=duplex)
+        return cost
+
+
+def simulate(
+    profile: Profile,
+    offload: Collection[int],
+    hardware: Hardware,
+    settings: Settings = DEFAULT,
+    *,
+    recompute: Collection[int] = (),
+    host: int | None = None,
+    lanes: SimulatedLanes | None = None,
+) -> Simulation:
+    """One steady step: the second of two, since in the first the schedule learns the order.
+
+    offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
+    """
+    lanes = lanes or SimulatedLanes(Cost(hardware), budget=host)
+    schedule = Schedule(lanes, **settings._asdict())
+    step = _Step(profile, schedule, lanes, set(offload), set(recompute))
+    step.run()
+    return step.run()
+
+
+class _Step:
+    """Plays the program's part: what hooks and ops would tell the schedule."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        schedule: Schedule,
+        lanes: SimulatedLanes,
+        offload: set[int],
+        recompute: set[int],
+    ) -> None:
+        self.profile, self.schedule, self.lanes = profile, schedule, lanes
+        groups = [profile.recompute[k] for k in recompute]
+        self.dropped = {k for group in groups for k in group.saved}
+        self.offload = offload - self.dropped
+        self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
+        for group in groups:
+            for call in {profile.saved[k].call for k in group.saved}:
+                mine = [k for k in group.saved if profile.saved[k].call == call]
+                at = min(again_at(profile, k) for k in mine)
+                self.again[at] += group.seconds / group.calls
+        self.absent = _absent(profile, self.dropped, self.offload)
+        self.by_position: dict[int, list[Happening]] = defaultdict(list)
+        for happening in profile.happenings:
+            if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
+                self.by_position[happening.position].append(happening)
+
+    def run(self) -> Simulation:
+        lanes, profile = self.lanes, self.profile
+        self.calls: dict[int, Call] = {}
+        self.items: dict[int, Item] = {}
+        self.made: dict[int, SimulatedBuf] = {}
+        self.read: dict[int, SimulatedBuf] = {}
+        self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and how it was late
+        self.wanted: list[int] = []  # saved storages that the next op reads
+        self.done: list[tuple[int, int]] = []  # saved tensors that go after it
+        started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
+        bytes_out = self.schedule.stats.out_bytes
+        levels, recompute, host = [], 0.0, 0
+        for position in range(len(profile.ops) + 1):
+            for happening in self.by_position.get(position, ()):
+                getattr(self, f"_{happening.what}")(happening.which, happening.call)
+            host = max(host, lanes.arena.used)
+            again = self.again.get(position, 0.0)
+            if again:
+                lanes.op("compute", (), (), again, None, "recompute")
+                recompute += again
+            if position == len(profile.ops):
+                break
+            op = profile.ops[position]
+            nbytes = op.resident - self.absent[position] + lanes.levels[-1].nbytes
+            levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
+            reads = [self.read[k] for k in self.wanted]
+            lanes.op("compute", reads, (), op.seconds, None, op.name)
+            for call, k in self.done:
+                self.schedule.drop(self.calls[call], self.items[k])
+            self.wanted, self.done = [], []
+        top = max(range(len(levels)), key=lambda p: levels[p].nbytes, default=0)
+        stalls = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
+        return Simulation(
+            seconds=lanes.now["compute"] - started,
+            stall=sum(w.end - w.start for w in stalls),
+            recompute=recompute,
+            peak=levels[top].nbytes if levels else 0,
+            peak_position=top,
+            moved=self.schedule.stats.out_bytes - bytes_out,
+            host=host,
+            stayed={k: i.kept for k, i in self.items.items() if i.kept is not None},
+            windows=self._windows(started),
+            levels=tuple(levels),
+            busy=tuple(
+                b._replace(start=b.start - started, end=b.end - started) for b in lanes.busy[busy:]
+            ),
+            stalls=tuple(stalls),
+        )
+
+    # --- happenings
+
+    def _enter(self, k: int, _: int) -> None:
+        call = self.profile.calls[k]
+        self.calls[k] = self.schedule.enter(call.layer)
+        if call.backward >= 0:
+            self.schedule.keep(self.calls[k])  # its call lives until its backward
+
+    def _leave(self, k: int, _: int) -> None:
+        self.schedule.leave(self.calls[k])
+
+    def _backward(self, k: int, _: int) -> None:
+        self.schedule.backward(self.calls[k])
+        self.schedule.drop(self.calls[k])
+
+    def _save(self, k: int, _: int) -> None:
+        saved = self.profile.saved[k]
+        source = self.lanes.alloc(saved.nbytes, "device", saved.name)
+        self.lanes.hold(source)  # by whoever made it
+        self.made[k] = source
+        self.items[k] = self.schedule.save(self.calls[saved.call], saved.name, source)
+
+    def _held(self, k: int, _: int) -> None:
+        self.lanes.free(self.made.pop(k))
+
+    def _share(self, k: int, call: int) -> None:
+        if self._left(k):
+            self.schedule.share(self.calls[call], self.items[k])
+
+    def _left(self, k: int) -> bool:
+        """Whether it is the schedule's: not if it stays after all."""
+        return self.items[k].kept is None
+
+    def _read(self, k: int, _: int) -> None:
+        self._reread(k, self.profile.saved[k].call)
+
+    def _reread(self, k: int, call: int) -> None:
+        item, before = self.items[k], self.lanes.now["compute"]
+        if not self._left(k):
+            if item.source is not None:
+                self.read[k] = simulated(item.source)
+            return
+        buf, bundle = simulated(self.schedule.fetch(item)[0]), item.bundle
+        if k not in self.read:
+            arrived = getattr(bundle and bundle.arrived, "seconds", before)
+            self.ready[k] = (before, arrived)
+            self.lanes.hold(buf)  # by the op that reads it
+            self.read[k] = buf
+        self.schedule.used(item)
+        self.wanted.append(k)
+        self.done.append((call, k))
+
+    def _freed(self, k: int, _: int) -> None:
+        self.lanes.free(self.read.pop(k))
+
+    # --- what came of it
+
+    def _windows(self, started: float) -> dict[int, Window]:
+        found = {}
+        for k, item in self.items.items():
+            bundle = item.bundle
+            if bundle is None or not bundle.released or k not in self.ready:
+                continue
+            before, arrived = self.ready[k]
+            out, back = _work_of(bundle.written), _work_of(bundle.arrived)
+            if out is None or back is None:
+                continue
+            found[k] = Window(
+                (out.start - started, out.end - started),
+                (back.start - started, back.end - started),
+                before - arrived,
+            )
+        return found
+
+
+def again_at(profile: Profile, k: int) -> int:
+    """Where a dropped storage is there again: at the backward of its layer, at the latest where it
+    is read.
+    """
+    saved = profile.saved[k]
+    backward = profile.calls[saved.call].backward if saved.call >= 0 else -1
+    return min(saved.read, backward) if backward >= 0 else saved.read
+
+
+def _absent(profile: Profile, dropped: set[int], managed: set[int]) -> list[int]:
+    """Bytes at every position that the profile counts and the simulation does not, or counts
+    itself.
+    """
+    change = [0] * (len(profile.ops) + 2)
+    for k, saved in enumerate(profile.saved):
+        if k in dropped:
+            change[saved.held] += saved.nbytes
+            change[max(saved.held, again_at(profile, k))] -= saved.nbytes
+        elif k in managed:
+            change[saved.at] += saved.nbytes
+            change[saved.freed] -= saved.nbytes
+    total = 0
+    for position, difference in enumerate(change):
+        total += difference
+        change[position] = total
+    return change
+
+
+def _is_stall(wait: Wait) -> bool:
+    return wait.lane == "compute" and wait.end > wait.start
+
+
+def _shifted(wait: Wait, by: float) -> Wait:
+    return wait._replace(start=wait.start - by, end=wait.end - by)
+
+
+def _work_of(event: object) -> Busy | None:
+    """The last piece of work before an event."""
+    work: Busy | None = getattr(event, "work", None)
+    return work

@@ -1,0 +1,167 @@
+"""Plans as text and as plain data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .report import size
+
+if TYPE_CHECKING:
+    from .plan import OffloadPlan, Planned
+
+HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
+
+
+class Row(NamedTuple):
+    """Tensors of equal place in their layers with equal decisions."""
+
+    name: str
+    tensors: tuple[Planned, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """In the order of HEADER."""
+        first, count = self.tensors[0], len(self.tensors)
+        nbytes = size(sum(t.nbytes for t in self.tensors))
+        windows = [t.window for t in self.tensors if t.window is not None]
+        window = slack = "-"
+        if windows:
+            one = windows[0]
+            window = f"out {_ms(one.out)}, back {_ms(one.back)}"
+            slack = f"{min(w.slack for w in windows) * 1e3:.2f} ms"
+        more = "" if count == 1 else f" ({count})"
+        return self.name, nbytes + more, first.decision, first.reason, window, slack
+
+
+def _ms(span: tuple[float, float]) -> str:
+    return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f} ms"
+
+
+def rows(plan: OffloadPlan, every: bool = False) -> list[Row]:
+    """The table, what takes most memory first; without what takes none."""
+    found: dict[tuple[str, ...], list[Planned]] = defaultdict(list)
+    for tensor in plan.tensors:
+        if tensor.nbytes:
+            place = tensor.name if every else _without_layer(tensor)
+            reason = "" if tensor.decision == "recompute" else tensor.reason
+            found[place, tensor.decision, reason].append(tensor)
+    listed = [Row(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()]
+    if every:
+        return listed
+    return sorted(listed, key=lambda row: -sum(t.nbytes for t in row.tensors))
+
+
+def _without_layer(tensor: Planned) -> str:
+    prefix = f"{tensor.layer}."
+    inside = tensor.layer and tensor.name.startswith(prefix)
+    return f"\0{tensor.name.removeprefix(prefix)}" if inside else tensor.name
+
+
+def _title(place: str, tensors: Sequence[Planned]) -> str:
+    """The name, with the layers that it stands for."""
+    if not place.startswith("\0") or len(tensors) == 1:
+        return tensors[0].name
+    layers = list(dict.fromkeys(t.layer for t in tensors))
+    stems = {layer.rpartition(".")[0] for layer in layers}
+    numbers = [layer.rpartition(".")[2] for layer in layers]
+    if len(layers) > 1 and len(stems) == 1 and all(n.isdigit() for n in numbers):
+        stem = next(iter(stems))
+        shown = f"{{{_ranges(sorted(map(int, numbers)))}}}"
+        return f"{stem}.{shown}.{place[1:]}".lstrip(".")
+    return f"{layers[0]}{'' if len(layers) == 1 else ', ...'}.{place[1:]}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> 0-2,5"""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def facts(plan: OffloadPlan) -> Iterator[tuple[str, str]]:
+    """The head of a report: what was asked for and what is predicted."""
+    before, after, (peak, host) = plan.before, plan.after, plan.limits
+    yield "model", f"{plan.profile.model}, {plan.profile.kind} of one step"
+    yield "hardware", f"{plan.hardware.name} ({plan.hardware.source})"
+    budget = "none: what leaves without a stall" if peak is None else size(peak)
+    yield "budget", f"{budget}; host {'without limit' if host is None else size(host)}"
+    yield "peak", f"{size(before.peak)} in the {plan.owner(before)}, nothing moved"
+    yield "", f"{size(after.peak)} in the {plan.owner(after)}, by this plan"
+    slower = (after.seconds / before.seconds - 1) * 100 if before.seconds else 0.0
+    yield (
+        "step",
+        f"{before.seconds * 1e3:.2f} ms -> {after.seconds * 1e3:.2f} ms ({slower:+.2f} %): stalls "
+        f"{after.stall * 1e3:.2f} ms, recomputation {after.recompute * 1e3:.2f} ms",
+    )
+    link = _carried(plan)
+    yield (
+        "offload",
+        f"{size(after.moved)} leave, {size(after.host)} of host memory; the link carries {link} "
+        "during the forward",
+    )
+
+
+def _carried(plan: OffloadPlan) -> str:
+    """Bytes that fit through the link until the last layer's forward ends."""
+    calls = plan.profile.calls
+    end = max((c.leave for c in calls), default=0)
+    return size(int(plan.profile.clock[end] * plan.hardware.d2h.peak * 1e9))
+
+
+def report(plan: OffloadPlan, every: bool) -> str:
+    """Head, warnings, assumptions, table."""
+    lines = [f"{title:9} {text}" for title, text in facts(plan)]
+    lines += [f"{'WARNING':9} {warning}" for warning in plan.warnings]
+    lines += [f"{'assumed':9} {text}" for text in plan.assumed]
+    table = [HEADER, *(row.cells() for row in rows(plan, every))]
+    widths = [max(len(row[k]) for row in table) for k in range(len(HEADER))]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def as_json(plan: OffloadPlan) -> dict[str, Any]:
+    """Plain data with a schema_version."""
+    from .plan import SCHEMA_VERSION
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": plan.profile.model,
+        "profile": plan.profile.kind,
+        "hardware": plan.hardware.to_json(),
+        "settings": plan.settings._asdict(),
+        "limits": plan.limits._asdict(),
+        "fits": plan.fits,
+        "before": _outcome(plan, "before"),
+        "after": _outcome(plan, "after"),
+        "layers": list(plan.layers),
+        "recomputed": list(plan.recomputed),
+        "warnings": list(plan.warnings),
+        "assumed": list(plan.assumed),
+        "tensors": [
+            {**t._asdict(), "window": None if t.window is None else t.window._asdict()}
+            for t in plan.tensors
+        ],
+    }
+
+
+def _outcome(plan: OffloadPlan, which: str) -> dict[str, Any]:
+    simulation = plan.before if which == "before" else plan.after
+    return {
+        "seconds": simulation.seconds,
+        "stall_seconds": simulation.stall,
+        "recompute_seconds": simulation.recompute,
+        "peak_bytes": simulation.peak,
+        "peak_owner": plan.owner(simulation),
+        "moved_bytes": simulation.moved,
+        "host_bytes": simulation.host,
+        "stalls": [
+            {"seconds": [w.start, w.end], "for": w.what, "lane": w.on} for w in simulation.stalls
+        ],
+    }

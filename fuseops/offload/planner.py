@@ -1,0 +1,364 @@
+"""Chooses what leaves, what is dropped and made again, and what stays: the least stall whose peak
+fits.
+
+Grow: while the peak is too high, take what lowers it there, first where the link has most slack,
+then what costs least a byte. Improve: drop what is not needed, exchange what stalls. Every step is
+judged by a prediction (plan_model.py), and their number is bounded, so that a plan for ten thousand
+tensors takes less than a second and is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations
+from typing import NamedTuple
+
+from .plan_model import Choice, Model, Prediction
+
+NOTHING = Choice(frozenset(), frozenset())
+EVENTS = 1_200_000  # that all predictions of one plan may pass over, but for the first few
+SMALL = 12  # so few alternatives are tried in pairs
+STARTS = 8  # numbers of recomputed layers that are tried, where predictions are cheap
+
+
+class Limits(NamedTuple):
+    """Bytes on the device and on the host; None: as many as there are."""
+
+    peak: int | None = None
+    host: int | None = None
+
+
+UNLIMITED = Limits()
+
+
+class Key(NamedTuple):
+    """What makes a plan better: fitting, then little time, then little traffic."""
+
+    excess: int
+    seconds: float
+    moved: int
+
+
+class Solution(NamedTuple):
+    """A choice and what it costs."""
+
+    choice: Choice
+    prediction: Prediction
+    key: Key
+
+    @property
+    def fits(self) -> bool:
+        return self.key.excess == 0
+
+
+class Move(NamedTuple):
+    """Something more to leave or to drop."""
+
+    item: int | None
+    group: int | None
+    nbytes: int
+    price: float  # seconds a byte, as far as one can tell
+    crowding: float  # seconds of copies in a second of its layer
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        return self.price, self.crowding, -self.nbytes
+
+
+def solve(model: Model, limits: Limits) -> Solution:
+    """The best choice that was found; `fits` tells whether it is within the limits."""
+    search = _Search(model, limits)
+    nothing = search.judge(NOTHING)
+    if limits.peak is None:
+        return search.fill(nothing)
+    if nothing.fits:
+        return nothing
+    found = search.improve(search.grow(nothing))
+    if not found.fits or search.is_small:
+        other = search.improve(search.shrink(search.judge(search.everything())))
+        found = min(found, other, key=lambda s: s.key)
+    for drop in search.few_drops() if search.is_small else search.spread_drops():
+        start = search.judge(_with(NOTHING, drop, model))
+        if found.fits and start.key.seconds >= found.key.seconds:
+            continue
+        started = search.improve(search.grow(start, groups=search.is_small))
+        found = min(found, started, key=lambda s: s.key)
+    return found
+
+
+def exhaustive(model: Model, limits: Limits) -> Solution:
+    """The best choice of all, by trying every one: for tests, on a few tensors."""
+    search = _Search(model, limits)
+    best = search.judge(NOTHING)
+    for drop in _subsets(range(len(model.groups))):
+        if any(model.members[a] & model.members[b] for a, b in combinations(drop, 2)):
+            continue
+        taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
+        for leave in _subsets(k for k in range(len(model.items)) if k not in taken):
+            best = min(
+                best,
+                search.judge(Choice(frozenset(leave), frozenset(drop))),
+                key=lambda s: s.key,
+            )
+    return best
+
+
+def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    listed = list(values)
+    return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
+
+
+class _Search:
+    def __init__(self, model: Model, limits: Limits) -> None:
+        self.model, self.limits = model, limits
+        self.evaluations = max(9, EVENTS // max(len(model.events), 1) - 20)
+        self.until = self.evaluations // 4 if self.evaluations > STARTS * 12 else self.evaluations
+        self.is_small = len(model.items) + len(model.groups) <= SMALL
+        self.time_of = _seconds_of_calls(model)
+        self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
+
+    def judge(self, choice: Choice) -> Solution:
+        prediction = self.model.predict(choice)
+        excess = sum(
+            max(used - limit, 0)
+            for used, limit in (
+                (prediction.peak, self.limits.peak),
+                (prediction.host, self.limits.host),
+            )
+            if limit is not None
+        )
+        return Solution(choice, prediction, Key(excess, prediction.seconds, prediction.host))
+
+    @property
+    def spent(self) -> bool:
+        return self.model.evaluations >= self.until
+
+    # --- growing
+
+    def grow(self, found: Solution, groups: bool = True) -> Solution:
+        """Take more until it fits, or until nothing is left that would help."""
+        best = found
+        while not found.fits and self.limits.peak is not None:
+            moves = sorted(
+                (m for m in self._moves(found) if groups or m.group is None), key=lambda m: m.order
+            )
+            if not moves:
+                break
+            taken = self._enough(moves, found.prediction.peak - self.limits.peak)
+            found = self.judge(_with(found.choice, taken, self.model))
+            best = min(best, found, key=lambda s: s.key)
+        return best
+
+    def _enough(self, moves: list[Move], wanted: int) -> list[Move]:
+        """As many as it takes, in a few rounds: prices and crowding change as they are taken."""
+        rounds = 1 if self.model.evaluations * 2 > self.until else min(8, self.until // 3)
+        taken, nbytes = [], 0
+        for move in moves:
+            taken.append(move)
+            nbytes += move.nbytes
+            if self.is_small or nbytes * rounds >= wanted or move.group is not None:
+                break
+        return taken
+
+    def _moves(self, found: Solution) -> Iterator[Move]:
+        """What would lower the peak where it is."""
+        model, choice = self.model, found.choice
+        crowd, added = self._crowding(choice), model.stalls_of_more(choice)
+        items, groups = model.covers(found.prediction.top)
+        dropped = frozenset(chain.from_iterable(model.members[g] for g in choice.drop))
+        room = None if self.limits.host is None else self.limits.host - found.prediction.host
+        for k in items:
+            if k in choice.leave or k in dropped or (room is not None and model.nbytes[k] > room):
+                continue
+            call = model.call[k]
+            crowding = crowd[call] + model.out[k] / self.time_of[call]
+            yield Move(k, None, model.nbytes[k], added[k] / model.nbytes[k], crowding)
+        for g in groups:
+            members = model.members[g]
+            nbytes = sum(h.nbytes for h in model.drops[g]) - sum(
+                model.nbytes[k] for k in members & choice.leave
+            )
+            if g not in choice.drop and not members & dropped and nbytes > 0:
+                seconds = model.profile.recompute[model.groups[g]].seconds
+                yield Move(None, g, nbytes, seconds / nbytes, 0.0)
+
+    def _crowding(self, choice: Choice) -> dict[int, float]:
+        """Seconds of copies out in a second of each layer's forward."""
+        load = dict.fromkeys(self.time_of, 0.0)
+        for k in choice.leave:
+            call = self.model.call[k]
+            load[call] += self.model.out[k] / self.time_of[call]
+        return load
+
+    def everything(self) -> Choice:
+        """The lowest peak there is: drop what can be dropped, the rest leaves."""
+        model, groups, taken = self.model, [], set[int]()
+        for g in sorted(range(len(model.groups)), key=lambda g: -len(model.members[g])):
+            if not model.members[g] & taken:
+                groups.append(g)
+                taken |= model.members[g]
+        leave, room = [], self.limits.host
+        for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
+            if k not in taken and (room is None or model.nbytes[k] <= room):
+                leave.append(k)
+                room = None if room is None else room - model.nbytes[k]
+        return Choice(frozenset(leave), frozenset(groups))
+
+    def few_drops(self) -> Iterator[list[Move]]:
+        """Every one and every two groups that can be dropped together."""
+        moves = [Move(None, g, 0, 0.0, 0.0) for g in range(len(self.model.groups))]
+        yield from ([move] for move in moves)
+        for a, b in combinations(moves, 2):
+            if not self.model.members[a.group or 0] & self.model.members[b.group or 0]:
+                yield [a, b]
+
+    def spread_drops(self) -> Iterator[list[Move]]:
+        """Some groups, evenly over those that lower the peak: the link is free in between."""
+        if self.until == self.evaluations:
+            return  # no predictions left for it
+        start = self.model.predict(NOTHING)
+        _, groups = self.model.covers(start.top)
+        share = (self.evaluations - self.until) // (2 * STARTS)
+        counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
+        for count in counts:
+            for first in (1, 2) if 0 < count <= len(groups) else ():  # in the middle, or early
+                self.until = self.model.evaluations + share
+                places = (
+                    n * len(groups) // count + len(groups) // (2 * count * first)
+                    for n in range(count)
+                )
+                yield [Move(None, groups[place], 0, 0.0, 0.0) for place in places]
+
+    # --- filling and shrinking
+
+    def fill(self, found: Solution) -> Solution:
+        """Without a budget: all that leaves without a stall, where the link has most slack first."""
+        model = self.model
+        pending = self.by_slack
+        size = max(1, len(pending) // 8)
+        while pending and (not self.spent or size > 1):
+            batch, rest = pending[:size], pending[size:]
+            tried = self.judge(_with(found.choice, batch, model))
+            free = tried.prediction.stall <= found.prediction.stall + 1e-9
+            if free and tried.fits:
+                found, pending = tried, rest
+            elif len(batch) == 1:
+                pending = rest
+            else:
+                size = max(1, size // 4)
+        return found
+
+    def _all_moves(self) -> Iterator[Move]:
+        """One move an item, each as crowded as its layer is once the larger ones before it left."""
+        model = self.model
+        load = dict.fromkeys(self.time_of, 0.0)
+        for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
+            call = model.call[k]
+            load[call] += model.out[k] / self.time_of[call]
+            yield Move(k, None, model.nbytes[k], 0.0, load[call])
+
+    def shrink(self, found: Solution) -> Solution:
+        """Give back what is not needed, the most expensive first."""
+        model = self.model
+        groups = sorted(
+            found.choice.drop, key=lambda g: -model.profile.recompute[model.groups[g]].seconds
+        )
+        for g in groups:
+            freed = model.members[g]
+            tries = [Choice(found.choice.leave, found.choice.drop - {g})]
+            tries.append(Choice(found.choice.leave | freed, found.choice.drop - {g}))
+            found = min(found, *map(self.judge, tries), key=lambda s: s.key)
+        return found
+
+    # --- improving
+
+    def improve(self, found: Solution) -> Solution:
+        """Exchange until nothing gets better, or enough was tried."""
+        better: Solution | None = found
+        while better is not None:
+            found, better = better, self._better(better)
+        return found
+
+    def _better(self, found: Solution) -> Solution | None:
+        for choice in self._neighbours(found):
+            if self.spent and not self.is_small:
+                return None
+            tried = self.judge(choice)
+            if tried.key < found.key:
+                return tried
+        return self._without_a_group(found)
+
+    def _without_a_group(self, found: Solution) -> Solution | None:
+        """Let more leave instead of a recomputation."""
+        for g in sorted(found.choice.drop):
+            if self.spent and not self.is_small:
+                return None
+            leave, drop = found.choice
+            tried = self.grow(self.judge(Choice(leave, drop - {g})), groups=False)
+            if tried.key < found.key:
+                return tried
+        return None
+
+    def _neighbours(self, found: Solution) -> Iterator[Choice]:
+        """Without one, with one more, with one for another: what stalls most goes first."""
+        model, (leave, drop) = self.model, found.choice
+        late = found.prediction.late
+        chosen = sorted(leave, key=lambda k: (-late.get(k, 0.0), model.nbytes[k]))
+        taken = leave.union(*(model.members[g] for g in drop))
+        other = [m.item for m in self.by_slack if m.item is not None and m.item not in taken]
+        for g in drop:
+            yield Choice(leave, drop - {g})
+            yield Choice(leave | model.members[g], drop - {g})
+        for k in chosen:
+            yield Choice(leave - {k}, drop)
+        if not found.fits:
+            yield from (Choice(leave | {k}, drop) for k in other)
+        for k in chosen if self.is_small else chosen[:32]:
+            for other_k in other:
+                yield Choice(leave - {k} | {other_k}, drop)
+        for g in range(len(model.groups)):
+            overlapping = {d for d in drop if model.members[d] & model.members[g]}
+            if g not in drop:
+                yield Choice(leave - model.members[g], drop - overlapping | {g})
+        if self.is_small:
+            yield from self._pairs(found.choice, chosen, other)
+
+    def _pairs(self, choice: Choice, chosen: list[int], other: list[int]) -> Iterator[Choice]:
+        leave, drop = choice
+        for k in chosen:
+            for pair in combinations(other, 2):
+                yield Choice(leave - {k} | set(pair), drop)
+        for pair in combinations(chosen, 2):
+            yield Choice(leave - set(pair), drop)
+            for k in other:
+                yield Choice(leave - set(pair) | {k}, drop)
+        for g in range(len(self.model.groups)):
+            if g not in drop and not any(
+                self.model.members[g] & self.model.members[d] for d in drop
+            ):
+                for k in chosen:
+                    yield Choice(leave - self.model.members[g] - {k}, drop | {g})
+
+
+def _with(choice: Choice, moves: Iterable[Move], model: Model) -> Choice:
+    leave, drop = set(choice.leave), set(choice.drop)
+    for move in moves:
+        if move.item is not None:
+            leave.add(move.item)
+        if move.group is not None:
+            drop.add(move.group)
+            leave -= model.members[move.group]
+    return Choice(frozenset(leave), frozenset(drop))
+
+
+def _seconds_of_calls(model: Model) -> dict[int, float]:
+    """Of every call: the seconds from the begin of its forward to that of the next, or to its
+    backward.
+    """
+    profile = model.profile
+    clock, found = profile.clock, {}
+    starts = [b.position for b in profile.boundaries]
+    for k, call in enumerate(profile.calls):
+        after = next((p for p in starts if p > call.enter), len(profile.ops))
+        found[k] = max(clock[after] - clock[call.enter], 1e-9)
+    return found

@@ -1,0 +1,99 @@
+"""Which saved tensors a scheduler moves, said by name, size and share. Pure."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fuseops.errors import FuseOpsError
+
+from .globs import as_globs, matches
+
+DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
+
+
+class Candidate(NamedTuple):
+    """A saved tensor that could move. nbytes are those of its storage."""
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Quota:
+    """What one call of a layer has saved and sent so far."""
+
+    __slots__ = ("saved", "sent")
+
+    def __init__(self) -> None:
+        self.saved = self.sent = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What moves: all that nothing here excludes, in the order in which it is saved.
+
+    offload      globs of names; one of them has to match
+    keep         globs of names that stay; they go before `offload`
+    where        a predicate over `Candidate`, for the rest
+    min_bytes    smaller storages stay
+    layer_bytes  at most so many bytes of one call of a layer
+    fraction     at most this share of the bytes that a call saves, 0 to 1
+
+    Raises FuseOpsError for a value of the wrong kind.
+    """
+
+    offload: str | Iterable[str] = ("**",)
+    keep: str | Iterable[str] = ()
+    where: Callable[[Candidate], bool] | None = None
+    min_bytes: int = DEFAULT_MIN_BYTES
+    layer_bytes: int | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", as_globs(self.offload, "Policy(offload=...)"))
+        object.__setattr__(self, "keep", as_globs(self.keep, "Policy(keep=...)"))
+        for field in ("min_bytes", "layer_bytes"):
+            value = getattr(self, field)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not whole and not (value is None and field == "layer_bytes"):
+                raise FuseOpsError(f"Policy({field}=...) expects a number of bytes, got {value!r}.")
+        if not 0 <= self.fraction <= 1:
+            raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {self.fraction!r}.")
+        if self.where is not None and not callable(self.where):
+            raise FuseOpsError(
+                f"Policy(where=...) expects a function of a Candidate, got {self.where!r}."
+            )
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """All globs, for a check that each of them has matched something."""
+        return (*self.offload, *self.keep)
+
+    def why_keep(self, candidate: Candidate, quota: Quota) -> str | None:
+        """Why a tensor stays, or None; then it counts in the quota of its call."""
+        quota.saved += candidate.nbytes
+        reason = self._why(candidate, quota)
+        if reason is None:
+            quota.sent += candidate.nbytes
+        return reason
+
+    def _why(self, candidate: Candidate, quota: Quota) -> str | None:
+        for glob in self.keep:
+            if matches(glob, candidate.name):
+                return f"policy keeps {glob!r}"
+        if not any(matches(glob, candidate.name) for glob in self.offload):
+            return "no glob of the policy matches"
+        if self.where is not None and not self.where(candidate):
+            return "the policy's predicate says no"
+        if candidate.nbytes < self.min_bytes:
+            return f"smaller than min_bytes={self.min_bytes}"
+        sent = quota.sent + candidate.nbytes
+        if self.layer_bytes is not None and sent > self.layer_bytes:
+            return f"layer_bytes={self.layer_bytes} reached"
+        if sent > self.fraction * quota.saved:
+            return f"fraction={self.fraction} reached"
+        return None

@@ -1,0 +1,233 @@
+"""What one training step saves and when: the data that plans are made of. Pure.
+
+A position is a point between two ops: position p is after p ops were issued. Ops are those that do
+work on the device, in the order of the step, forward and backward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fuseops.errors import FuseOpsError
+
+SCHEMA_VERSION = 1
+DRY_RUN, RECORDED = "dry run", "recorded"
+
+
+class Op(NamedTuple):
+    """One op of the step.
+
+    seconds   on the device, measured or estimated
+    resident  bytes on the device while it runs, at most, with nothing offloaded
+    """
+
+    name: str
+    seconds: float
+    resident: int
+
+
+class Again(NamedTuple):
+    """A storage saved once more by another call of a layer: as its input, say."""
+
+    call: int
+    at: int
+    read: int
+
+
+class Saved(NamedTuple):
+    """One saved storage.
+
+    call    index of the layer call that saves it, -1 outside of all
+    made    position at which its storage was made, -1 before the step
+    at      position at which it is saved
+    held    position from which autograd alone holds it: freed any earlier, nothing is won
+    read    position at which the backward reads it first
+    freed   position at which it is gone, when nothing is offloaded
+    why     why it stays whatever a plan says; None: it may leave
+    again   by which other calls it is saved too
+    """
+
+    name: str
+    op: str
+    call: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    made: int
+    at: int
+    held: int
+    read: int
+    freed: int
+    why: str | None = None
+    again: tuple[Again, ...] = ()
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer: where its forward begins and ends, and where its backward begins (-1: it
+    has none).
+    """
+
+    layer: str
+    ordinal: int
+    enter: int
+    leave: int
+    backward: int
+
+
+class Recompute(NamedTuple):
+    """Saved storages that can be dropped together, and what it costs to make them again."""
+
+    name: str
+    kind: str  # "op": fields that the op declares; "module": a whole layer, by checkpoint
+    saved: tuple[int, ...]  # indices
+    seconds: float  # of all calls together
+    calls: int = 1
+
+
+class Happening(NamedTuple):
+    """Something between two ops: what happens ("enter", "save", "share", "leave", "held", "backward",
+    "read", "reread" or "freed"), and to which call or saved storage; by which other call.
+    """
+
+    position: int
+    what: str
+    which: int
+    call: int = -1
+
+
+@dataclass(frozen=True, repr=False)
+class Profile:
+    """One step, recorded or run dry.
+
+    assumed  what the figures rest on without having been seen
+    """
+
+    model: str
+    kind: str
+    ops: tuple[Op, ...]
+    saved: tuple[Saved, ...]
+    calls: tuple[LayerCall, ...]
+    recompute: tuple[Recompute, ...] = ()
+    assumed: tuple[str, ...] = ()
+    hardware: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def clock(self) -> tuple[float, ...]:
+        """Seconds at every position, when nothing stalls."""
+        return tuple(accumulate((op.seconds for op in self.ops), initial=0.0))
+
+    @property
+    def seconds(self) -> float:
+        """The step, when nothing stalls."""
+        return self.clock[-1]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device, with nothing offloaded."""
+        return max((op.resident for op in self.ops), default=0)
+
+    @cached_property
+    def happenings(self) -> tuple[Happening, ...]:
+        """All of them, in the order of the step."""
+        found = []
+        for k, call in enumerate(self.calls):
+            found.append(((call.enter, 0, k, 0), Happening(call.enter, "enter", k)))
+            found.append(((call.leave, 0, k, 2), Happening(call.leave, "leave", k)))
+            if call.backward >= 0:
+                found.append(((call.backward, 2, -k, 0), Happening(call.backward, "backward", k)))
+        for k, saved in enumerate(self.saved):
+            at, held = max(saved.at, 0), max(saved.held, saved.at)
+            found.append(((at, 0, saved.call, 1), Happening(at, "save", k)))
+            found.append(((held, 1, 0, 0), Happening(held, "held", k)))
+            found.append(((saved.read, 3, 0, 0), Happening(saved.read, "read", k)))
+            for by, at, read in saved.again:
+                found.append(((at, 0, by, 1), Happening(at, "share", k, by)))
+                found.append(((read, 3, 1, 0), Happening(read, "reread", k, by)))
+            found.append(((saved.freed, 4, 0, 0), Happening(saved.freed, "freed", k)))
+        return tuple(happening for _, happening in sorted(found))
+
+    @cached_property
+    def boundaries(self) -> tuple[Happening, ...]:
+        """Where the forward or the backward of a layer begins, in the order of the step."""
+        return tuple(h for h in self.happenings if h.what in ("enter", "backward"))
+
+    def candidates(self) -> Iterator[int]:
+        """Indices of what may leave."""
+        return (k for k, saved in enumerate(self.saved) if saved.why is None)
+
+    def owner_at(self, position: int) -> str:
+        """Which layer's forward or backward runs there."""
+        last = None
+        for boundary in self.boundaries:
+            if boundary.position > position:
+                break
+            last = boundary
+        if last is None:
+            return "before the first layer"
+        call = self.calls[last.which]
+        if last.what == "backward":
+            return f"backward of {call.layer}"
+        return f"{'forward of' if position < call.leave else 'after the forward of'} {call.layer}"
+
+    # --- files
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with a schema_version."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "kind": self.kind,
+            "hardware": self.hardware,
+            "assumed": list(self.assumed),
+            "facts": dict(self.facts),
+            "ops": [list(op) for op in self.ops],
+            "saved": [saved._asdict() for saved in self.saved],
+            "calls": [call._asdict() for call in self.calls],
+            "recompute": [group._asdict() for group in self.recompute],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        """Raises FuseOpsError for data of another version."""
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise FuseOpsError(
+                f"a step profile has schema_version {SCHEMA_VERSION}, got "
+                f"{data.get('schema_version')!r}. Record the step again."
+            )
+        return cls(
+            model=data["model"],
+            kind=data["kind"],
+            ops=tuple(Op(*op) for op in data["ops"]),
+            saved=tuple(_saved(s) for s in data["saved"]),
+            calls=tuple(LayerCall(**call) for call in data["calls"]),
+            recompute=tuple(
+                Recompute(**{**g, "saved": tuple(g["saved"])}) for g in data["recompute"]
+            ),
+            assumed=tuple(data["assumed"]),
+            hardware=data["hardware"],
+            facts=data["facts"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, as JSON."""
+        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote.  Raises FuseOpsError when it is no such file."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FuseOpsError(f"cannot read a step profile from {path}: {error}") from None
+
+
+def _saved(data: Mapping[str, Any]) -> Saved:
+    again = tuple(Again(*entry) for entry in data["again"])
+    return Saved(**{**data, "shape": tuple(data["shape"]), "again": again})

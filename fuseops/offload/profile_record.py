@@ -1,0 +1,327 @@
+"""Runs one training step and notes what happens: which ops, how long, how many bytes, what is saved
+when, and what is read when. The same code runs a real step and one of fake tensors.
+
+Saved tensors are named and judged as the scopes do it; nothing is moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuseops import torch_private
+from fuseops.torch_private import WeakStorage, storage_key
+
+from .hardware import event
+from .labels import Labels, Named
+from .profile import Again, LayerCall, Op, Saved
+from .profile_memory import Meter, tensors_in
+from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
+from .records import Handle, Kept, Label
+from .report import dtype_name
+from .scopes import Scope
+from .storages import StorageMap
+
+Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
+
+
+class _Storage:
+    """A saved storage, while the step runs."""
+
+    def __init__(self, t: Tensor, named: Named, call: int, at: int, why: str | None) -> None:
+        storage = t.untyped_storage()
+        self.name, self.op, self.call, self.at, self.why = named.name, named.op, call, at, why
+        self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)
+        self.weak = WeakStorage(storage)
+        self.made = -1
+        self.handles = 0
+        self.held = self.freed = -1
+        self.saves: dict[int, int] = {}  # call -> position, of other calls
+        self.reads: dict[int, int] = {}  # call -> position of the first
+
+    def look(self, position: int) -> None:
+        """Notes when autograd alone holds it, and when it is gone."""
+        if self.weak.expired():
+            self.freed = position
+            self.held = position if self.held < 0 else self.held
+        elif self.held < 0 and self.weak.holders() <= self.handles:
+            self.held = position
+
+    def done(self, end: int) -> Saved:
+        freed = end if self.freed < 0 else self.freed
+        read = self.reads.get(self.call, freed)
+        again = tuple(Again(c, at, self.reads.get(c, freed)) for c, at in self.saves.items())
+        held = freed if self.held < 0 else self.held
+        return Saved(
+            *(self.name, self.op, self.call, self.nbytes, self.shape, self.dtype),
+            made=self.made,
+            at=self.at,
+            held=held,
+            read=read,
+            freed=freed,
+            why=self.why,
+            again=again,
+        )
+
+
+class _Noted(Kept):
+    """What autograd holds: the tensor itself."""
+
+    __slots__ = ("call", "recorder", "storage")
+    call: int
+    recorder: Recorder
+    storage: _Storage | None
+
+    def restore(self) -> Tensor:
+        if self.storage is not None:
+            self.storage.reads.setdefault(self.call, self.recorder.position)
+        return super().restore()
+
+
+class _Recording(Scope):
+    """A scope that keeps everything, and tells the recorder."""
+
+    def __init__(self, recorder: Recorder, root: nn.Module) -> None:
+        super().__init__(root)
+        self._recorder = recorder
+
+    def __str__(self) -> str:
+        return "record()"
+
+    def called(self) -> None:
+        """A layer is called: its names count from 0, as under a scheduler."""
+        self._labels = Labels(self._labels.paths)
+
+    def pack(self, t: Tensor) -> Handle:
+        named = self._labels.name(t)
+        odd = None if torch_private.is_fake(t) else why_not_plain(t)
+        if odd is None and torch_private.in_backward():
+            odd = "recomputed by checkpoint"
+        handle = _Noted(t, Label(named.name, named.op), self._ledger)
+        handle.recorder, handle.call = self._recorder, self._recorder.running_call
+        handle.storage = None if odd is not None else self._recorder.saved(t, named, self)
+        return handle
+
+    def why(self, t: Tensor, named: Named, min_bytes: int) -> str | None:
+        """Why t would stay under any plan."""
+        owner = self._recorder.owner_of(t)
+        if owner is not None:
+            return owner
+        facts = Facts(self._owned, mark_on(t, named), min_bytes, self._recorder.on_gpu)
+        return why_keep(t, named, facts)
+
+
+class Recorder:
+    """Follows one step of `model`.
+
+    layers   the modules whose calls are the units of the schedule, id -> path
+    seconds  how long an op takes; None: measured
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[int, str],
+        meter: Meter,
+        *,
+        seconds: Seconds | None,
+        min_bytes: int,
+        intercept: Callable[..., Any] | None = None,
+    ) -> None:
+        self.model, self.layers, self.meter = model, layers, meter
+        self.min_bytes, self.intercept = min_bytes, intercept
+        self.seconds = seconds
+        self.on_gpu = any(p.is_cuda for p in model.parameters())
+        self.ops: list[Op] = []
+        self.calls: list[LayerCall] = []
+        self._timers: list[Any] = []
+        self._storages: list[_Storage] = []
+        self._living: list[_Storage] = []
+        self._by_storage: StorageMap[_Storage] = StorageMap()
+        self._made: StorageMap[int] = StorageMap()
+        self._owned: StorageMap[str] = StorageMap()
+        self._running: list[int] = []  # indices of calls, innermost last
+        self._ordinals: dict[str, int] = {}
+
+    @property
+    def position(self) -> int:
+        return len(self.ops)
+
+    @property
+    def running_call(self) -> int:
+        """The call of a layer whose forward runs, -1 outside of all."""
+        return self._running[-1] if self._running else -1
+
+    def owner_of(self, t: Tensor) -> str | None:
+        """Whether t lies in a parameter or buffer, fake ones included."""
+        return self._owned.get(t.untyped_storage())
+
+    # --- the step
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Follow what runs in here."""
+        for tensors, what in (
+            (self.model.buffers(), BUFFER),
+            (self.model.parameters(), PARAMETER),
+        ):
+            for t in tensors:
+                self._owned.set(t.untyped_storage(), what)
+        with ExitStack() as stack:
+            self._scope = stack.enter_context(_Recording(self, self.model))
+            stack.callback(register_module_forward_pre_hook(self._entered).remove)
+            stack.callback(register_module_forward_hook(self._left, always_call=True).remove)
+            stack.enter_context(_Ops(self))
+            yield
+        self._look()
+
+    def result(self) -> tuple[tuple[Op, ...], tuple[Saved, ...], tuple[LayerCall, ...]]:
+        """Once the step is over: ops, saved storages, calls."""
+        ops = self.ops
+        if self._timers:
+            times = _times(self._timers)
+            ops = [op._replace(seconds=s) for op, s in zip(ops, times, strict=True)]
+        end = len(ops)
+        calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
+        return tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls)
+
+    # --- what the hooks tell
+
+    def saved(self, t: Tensor, named: Named, scope: _Recording) -> _Storage:
+        """A tensor is packed."""
+        storage = t.untyped_storage()
+        known = self._by_storage.get(storage)
+        if known is None:
+            call = self.running_call
+            why = scope.why(t, named, self.min_bytes)
+            if why is None and call < 0:
+                why = "outside of the layers"
+            known = _Storage(t, named, call, self.position, why)
+            made = self._made.get(storage)
+            known.made = -1 if made is None else made
+            if why in HELD_ANYWAY:
+                known.nbytes = 0
+            self._by_storage.set(storage, known)
+            self._storages.append(known)
+            self._living.append(known)
+        elif self.running_call not in (known.call, -1):
+            known.saves.setdefault(self.running_call, self.position)
+        known.handles += 1
+        return known
+
+    def ran(self, name: str, seconds: float, outputs: Sequence[Tensor]) -> None:
+        """An op was issued."""
+        for t in outputs:
+            self._made.set(t.untyped_storage(), self.position)
+        self.ops.append(Op(name, seconds, self.meter.after(outputs)))
+        self._look()
+
+    def _look(self) -> None:
+        for storage in self._living:
+            storage.look(self.position)
+        self._living = [s for s in self._living if s.freed < 0]
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        path = self.layers.get(id(module))
+        if path is None or self._running or torch_private.in_backward():
+            return
+        ordinal = self._ordinals[path] = self._ordinals.get(path, -1) + 1
+        self._running.append(len(self.calls))
+        self._scope.called()
+        self.calls.append(LayerCall(path, ordinal, self.position, -1, -1))
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._running or self.layers.get(id(module)) is None:
+            return
+        k = self._running[-1]
+        if self.calls[k].layer != self.layers[id(module)] or torch_private.in_backward():
+            return
+        self._running.pop()
+        self.calls[k] = self.calls[k]._replace(leave=self.position)
+        for t in tensors_in(output):
+            if t.grad_fn is not None:
+                t.grad_fn.register_prehook(lambda _, k=k: self._backward(k))
+
+    def _backward(self, k: int) -> None:
+        if self.calls[k].backward < 0:
+            self.calls[k] = self.calls[k]._replace(backward=self.position)
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op below autograd."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        recorder, kwargs = self._recorder, kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        inputs = list(tensors_in((args, kwargs)))
+        before = {storage_key(t.untyped_storage()) for t in inputs if _has_storage(t)}
+        if recorder.seconds is None:
+            timer = _Timer(recorder.on_gpu)
+            recorder.meter.before()
+            out = func(*args, **kwargs)
+            timer.stop()
+        else:
+            out = _run(recorder.intercept, func, args, kwargs)
+        outputs = list(tensors_in(out))
+        made = [
+            t for t in outputs if _has_storage(t) and storage_key(t.untyped_storage()) not in before
+        ]
+        if not made and not func._schema.is_mutable:
+            return out  # a view: no work
+        if recorder.seconds is None:
+            recorder._timers.append(timer)
+            recorder.ran(str(func), 0.0, made)
+        else:
+            took = recorder.seconds(func, inputs, outputs, args, kwargs)
+            recorder.ran(str(func), took, made)
+        return out
+
+
+def _run(intercept: Callable[..., Any] | None, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs) if intercept is None else intercept(func, args, kwargs)
+
+
+def _has_storage(t: Tensor) -> bool:
+    return t.layout is torch.strided and not hasattr(t, "__tensor_flatten__")
+
+
+class _Timer:
+    """The time of one op: by events on CUDA, by the clock elsewhere."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if on_gpu:
+            self._events = [event(), event()]
+            self._events[0].record()
+        self._start, self._end = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        self._end = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        if not self._events:
+            return self._end - self._start
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+def _times(timers: Sequence[_Timer]) -> list[float]:
+    """Seconds of each, once the device has done them all."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [timer.seconds() for timer in timers]

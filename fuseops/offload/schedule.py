@@ -1,0 +1,390 @@
+"""When bytes leave the device and when they come back: pure, and speaking only to `Lanes`.
+
+The unit is one call of one layer. Inside it storages are saved; some are chosen to leave. Large ones
+start to leave when they are saved, the small ones of a call together when the call ends. At a fixed
+number of boundaries later (a boundary is where a forward or a backward of a layer begins) the
+compute lane waits for the copy and the device bytes are let go. What is needed next is brought back
+one boundary early: in the order that the last step had, or, as long as there is none, along the
+chain of forward calls.
+
+All points are points of the host program. The lanes are never asked for the time.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, cast
+
+from .arena import aligned
+from .lanes import Buf, Event, Lanes, NoRoomError
+from .order import Boundary, Key, Order
+from .tokens import Bundle as Bundle
+from .tokens import Call as Call
+from .tokens import Item as Item
+from .tokens import Stats as Stats
+
+SMALL = 4 << 20  # bytes; smaller storages of a call travel together
+BUNDLE = 32 << 20  # ... in transfers of about this size
+LAST_GROUP = "last group before backward begins"
+
+Decision = Literal["keep", "offload", "recompute"]
+
+
+class Schedule:
+    """Drives one device.
+
+    decisions  by name of a saved tensor; what is not named is offloaded
+    lag        boundaries between the forward of a call and the release of what it sent
+    ahead      boundaries between a reload and the backward that reads it
+    small      storages below so many bytes share a transfer; 0: none do
+    keep_last  what would be needed again before its release is due stays
+    manual     nothing moves but by `offload`, `release` and `reload`
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        decisions: Mapping[str, Decision] | None = None,
+        *,
+        lag: int = 2,
+        ahead: int = 1,
+        small: int = SMALL,
+        bundle: int = BUNDLE,
+        keep_last: bool = True,
+        manual: bool = False,
+    ) -> None:
+        self.lanes = lanes
+        self.decisions: Mapping[str, Decision] = decisions or {}
+        self.lag, self.ahead, self.small, self.bundle_bytes = lag, ahead, small, bundle
+        self.keep_last, self.manual = keep_last and not manual, manual
+        self.closed = False  # no boundary will come any more
+        self.order = Order()
+        self.stats = Stats()
+        self.lock = threading.RLock()
+        self._live: dict[Key, Call] = {}
+        self._leaving: deque[Bundle] = deque()  # sources not let go yet, by due boundary
+        self._now = 0  # boundaries passed
+        self._last: Call | None = None  # entered last in the running forward
+        self._layers: dict[str, int] = {}  # layers in the order of their first call
+        self._complete = True
+
+    # --- boundaries
+
+    def enter(self, layer: str) -> Call:
+        """The forward of a layer begins."""
+        self.closed = False
+        if not self._live:
+            self.order.start(self._complete)
+            self._complete, self._last = True, None
+            self.stats.steps += 1
+        place = self._layers.setdefault(layer, len(self._layers))
+        last = self._last
+        if last is not None and place <= self._layers[last.key.layer]:
+            last = None  # another micro-batch, or the layer again: a chain of its own
+            self._keep(self._last)
+        call = Call(self.order.key(layer), last, self.lanes.compute())
+        self._live[call.key] = self._last = call
+        self._pass("forward", call)
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The forward of a layer ends, in whatever way."""
+        self._send_small(call)
+        if self.lag == 0:
+            self._release_due()
+        call.running = False
+        self._forget(call)
+
+    def backward(self, call: Call) -> None:
+        """The backward of a layer begins (again, if its graph was retained)."""
+        if call.backward:
+            return
+        call.backward = True
+        self._fetch_ahead(call)
+        self._pass("backward", call)
+
+    def _pass(self, way: Literal["forward", "backward"], call: Call) -> None:
+        self.order.passed(Boundary(way, call.key))
+        self._now += 1
+        if self.manual:
+            return
+        for coming in self.order.coming(self.ahead):
+            other = self._live.get(coming.key)
+            if coming.way == "backward" and other is not None:
+                self._fetch_ahead(other)
+        if way == "backward" and not self.order.predicts:
+            previous = call.previous
+            for _ in range(self.ahead):
+                if previous is not None:
+                    self._fetch_ahead(previous)
+                    previous = previous.previous
+        self._release_due()
+
+    # --- saving
+
+    def last_group(self, call: Call) -> bool:
+        """Whether the backward of this call begins too soon for anything of it to leave."""
+        distance = self.order.distance(call.key) if self.keep_last else None
+        return distance is not None and distance <= self.lag + self.ahead
+
+    def decision(self, name: str) -> Decision:
+        """What was decided for the saved tensor of that name."""
+        return self.decisions.get(name, "offload")
+
+    def save(
+        self,
+        call: Call,
+        name: str,
+        source: Buf,
+        ready: Event | None = None,
+        tell: Callable[[str], None] = lambda point: None,
+    ) -> Item:
+        """A storage that is to leave was saved. If `kept` is set it stays, and is the caller's again;
+        small ones may learn that at the end of the call.
+
+        ready: a point on the compute lane at which its bytes are complete; default: now.
+        """
+        item = Item(name, source.nbytes, source, tell)
+        if self.last_group(call):
+            item.kept = LAST_GROUP
+            return item
+        if self.manual or (item.nbytes < self.small and source.owner == call.owner):
+            call.small.append(item)
+            if not self.manual and sum(i.nbytes for i in call.small) >= self.bundle_bytes:
+                self._send_small(call)
+        else:
+            self._send([item], item.source, ready)
+        if item.kept is None or item.nbytes < self.small:
+            call.handles += 1
+            call.items.append(item)
+        return item
+
+    def share(self, call: Call, item: Item) -> None:
+        """A saved tensor of `call` lies in the storage of an item, which may be another call's."""
+        call.handles += 1
+        item.handles += 1
+        item.unread += 1
+        if item not in call.items:
+            call.items.append(item)
+
+    def keep(self, call: Call) -> None:
+        """A saved tensor that stays: its call lives until it is dropped."""
+        call.handles += 1
+
+    def _send_small(self, call: Call) -> None:
+        if self.manual:
+            return
+        items = [item for item in call.small if item.handles]
+        call.small.clear()
+        if len(items) == 1:
+            self._send(items, items[0].source, None)
+        elif items:
+            self._send(items, None, None)
+
+    def _send(self, items: list[Item], source: Buf | None, ready: Event | None) -> None:
+        """Start the copy of one storage, or of several gathered in one buffer (source None)."""
+        offsets, end = [], 0
+        for item in items:
+            offsets.append(end)
+            end += aligned(item.nbytes)
+        nbytes = end if source is None else source.nbytes
+        try:
+            host = self.lanes.alloc(nbytes, "host", items[0].name)
+        except NoRoomError as error:
+            for item in items:
+                item.kept = str(error)
+                item.tell(item.kept)
+            return
+        for item in items:
+            item.tell("copy")
+        if source is None:
+            source, ready = self._gather(items, nbytes, offsets), None
+        self.lanes.wait("d2h", ready or self.lanes.record("compute"))
+        if host.after is not None:
+            self.lanes.wait("d2h", host.after)
+            host.after = None
+        copy = self.lanes.copying([source], host, [0])
+        self.lanes.op("d2h", [source], [host], nbytes, copy)
+        due = self._now + self.lag
+        bundle = Bundle(items, nbytes, host, source, due, self.lanes.record("d2h"))
+        for item, offset in zip(items, offsets, strict=True):
+            item.bundle, item.offset = bundle, offset
+        self._leaving.append(bundle)
+        self.stats.out_bytes += sum(item.nbytes for item in items)
+        self.stats.out_count += 1
+
+    def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> Buf:
+        """Small storages in one buffer, so that one fast transfer moves them; they are let go."""
+        stage = self.lanes.alloc(nbytes, "device", items[0].name)
+        sources = [item.source for item in items if item.source is not None]
+        copy = self.lanes.copying(sources, stage, offsets)
+        self.lanes.op("compute", sources, [stage], 0.0, copy)
+        for item in items:
+            if item.source is not None:
+                self.lanes.free(item.source)
+                item.source = None
+        return stage
+
+    # --- letting go
+
+    def _release_due(self) -> None:
+        while self._leaving and self._leaving[0].due <= self._now:
+            bundle = self._leaving.popleft()
+            if not bundle.wanted:
+                self._release(bundle)
+
+    def _release(self, bundle: Bundle) -> None:
+        if bundle.released:
+            return
+        for item in bundle.items:
+            if item.handles:
+                item.tell("release")
+            item.source = None
+        self.lanes.wait("compute", bundle.written)
+        self.lanes.free(bundle.source)
+        bundle.released = True
+        if not any(item.handles for item in bundle.items):
+            self._free_host(bundle)
+
+    def close(self) -> None:
+        """No boundary will come any more: let go of all that is on its way out."""
+        self.closed = True
+        while self._leaving:
+            self._release(self._leaving.popleft())
+
+    # --- coming back
+
+    def _bundles(self, call: Call) -> Iterator[Bundle]:
+        seen: set[int] = set()
+        for item in reversed(call.items):  # a backward reads what was saved last first
+            bundle = item.bundle
+            if bundle is not None and item.unread and id(bundle) not in seen:
+                seen.add(id(bundle))
+                yield bundle
+
+    def _fetch_ahead(self, call: Call) -> None:
+        if self.manual:
+            return
+        for bundle in self._bundles(call):
+            if not bundle.released:
+                bundle.wanted = True
+            elif bundle.target is None:
+                self._reload(bundle)
+
+    def _reload(self, bundle: Bundle) -> Buf:
+        target = self.lanes.alloc(bundle.nbytes, "device", bundle.name)
+        # The target may be memory that compute has still to read: copy after all it has been given.
+        self.lanes.wait("h2d", self.lanes.record("compute"))
+        self.lanes.wait("h2d", bundle.written)
+        copy = self.lanes.copying([bundle.host], target, [0])
+        self.lanes.op("h2d", [bundle.host], [target], bundle.nbytes, copy)
+        bundle.target, bundle.arrived = target, self.lanes.record("h2d")
+        for item in bundle.items:
+            item.tell("reload")
+        self.stats.back_bytes += sum(item.nbytes for item in bundle.items)
+        self.stats.back_count += 1
+        return target
+
+    def fetch(self, item: Item) -> tuple[Buf, int]:
+        """The bytes of an item for the compute lane: a buffer, and where in it they begin."""
+        bundle = item.bundle
+        if bundle is None:
+            return cast(Buf, item.source), 0  # it has never left
+        if not bundle.released:
+            bundle.wanted = True
+            return bundle.source, item.offset
+        target = bundle.target
+        if target is None or target.owner != self.lanes.compute():
+            self._let_target_go(bundle)
+            self.stats.misses += 1
+            target = self._reload(bundle)
+        if bundle.arrived is not None:
+            self.lanes.wait("compute", bundle.arrived)
+        return target, item.offset
+
+    def used(self, item: Item, *, again: bool = False) -> None:
+        """One saved tensor in this storage has been read (again, when its graph was retained). After
+        the last the target is let go: whoever reads it still holds it.
+        """
+        item.unread -= 0 if again else 1
+        bundle = item.bundle
+        if bundle is not None and not any(i.unread for i in bundle.items):
+            self._let_target_go(bundle)
+
+    def _let_target_go(self, bundle: Bundle) -> None:
+        if bundle.target is not None:
+            if bundle.arrived is not None:
+                self.lanes.wait("compute", bundle.arrived)
+            self.lanes.free(bundle.target)
+            bundle.target = None
+
+    def drop(self, call: Call, item: Item | None = None, *, read: bool = True) -> None:
+        """A saved tensor of `call` is gone. read: a backward had read it."""
+        call.handles -= 1
+        if item is not None:
+            item.handles -= 1
+            if not read:
+                self.used(item)
+            if not item.handles:
+                self._end(item)
+        self._forget(call)
+
+    def _end(self, item: Item) -> None:
+        bundle = item.bundle
+        if bundle is None:
+            if item.source is not None:
+                self.lanes.free(item.source)
+                item.source = None
+        elif not any(i.handles for i in bundle.items):
+            self._let_target_go(bundle)
+            if bundle.released:
+                self._free_host(bundle)
+            elif self.manual or self.closed:
+                self._release(bundle)
+            elif bundle.wanted:  # its copy may still be reading: let go a little later
+                bundle.wanted, bundle.due = False, self._now + self.lag
+                self._leaving.append(bundle)
+
+    def _free_host(self, bundle: Bundle) -> None:
+        bundle.host.after = bundle.arrived
+        self.lanes.free(bundle.host)
+
+    def _forget(self, call: Call) -> None:
+        if not call.alive and self._live.get(call.key) is call:
+            del self._live[call.key]
+            self._complete = self._complete and (call.backward or not call.items)
+            call.previous = None
+
+    def _keep(self, call: Call | None) -> None:
+        """The last group of a micro-batch: its backward may be the next of all."""
+        if call is not None and call.alive and not self.order.predicts and self.keep_last:
+            for bundle in self._bundles(call):
+                bundle.wanted = bundle.wanted or not bundle.released
+
+    # --- by hand
+
+    def offload(self, call: Call) -> None:
+        """Start the copies of what a call saved (manual schedules)."""
+        items, call.small = [i for i in call.small if i.handles], []
+        large = [i for i in items if i.nbytes >= self.small]
+        for item in large:
+            self._send([item], item.source, None)
+        rest = [i for i in items if i.nbytes < self.small]
+        if rest:
+            self._send(rest, rest[0].source if len(rest) == 1 else None, None)
+
+    def release(self, call: Call) -> None:
+        """Let go of the device bytes of what `offload` sent."""
+        for bundle in [b for b in self._leaving if any(i.bundle is b for i in call.items)]:
+            self._leaving.remove(bundle)
+            self._release(bundle)
+
+    def reload(self, call: Call) -> None:
+        """Bring back what was released."""
+        for bundle in self._bundles(call):
+            if bundle.released and bundle.target is None:
+                self._reload(bundle)
+
+    def calls(self, layer: str) -> list[Call]:
+        """The living calls of a layer, oldest first."""
+        return [call for key, call in self._live.items() if key.layer == layer]

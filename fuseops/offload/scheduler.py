@@ -1,0 +1,286 @@
+"""The scheduler: attaches to the layers of a model, without a line of the model changed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+
+from .devices import make_lanes
+from .globs import as_globs, matches
+from .labels import paths_under
+from .layers import EnterHook, LayerScope, LeaveHook
+from .policy import Policy
+from .recompute import Recomputed, recompute_whole
+from .records import Mover
+from .report import Report
+from .schedule import Call, Decision, Schedule
+from .sizes import parse_bytes
+
+
+class Scheduler:
+    """Moves what the layers of a model save to the host, and back before their backward.
+
+        with offload.Scheduler(model, layers="blocks.*") as scheduler:
+            for batch in data:
+                model(batch).backward()
+
+    layers   globs of module paths: the units of the schedule. What is saved outside them stays
+    policy   what moves; default: everything of 1 MiB or more, or, with a plan, nothing more
+    plan     a plan, or decisions by name: "keep" or "offload" for a saved tensor, "recompute" for one
+             that its op declares it can do without, or for a layer by its path
+    peak     most bytes on the device: the first forward is recorded and planned for that; instead of
+             `policy` and `plan`
+    hardware for that plan; default: this machine's, measured
+    host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
+    lag      how many layers later the device bytes are let go
+    ahead    how many layers before their backward they are brought back
+    manual   nothing moves but by offload_layer, release_layer and reload_layer
+
+    Raises FuseOpsError for a value of the wrong kind, and when a glob matches no module.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: str | Iterable[str],
+        *,
+        policy: Policy | None = None,
+        plan: Any = None,
+        peak: int | str | None = None,
+        host: int | str | None = None,
+        hardware: Any = None,
+        lag: int = 2,
+        ahead: int = 1,
+        manual: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise FuseOpsError(
+                f"Scheduler(model, ...) expects an nn.Module, got {type(model).__name__}."
+            )
+        self.model = model
+        self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
+        self.policy = Policy() if policy is None and plan is None and peak is None else policy
+        self.plan = plan
+        self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
+        if self._peak is not None and (plan is not None or policy is not None or manual):
+            raise FuseOpsError(
+                "Scheduler(peak=...) plans by itself: leave out plan=, policy= and manual=."
+            )
+        self._hardware = hardware
+        self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
+        self._lag, self._ahead, self._manual = lag, ahead, manual
+        paths = {id(module): path for path, module in self.layers.items()}
+        self._scope = LayerScope(model, paths, self.policy, self._make_mover)
+        self._hooks: list[RemovableHandle] = []
+        self._recomputed: list[Recomputed] = []
+
+    def _make_mover(self) -> Mover:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        lanes = make_lanes(device, self._host)
+        schedule = Schedule(
+            lanes, self._decisions, lag=self._lag, ahead=self._ahead, manual=self._manual
+        )
+        return Mover(schedule, lanes)
+
+    @property
+    def _decisions(self) -> Mapping[str, Decision]:
+        return getattr(self.plan, "decisions", self.plan) or {}
+
+    # --- attaching
+
+    def attach(self) -> Self:
+        """Put the hooks on the layers.  Raises FuseOpsError when they are there already."""
+        if self._hooks:
+            raise FuseOpsError("this scheduler is attached already; detach it first.")
+        if self._peak is None:
+            self._follow()
+        else:
+            self._hooks.append(
+                self.model.register_forward_pre_hook(PlanHook(self), with_kwargs=True)
+            )
+        for module in self.layers.values():
+            enter, leave = EnterHook(self._scope), LeaveHook(self._scope)
+            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        return self
+
+    def _follow(self) -> None:
+        """Do as the plan says, from here on."""
+        decisions, layers = self._decisions, getattr(self.plan, "recomputed", ())
+        again = [
+            path for path in self.layers if path in layers or decisions.get(path) == "recompute"
+        ]
+        self._scope.follow(decisions, again)
+        self._recomputed += [recompute_whole(self.layers[path]) for path in again]
+
+    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan a step for these arguments of the model: recorded, or, where the device has no room for
+        it as it is, run dry.
+        """
+        from .plan import plan
+
+        self._scope.paused = True
+        args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
+        limits = {"peak": self._peak, "host": self._host, "hardware": self._hardware}
+        try:
+            layers = tuple(self.layers)
+            try:
+                self.plan = plan(self.model, *args, layers=layers, record=True, **limits, **kwargs)
+            except torch.OutOfMemoryError:
+                self.plan = plan(self.model, *args, layers=layers, **limits, **kwargs)
+        finally:
+            self._scope.paused = False
+        self._peak = None
+        self._follow()
+
+    def detach(self) -> None:
+        """Take the hooks off again, and let go of what is on its way out. Graphs made before still
+        find what they saved.
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._recomputed:
+            self._recomputed.pop().undo()
+        self._scope.close()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+        if error is None:
+            self._check_globs()
+
+    def _check_globs(self) -> None:
+        seen = self._scope.names
+        globs = () if self.policy is None else self.policy.globs
+        idle = [g for g in globs if not any(matches(g, name) for name in seen)]
+        if seen and idle:
+            raise FuseOpsError(
+                f"the policy's globs {idle} matched no saved tensor. Names are such as "
+                f"{sorted(seen)[:3]}; scheduler.report() lists all."
+            )
+
+    # --- by hand
+
+    def offload_layer(self, layer: str | Call) -> Call:
+        """Start to copy out what a call of a layer saved. layer: a path, which means its newest call,
+        or what this returned.
+        """
+        call = self._call(layer, newest=True)
+        self._scope.mover.by_hand("offload", call)
+        return call
+
+    def release_layer(self, layer: str | Call) -> Call:
+        """Let go of the device bytes that `offload_layer` copied. A path means the newest call."""
+        call = self._call(layer, newest=True)
+        self._scope.mover.by_hand("release", call)
+        return call
+
+    def reload_layer(self, layer: str | Call) -> Call:
+        """Bring them back. A path means the oldest call that lives."""
+        call = self._call(layer, newest=False)
+        self._scope.mover.by_hand("reload", call)
+        return call
+
+    def _call(self, layer: str | Call, newest: bool) -> Call:
+        if not self._manual:
+            raise FuseOpsError("only Scheduler(manual=True) is driven layer by layer.")
+        if isinstance(layer, Call):
+            return layer
+        if layer not in self.layers:
+            raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")
+        self._scope.mover.tidy()
+        calls = self._scope.mover.schedule.calls(layer)
+        if not calls:
+            raise FuseOpsError(f"layer {layer!r} has no call whose saved tensors are alive.")
+        return calls[-1 if newest else 0]
+
+    # --- what came of it
+
+    def report(self) -> Report:
+        """What ran: every saved tensor with decision and reason, copies, misses, host memory."""
+        return replace(self._scope.report(), schedule=tuple(self._facts()))
+
+    def _facts(self) -> Iterator[tuple[str, int]]:
+        schedule, arena = self._scope.mover.schedule, self._scope.mover.arena
+        yield from vars(schedule.stats).items()
+        yield "mispredicted", schedule.order.mispredicted
+        yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
+
+    def assert_matched(self, plan: Any = None) -> None:
+        """Raises FuseOpsError, with every difference, unless what ran is what was planned."""
+        plan = self.plan if plan is None else plan
+        wanted: Mapping[str, str] = getattr(plan, "decisions", plan) or {}
+        ran = self._scope.names
+        wrong = [
+            f"{name}: planned {wanted[name]}, {ran.get(name, 'not saved')}"
+            for name in sorted(wanted)
+            if wanted[name] != ran.get(name, "recompute")
+        ]
+        if wrong:
+            raise FuseOpsError("what ran is not what was planned:\n" + "\n".join(wrong))
+
+
+class PlanHook:
+    """Before the first forward of the model."""
+
+    def __init__(self, scheduler: Scheduler | None = None) -> None:
+        self.scheduler = scheduler
+
+    def __deepcopy__(self, memo: Any) -> "PlanHook":
+        return PlanHook()
+
+    def __reduce__(self) -> Any:
+        return PlanHook, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is None:
+            return
+        if torch.is_grad_enabled():
+            scheduler.make_plan(args, kwargs)
+        else:
+            self.scheduler = scheduler  # an evaluation
+
+
+torch_private.never_compile(PlanHook.__call__)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """t without its graph."""
+    return t.detach().requires_grad_(t.requires_grad)
+
+
+def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that globs name, by path, in the order of the model.
+
+    Raises FuseOpsError for a glob that matches nothing.
+    """
+    paths = paths_under(model)
+    found: dict[str, nn.Module] = {}
+    used: set[str] = set()
+    for module in model.modules():
+        path = paths[id(module)]
+        hits = [g for g in globs if path and matches(g, path)]
+        used.update(hits)
+        if hits:
+            found.setdefault(path, module)
+    idle = [g for g in globs if g not in used]
+    if idle:
+        known = ", ".join(path for path in list(paths.values())[1:6])
+        raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
+    return found

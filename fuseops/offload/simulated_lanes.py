@@ -1,0 +1,273 @@
+"""Lanes with a simulated clock: what a schedule would cost, and whether it is ordered at all.
+
+Nothing is copied. Every lane has a clock in seconds and a vector clock over all lanes. An access to
+a buffer that no event orders after an earlier one that it conflicts with is an error, also when the
+clocks would have let it pass: on a GPU it is right or wrong by luck. Allocating device memory is a
+write on the compute lane, and so is freeing any, since whoever gets that memory next gets it in
+compute's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from fuseops.errors import FuseOpsError
+
+from .arena import Arena, Slab
+from .lanes import LANES, Buf, Event, Lane, Place
+
+_INDEX = {lane: k for k, lane in enumerate(LANES)}
+
+Clock = tuple[int, ...]  # how many steps of each lane are known to be over
+
+
+class OrderError(FuseOpsError):
+    """Two accesses to the same bytes, at least one a write, that no event orders."""
+
+
+class Stamp(NamedTuple):
+    """One access: the step of a lane that made it."""
+
+    lane: Lane
+    step: int
+    what: str
+
+
+class SimulatedBuf(Buf):
+    """Bytes of the simulation, and who touched them last."""
+
+    __slots__ = ("before", "freed", "holders", "read", "slab", "written")
+
+    def __init__(self, name: str, nbytes: int, place: Place, slab: Slab | None) -> None:
+        super().__init__(name, nbytes, place)
+        self.slab = slab
+        self.holders = 1  # frees until it is gone
+        self.freed = False
+        self.before: list[Stamp] = []  # by those who had the same bytes earlier
+        self.written: Stamp | None = None
+        self.read: dict[Lane, Stamp] = {}  # the last read of each lane
+
+    def accesses(self) -> list[Stamp]:
+        """All that a write has to come after."""
+        return [*self.before, *self.read.values(), *([self.written] if self.written else [])]
+
+
+class Wait(NamedTuple):
+    """One `wait`: which lane stood still for which, and from when to when.
+
+    implied  the lane knew all this already, by other events: the edge adds no order
+    what     the work that was waited for
+    """
+
+    lane: Lane
+    on: Lane
+    start: float
+    end: float
+    implied: bool
+    what: str
+
+
+class Busy(NamedTuple):
+    """A stretch of work on a lane."""
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    nbytes: int
+
+
+class SimulatedEvent(Event):
+    """A point of a lane: when it is passed, what is over then, and the last work before it."""
+
+    __slots__ = ("clock", "seconds", "work")
+
+    def __init__(self, lane: Lane, seconds: float, clock: Clock, work: Busy | None) -> None:
+        super().__init__(lane)
+        self.seconds, self.clock, self.work = seconds, clock, work
+
+
+class Level(NamedTuple):
+    """Bytes on a device from this second on, and what changed them."""
+
+    seconds: float
+    nbytes: int
+    name: str
+
+
+Cost = Callable[[Lane, float, bool], float]
+
+
+def _as_given(lane: Lane, cost: float, duplex: bool) -> float:
+    return cost
+
+
+class SimulatedLanes:
+    """Runs a schedule on simulated clocks.
+
+    cost      seconds for (lane, cost as the schedule gives it, whether the other copy lane is busy
+              when this one begins); by default the cost is seconds already
+    resident  bytes on the device before the schedule begins
+    budget    bytes of host memory, None for no limit
+    """
+
+    def __init__(
+        self, cost: Cost = _as_given, resident: int = 0, budget: int | None = None
+    ) -> None:
+        self.arena = Arena(lambda nbytes: None, budget)
+        self.now: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self.waits: list[Wait] = []
+        self.busy: list[Busy] = []
+        self.levels = [Level(0.0, resident, "at the start")]
+        self._cost = cost
+        self._last: dict[Lane, Busy] = {}
+        self._clocks: dict[Lane, list[int]] = {lane: [0] * len(LANES) for lane in LANES}
+        self._ghosts: list[SimulatedBuf] = []  # freed host bytes, until they are written again
+
+    # --- the protocol
+
+    def alloc(self, nbytes: int, device: Place, name: str) -> SimulatedBuf:
+        slab = self.arena.take(nbytes) if device == "host" else None
+        buf = SimulatedBuf(name, nbytes, device, slab)
+        if slab is not None:
+            buf.after = slab.after
+            buf.before = self._left_in(slab)
+        else:
+            self._access("compute", (), (buf,), f"alloc {name}")
+            self._count(nbytes, name)
+        return buf
+
+    def hold(self, buf: SimulatedBuf) -> None:
+        """Somebody else holds these device bytes too: they are gone after one more `free`."""
+        buf.holders += 1
+
+    def free(self, buf: Buf) -> None:
+        buf = simulated(buf)
+        if buf.slab is not None:
+            self.arena.give(buf.slab, buf.after)
+            self._ghosts.append(buf)
+            buf.freed = True
+            return
+        buf.holders -= 1
+        if not buf.holders:
+            self._access("compute", (), (buf,), f"free {buf.name}")
+            buf.freed = True
+            self._count(-buf.nbytes, buf.name)
+
+    def op(
+        self,
+        lane: Lane,
+        reads: Sequence[Buf],
+        writes: Sequence[Buf],
+        cost: float,
+        fn: Callable[[], None] | None,
+        name: str = "",
+    ) -> None:
+        name = name or ", ".join(dict.fromkeys(buf.name for buf in (*writes, *reads)))
+        self._access(lane, [simulated(b) for b in reads], [simulated(b) for b in writes], name)
+        start = max(self.now[lane], self.now["host"])  # it cannot start before it was issued
+        other: Lane = "h2d" if lane == "d2h" else "d2h"
+        self.now[lane] = start + self._cost(lane, cost, self.now[other] > start)
+        nbytes = sum(buf.nbytes for buf in writes)
+        self._last[lane] = Busy(lane, name, start, self.now[lane], nbytes)
+        self.busy.append(self._last[lane])
+
+    def record(self, lane: Lane) -> SimulatedEvent:
+        self._issue(lane)
+        return SimulatedEvent(lane, self.now[lane], tuple(self._clocks[lane]), self._last.get(lane))
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if not isinstance(event, SimulatedEvent):
+            raise FuseOpsError(f"simulated lanes know only their own events, got {event!r}.")
+        clock, before = self._clocks[lane], self.now[lane]
+        implied = all(known >= new for known, new in zip(clock, event.clock, strict=True))
+        self._clocks[lane] = [max(pair) for pair in zip(clock, event.clock, strict=True)]
+        self.now[lane] = max(before, event.seconds)
+        what = "" if event.work is None else event.work.name
+        self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
+
+    def copying(self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+        return None
+
+    def compute(self) -> None:
+        return None
+
+    # --- what came of it
+
+    @property
+    def seconds(self) -> float:
+        """When the last lane is done."""
+        return max(self.now.values())
+
+    @property
+    def peak(self) -> Level:
+        """The most bytes on the device, and when."""
+        return max(self.levels, key=lambda level: level.nbytes)
+
+    def stalls(self, lane: Lane = "compute") -> list[Wait]:
+        """When `lane` stood still."""
+        return [wait for wait in self.waits if wait.lane == lane and wait.end > wait.start]
+
+    # --- inside
+
+    def _issue(self, lane: Lane) -> None:
+        """Whatever the host did before it gives a lane something to do is over by then."""
+        host, clock = self._clocks["host"], self._clocks[lane]
+        self._clocks[lane] = [max(pair) for pair in zip(clock, host, strict=True)]
+
+    def _access(
+        self,
+        lane: Lane,
+        reads: Sequence[SimulatedBuf],
+        writes: Sequence[SimulatedBuf],
+        what: str,
+    ) -> None:
+        if lane not in _INDEX:
+            raise FuseOpsError(f"no lane {lane!r}; there are {', '.join(LANES)}.")
+        self._issue(lane)
+        clock = self._clocks[lane]
+        clock[_INDEX[lane]] += 1
+        stamp = Stamp(lane, clock[_INDEX[lane]], what)
+        for buf in reads:
+            self._after(stamp, buf, [buf.written] if buf.written else [])
+            buf.read[lane] = stamp
+        for buf in writes:
+            self._after(stamp, buf, buf.accesses())
+            buf.before, buf.written, buf.read = [], stamp, {}
+
+    def _after(self, stamp: Stamp, buf: SimulatedBuf, earlier: Iterable[Stamp]) -> None:
+        if buf.freed:
+            raise OrderError(f"{stamp.what!r} on {stamp.lane} uses {buf.name} after its free.")
+        clock = self._clocks[stamp.lane]
+        for other in earlier:
+            if clock[_INDEX[other.lane]] < other.step:
+                raise OrderError(
+                    f"{stamp.what!r} on {stamp.lane} and {other.what!r} on {other.lane} both use "
+                    f"{buf.name} ({buf.nbytes} bytes, {buf.place}), and no event orders them: "
+                    f"{stamp.lane} has to wait for an event of {other.lane} first."
+                )
+
+    def _left_in(self, slab: Slab) -> list[Stamp]:
+        """Accesses to these host bytes by those who had them before."""
+        end, found = slab.offset + slab.nbytes, []
+        for ghost in list(self._ghosts):
+            old = ghost.slab
+            if old is None or old.region != slab.region:
+                continue
+            if old.offset < end and slab.offset < old.offset + old.nbytes:
+                found += ghost.accesses()
+                if slab.offset <= old.offset and old.offset + old.nbytes <= end:
+                    self._ghosts.remove(ghost)
+        return found
+
+    def _count(self, change: int, name: str) -> None:
+        total = self.levels[-1].nbytes + change
+        self.levels.append(Level(self.now["compute"], total, name))
+
+
+def simulated(buf: Buf) -> SimulatedBuf:
+    """The same buffer, which has to be one of a simulation."""
+    if not isinstance(buf, SimulatedBuf):
+        raise FuseOpsError(f"simulated lanes know only their own buffers, got {buf!r}.")
+    return buf

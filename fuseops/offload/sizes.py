@@ -1,0 +1,27 @@
+"""Amounts of memory, as people write them."""
+
+import re
+
+from fuseops.errors import FuseOpsError
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """A number of bytes from itself, or from text such as "11GiB" or "1.5 GB".
+
+    Raises FuseOpsError for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if isinstance(value, str)
+        else None
+    )
+    if found is None or found[2].upper() not in UNITS:
+        raise FuseOpsError(
+            f"{what} expects bytes, as a number or as text such as '11GiB', got {value!r}."
+        )
+    return int(float(found[1]) * UNITS[found[2].upper()])

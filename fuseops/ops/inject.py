@@ -1,0 +1,76 @@
+"""InjectLoss: a loss that reaches the backward without ever being added to the training loss."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .op import Call, Grads, Op, Out
+
+
+class InjectLossSaved(NamedTuple):
+    scale: Tensor | None  # ()
+
+
+class InjectLoss(Op[InjectLossSaved]):
+    """y = x; the backward gives the side tensor `name`, a scalar loss, the gradient `scale`.
+
+    As if scale * loss were added to the training loss, so the loss need not leave the layer: it crosses plain blocks,
+    checkpoints and the stages of a pipeline.
+    scale: a tensor () on the device, 1 at first. Each forward saves the one that it sees, for a micro-batch whose
+    backward runs later: assign a new one (`set_scale`) instead of writing to it.
+    """
+
+    saves_for = {"x": ()}
+
+    scale: Tensor
+
+    def __init__(self, name: str = "router_loss") -> None:
+        super().__init__()
+        self.reads = (name,)
+        self.scale = torch.ones(())  # no buffer: DDP would write to it
+
+    def extra_repr(self) -> str:
+        return repr(self.reads[0])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.scale = fn(self.scale)
+        return self
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """The weight of the loss in the forwards to come: a number, or a () tensor on the device."""
+        if isinstance(scale, Tensor):
+            self.scale = scale.detach()
+        else:
+            self.scale = torch.full_like(self.scale, scale)
+
+    def fwd(self, x: Tensor, *, scale: Tensor, **side: Tensor) -> Out:
+        loss = side[self.reads[0]]
+        if torch.is_grad_enabled() and loss.requires_grad:  # plain torch: no bwd of ours will run
+            y: Tensor = _Inject.apply(x, loss, scale)  # type: ignore[no-untyped-call]
+            return Out(y, InjectLossSaved(scale))
+        return Out(x, InjectLossSaved(scale))
+
+    def bwd(self, saved: InjectLossSaved, dy: Tensor, *, call: Call) -> Grads:
+        return Grads(dy, side={self.reads[0]: saved.scale})
+
+
+class _Inject(torch.autograd.Function):
+    """The same for plain autograd."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2].to(inputs[1].dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return dy, scale.clone(), None

@@ -1,0 +1,85 @@
+"""State dicts of grouped parameters, in either layout: packed, or one tensor a group.
+
+packed       weight (E, out, in), bias (E, out)
+per group    weight0 .. weight<E-1> (out, in), bias0 .. (out,), as TransformerEngine keeps them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Grouped(Protocol):
+    """What is asked of an op with grouped parameters."""
+
+    num_groups: int
+
+    def registered(self, name: str) -> tuple[str, ...]: ...
+
+
+def parts_in(tensors: Mapping[str, Any], stem: str) -> dict[int, str]:
+    """The keys `<stem><e>` among `tensors`, by e."""
+    pattern = re.compile(re.escape(stem) + r"(0|[1-9]\d*)")
+    found = ((pattern.fullmatch(key), key) for key in tensors)
+    return {int(match[1]): key for match, key in found if match}
+
+
+def load(
+    op: Grouped,
+    into: Callable[..., None],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """`nn.Module._load_from_state_dict` (`into`) from either layout into the one that `op` has.
+
+    TransformerEngine's `_extra_state`, which holds its own quantizers' state, is left aside.
+    """
+    mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    mine.pop(f"{prefix}_extra_state", None)
+    absent: list[str] = []
+    for name in ("weight", "bias"):
+        parts, whole = parts_in(mine, prefix + name), prefix + name in mine
+        if whole and parts:
+            errors.append(f"{prefix}{name} is there packed and by group ({parts[min(parts)]}).")
+        elif parts and op.registered(name) == (name,):
+            absent += _pack(op, mine, prefix + name, parts, errors)
+        elif whole and op.registered(name) != (name,):
+            _unpack(op, mine, prefix + name, errors)
+    gone: list[str] = []
+    into(mine, prefix, local_metadata, strict, gone, unexpected, errors)
+    replaced = {key.rstrip("0123456789") for key in absent}
+    missing += [key for key in gone if key not in replaced] + absent
+
+
+def _pack(
+    op: Grouped, tensors: dict[str, Any], stem: str, parts: dict[int, str], errors: list[str]
+) -> list[str]:
+    """Put one tensor in the place of its parts.   -> keys of the parts that are not there"""
+    wanted = {e: tensors.pop(key) for e, key in parts.items() if e < op.num_groups}
+    absent = [f"{stem}{e}" for e in range(op.num_groups) if e not in wanted]
+    shapes = {tuple(part.shape) for part in wanted.values()}
+    if len(shapes) > 1:
+        errors.append(f"{stem}0 to {stem}{op.num_groups - 1} differ in shape: {sorted(shapes)}.")
+    elif not absent:
+        tensors[stem] = torch.stack([wanted[e] for e in range(op.num_groups)])
+    return absent
+
+
+def _unpack(op: Grouped, tensors: dict[str, Any], stem: str, errors: list[str]) -> None:
+    whole: Tensor = tensors.pop(stem)
+    if whole.dim() == 0 or len(whole) != op.num_groups:
+        errors.append(
+            f"{stem} has shape {tuple(whole.shape)}, expected {op.num_groups} groups on the first axis."
+        )
+        return
+    tensors.update({f"{stem}{e}": part for e, part in enumerate(whole.unbind())})

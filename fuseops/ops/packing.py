@@ -1,0 +1,91 @@
+"""One Parameter a group, over one packed storage: what `GroupedLinear(packed=False)` stands on.
+
+The packed tensor of E parameters of one shape is an alias of their storage while they lie there one after the other.
+`.to`, `deepcopy`, loading with `assign=True` and whatever else sets `.data` separates them; `repack` brings them
+together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import InPlaceError
+
+PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor (E, *shape) of which `parts` are the rows, in order; None unless they are, in one storage."""
+    first = parts[0].detach()
+    fake = first.is_meta or torch_private.is_fake(first)
+    if not (fake or type(parts[0]) in PLAIN) or not first.is_contiguous():
+        return None
+    storage, size = first.untyped_storage(), first.numel() * first.itemsize
+    begin = first.storage_offset() * first.itemsize
+    if begin + len(parts) * size > storage.nbytes():
+        return None
+    # an address inside of a storage that is alive is that storage's; without addresses, ask whose the tensor is
+    place = _place_without_address if fake else Tensor.data_ptr
+    expected, alike = place(first), (first.shape, first.stride(), first.dtype)
+    for part in parts:
+        if place(part) != expected or (part.shape, part.stride(), part.dtype) != alike:
+            return None
+        expected += size
+    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+def _place_without_address(t: Tensor) -> int:
+    """A number that tells bytes of different storages apart, and moves with the offset in one."""
+    return (torch_private.storage_id(t) << 48) + int(t.storage_offset()) * t.itemsize
+
+
+def repack(parts: Sequence[Tensor]) -> bool:
+    """Move parameters of one shape, dtype and device into one storage, unless they are.   -> whether they moved"""
+    plain = all(type(part) in PLAIN for part in parts)  # DTensors stay
+    first = parts[0]
+    if not plain or alias_of(parts) is not None:
+        return False
+    if any((p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device) for p in parts):
+        return False
+    with torch.no_grad():
+        for part, row in zip(parts, torch.stack([p.data for p in parts]), strict=True):
+            part.data = row
+    return True
+
+
+class Packed(torch.autograd.Function):
+    """(E, *shape) over the storage of E parameters; its gradient goes to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
+        ctx.parts, ctx.versions = parts, [torch_private.version(part) for part in parts]
+        ctx.set_materialize_grads(False)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor | None) -> Any:
+        # a node that saved the packed tensor saw writes to its first row only
+        for e, (part, version) in enumerate(zip(ctx.parts, ctx.versions, strict=True)):
+            if torch_private.version(part) != version:
+                raise InPlaceError(
+                    f"the parameter of group {e} was modified in place between the forward and the backward, "
+                    "which reads it."
+                )
+        return None, *([None] * len(ctx.parts) if d is None else d.unbind())
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.stack(parts)`, without a copy where they lie in one storage."""
+    opaque = torch.compiler.is_compiling() or torch_private.inside_functorch()
+    whole = None if opaque else alias_of(parts)
+    if whole is None:
+        return torch.stack(list(parts))
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        found: Tensor = Packed.apply(whole, *parts)  # type: ignore[no-untyped-call]
+        return found
+    return whole

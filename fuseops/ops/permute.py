@@ -1,0 +1,188 @@
+"""From tokens to rows of experts and back: Dispatch, Permute and Combine.
+
+    Dispatch   experts, weights (T, K) -> offs, probs, index, pos: which row every copy of a token takes
+    Permute    x (T, D) -> (R, D): row r is token index[r]
+    Combine    x (R, D) -> (T, D): the sum of the rows of each token, pos[t], in the order of k
+
+The probability of a row is applied once, by the scaled activation between the two. R = T * K; rows at or beyond
+offs[-1] are padding and zero. Nothing here waits for the device, and nothing is added up in a changing order.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError, ShapeError
+
+from .op import Call, Grads, Op, Out, Shape
+
+
+class DispatchSaved(NamedTuple):
+    pos: Tensor | None  # (T, K) int32
+    offs: Tensor | None  # (E,) int32
+
+
+class PermuteSaved(NamedTuple):
+    pos: Tensor | None  # (T, K) int32
+    offs: Tensor | None  # (E,) int32
+
+
+class CombineSaved(NamedTuple):
+    pos: Tensor | None  # (T, K) int32
+    offs: Tensor | None  # (E,) int32
+    rows: int | None  # R
+
+
+class Dispatch(Op[DispatchSaved]):
+    """y = x: every expert is here. Publishes the rows of the experts, as `Routing` holds them.
+
+    The place of a dispatcher: one for expert parallelism is an op that reads `experts` (T, K) int32 and `weights`
+    (T, K), sends tokens to the ranks of their experts, gives the tokens that arrived, and publishes `offs`, `probs`,
+    `index` and `pos` over them and over its own `num_experts`; and a second op behind Combine that brings the sums
+    home. `MoE(dispatch=..., collect=...)` takes the two.
+
+    capacity_factor: None drops nothing. Otherwise an expert takes ceil(capacity_factor * T * K / E) copies, in the
+    order of their tokens; the others are dropped, which makes their pos -1.
+    """
+
+    reads = ("experts", "weights")
+    writes = ("offs", "probs", "index", "pos")
+    integers = frozenset({"offs", "index", "pos"})
+    saves_for = {"x": (), "weights": ("pos", "offs")}
+
+    def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
+        super().__init__()
+        if num_experts <= 0 or not (capacity_factor is None or capacity_factor > 0):
+            raise FuseOpsError(
+                f"Dispatch: num_experts and capacity_factor must be positive, got {num_experts} and {capacity_factor}."
+            )
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+
+    def extra_repr(self) -> str:
+        limit = (
+            "" if self.capacity_factor is None else f", capacity_factor={self.capacity_factor:g}"
+        )
+        return f"{self.num_experts}{limit}"
+
+    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> Out:
+        if experts.dim() != 2 or experts.shape != weights.shape:
+            raise ShapeError(
+                f"Dispatch expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
+                f"{tuple(weights.shape)}."
+            )
+        if self.capacity_factor is not None:
+            room = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
+            experts = within_capacity(experts, self.num_experts, room)
+        offs, index, pos, probs = K.route(experts, self.num_experts, weights)
+        side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
+        return Out(x, DispatchSaved(pos, offs), side)
+
+    def bwd(
+        self,
+        saved: DispatchSaved,
+        dy: Tensor | None,
+        *,
+        dside: dict[str, Tensor | None],
+        call: Call,
+    ) -> Grads:
+        pos, dprobs = saved.pos, dside["probs"]
+        if "weights" not in call.needs or dprobs is None:
+            return Grads(dy, side={"weights": None})
+        # of rows of one number to tokens of one copy
+        dweights = K.combine_fwd(dprobs.unsqueeze(1), pos.view(-1, 1), saved.offs)  # type: ignore[union-attr, arg-type]
+        return Grads(dy, side={"weights": dweights.view_as(pos)})  # type: ignore[arg-type]
+
+
+def within_capacity(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """`experts` with -1 for every copy beyond the first `capacity` of its expert, in the order of tokens.   (T, K)"""
+    offs, _, pos, _ = K.route(experts, num_experts)
+    first = torch.cat([offs.new_zeros(1), offs])[experts.long()]  # of -1 too: its pos is negative
+    return torch.where((pos >= 0) & (pos - first < capacity), experts, -1)
+
+
+class Permute(Op[PermuteSaved]):
+    """One row for each copy of a token: y[r] = x[index[r]].   x (T, D) -> (R, D), R = T * top_k
+
+    Reads the Routing of the rows. Padding rows are zero. dx[t] is the sum of the rows of t, in the order of k.
+    """
+
+    reads = ("index", "pos", "offs")
+    saves_for = {"x": ("pos", "offs")}
+    autocast = True  # T rows are cast, not R
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    def extra_repr(self) -> str:
+        return f"{self.top_k}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return (rows_of(shape) * self.top_k, *shape[-1:])
+
+    def fwd(self, x: Tensor, *, index: Tensor, pos: Tensor, offs: Tensor) -> Out:
+        check_rows(self, x)
+        check_pos("Permute", pos, x.shape[0])
+        return Out(K.scatter_rows(x, pos, offs, index.shape[0]), PermuteSaved(pos, offs))
+
+    def bwd(self, saved: PermuteSaved, dy: Tensor) -> Grads:
+        return Grads(K.combine_fwd(dy, saved.pos, saved.offs))  # type: ignore[arg-type]
+
+
+class Combine(Op[CombineSaved]):
+    """The sum of the rows of each token: y[t] = sum over k of x[pos[t, k]].   x (R, D) -> (T, D), T = R / top_k
+
+    In float32 in the order of k with one rounding, so it repeats bit for bit. A copy that was dropped adds nothing, and
+    padding rows are not read.
+    """
+
+    reads = ("pos", "offs")
+    saves_for = {"x": ("pos", "offs", "rows")}
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    def extra_repr(self) -> str:
+        return f"{self.top_k}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return (rows_of(shape) // self.top_k, *shape[-1:])
+
+    def fwd(self, x: Tensor, *, pos: Tensor, offs: Tensor) -> Out:
+        check_rows(self, x)
+        check_pos("Combine", pos, None)
+        return Out(K.combine_fwd(x, pos, offs), CombineSaved(pos, offs, x.shape[0]))
+
+    def bwd(self, saved: CombineSaved, dy: Tensor) -> Grads:
+        return Grads(K.scatter_rows(dy, saved.pos, saved.offs, saved.rows))  # type: ignore[arg-type]
+
+
+def rows_of(shape: Shape) -> int:
+    """How many rows there are, whatever axes they are spread over."""
+    rows = 1
+    for size in shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+def check_rows(op: Op[Any], x: Tensor) -> None:
+    """Raise ShapeError unless x has one axis of rows and one of features."""
+    if x.dim() != 2:
+        raise ShapeError(
+            f"{type(op).__name__} expects x of two axes (rows, features), got shape {tuple(x.shape)}: "
+            "flatten the others."
+        )
+
+
+def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
+    """Raise ShapeError unless pos has a line for each token."""
+    if pos.dim() != 2 or tokens not in (None, pos.shape[0]) or pos.dtype is not torch.int32:
+        wanted = "tokens" if tokens is None else tokens
+        raise ShapeError(
+            f"{op} expects pos int32 of shape ({wanted}, k): the row of each copy of a token; got {pos.dtype} of shape "
+            f"{tuple(pos.shape)}. Routing.from_topk(experts, weights) builds it."
+        )

@@ -1,0 +1,331 @@
+"""Router: the experts of each token, their weights, and the losses that keep the load even.
+
+    logits = x W^T (+ b) in float32;  scores s = softmax(logits) or sigmoid(logits)
+    experts: the top k of s, or of s + expert_bias, of all experts or of the best groups of them
+    weights = scale * s[experts], divided by their sum if `normalize`
+
+Losses, with f_e the share of all T * K copies that expert e gets and p_t the scores of token t, which sum to 1 (for
+sigmoid s / sum(s)), and lse the logarithm of the sum of exp:
+
+    balance   balance_loss * E * sum over e of f_e * mean over t of p_te    Switch Transformer, arXiv 2101.03961, eq. 4
+    z         z_loss * mean over t of lse(logits_t)^2                       ST-MoE, arXiv 2202.08906, eq. 5
+
+The first is 1 where the load is even, E at worst; f_e has no gradient. Both are over the tokens of this call.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
+
+from .linear import check_width
+from .op import Call, Grads, Op, Out, Shape
+from .permute import check_rows
+
+SCORES = ("softmax", "sigmoid")
+TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
+
+
+class RouterSaved(NamedTuple):
+    x: Tensor | None  # (T, D)
+    weight: Tensor | None  # the parameter itself
+    logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
+    experts: Tensor | None  # (T, K) int32
+    load: Tensor | None  # (E,): f_e, where there is a balance loss
+
+
+class Router(Op[RouterSaved]):
+    """Top-k router.   x (T, D) passes through; publishes `experts` (T, K) int32, `weights` (T, K) float32, and
+    `router_loss` () float32 where a loss is asked for.
+
+    score, normalize, scale: see above. With score="softmax" and normalize the weights are the softmax over the chosen
+        experts alone, as in Mixtral.
+    bias: a learned one, added to the logits.
+    expert_bias: a buffer (E,) that is added to the scores for the choice alone, and has no gradient; it starts at
+        zero, MoE counts what it does, and `update_expert_bias` moves it (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    groups, top_groups: experts stand in `groups` groups of equal size, and a token chooses among those of its
+        `top_groups` best, by the sum of the two best scores (plus expert_bias) in each (the same, section 2.1.2).
+    balance_loss, z_loss: coefficients; None leaves a loss out.
+    replay: the experts are not chosen but read from the side input `chosen` (T, K) int32, say those of another run.
+    Ties go to the lower expert. weight (E, D) is initialised as torch.nn.Linear is.
+    """
+
+    integers = frozenset({"experts"})
+    saves_for = {
+        "x": ("weight", "logits", "experts", "load"),
+        "weight": ("x", "logits", "experts", "load"),
+        "bias": ("logits", "experts", "load"),
+    }
+
+    expert_bias: Tensor | None
+    tokens_per_expert: Tensor | None  # counted since the last update
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        expert_bias: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
+        balance_loss: float | None = None,
+        z_loss: float | None = None,
+        replay: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
+        self.score, self.normalize, self.scale = score, normalize, float(scale)
+        self.groups, self.top_groups = groups, top_groups
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self._check()
+        self.reads = ("chosen",) if replay else ()
+        loses = balance_loss is not None or z_loss is not None
+        self.writes = ("experts", "weights", "router_loss") if loses else ("experts", "weights")
+        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        own = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", own)
+        correction = torch.zeros(num_experts, device=device) if expert_bias else None
+        counted = (
+            torch.zeros(num_experts, dtype=torch.int64, device=device) if expert_bias else None
+        )
+        self.register_buffer("expert_bias", correction)
+        self.register_buffer("tokens_per_expert", counted, persistent=False)
+        self.reset_parameters()
+
+    def _check(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise FuseOpsError(
+                f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
+            )
+        if self.score not in SCORES:
+            raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
+        if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise FuseOpsError(
+                f"Router: {self.top_groups} of {self.groups} groups of {self.num_experts} experts: groups must divide "
+                "the experts, and top_groups be 1 to groups."
+            )
+        if self.top_k > self.top_groups * (self.num_experts // self.groups):
+            raise FuseOpsError(
+                f"Router: {self.top_groups} of {self.groups} groups hold "
+                f"{self.top_groups * (self.num_experts // self.groups)} experts, fewer than top_k = {self.top_k}."
+            )
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.dim)
+        for p in self.parameters():
+            nn.init.uniform_(p, -bound, bound)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+        if self.tokens_per_expert is not None:
+            nn.init.zeros_(self.tokens_per_expert)
+
+    def extra_repr(self) -> str:
+        said = f"{self.dim}, {self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+        for name, plain in (
+            ("normalize", True),
+            ("scale", 1.0),
+            ("groups", 1),
+            ("top_groups", 1),
+            ("balance_loss", None),
+            ("z_loss", None),
+        ):
+            value = getattr(self, name)
+            said += "" if value == plain else f", {name}={value}"
+        said += "" if self.bias is None else ", bias=True"
+        said += "" if self.expert_bias is None else ", expert_bias=True"
+        return said + (", replay=True" if self.reads else "")
+
+    def out_shape(self, shape: Shape) -> Shape:
+        check_width(self, shape, self.dim)
+        return shape
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert = fn(self.tokens_per_expert)
+        after = self.expert_bias
+        if before is not None and after is not None and after.itemsize < before.itemsize:
+            self.expert_bias = before.to(after.device)
+        return self
+
+    def replaying(self) -> "Router":
+        """This router, with the same parameters, that reads the experts from the side input `chosen`."""
+        new = copy.copy(self)
+        new._parameters, new._buffers = dict(self._parameters), dict(self._buffers)
+        new.__dict__.pop("_runner", None)
+        new.reads = ("chosen",)
+        return new
+
+    @torch.no_grad()
+    def count(self, experts: Tensor) -> None:
+        """Add the copies of each expert to `tokens_per_expert`.   experts (T, K)"""
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert.add_(K.expert_counts(experts, self.num_experts))
+
+    @torch.no_grad()
+    def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
+        """Raise the bias of experts that got less than the mean by `rate`, and lower that of the others: once a step.
+
+        Of the copies that were counted since the last update. group: a process group over which they are summed.
+        Raises FuseOpsError where there is no expert_bias.  Waits for nothing but that sum.
+        """
+        if self.expert_bias is None or self.tokens_per_expert is None:
+            raise FuseOpsError(
+                "Router has no expert_bias to update: Router(..., expert_bias=True)."
+            )
+        if group is not None:
+            torch.distributed.all_reduce(self.tokens_per_expert, group=group)
+        load = self.tokens_per_expert.to(self.expert_bias)
+        self.expert_bias.add_((load.mean() - load).sign(), alpha=rate)
+        self.tokens_per_expert.zero_()
+
+    # --- forward
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        weight: Tensor,
+        bias: Tensor | None,
+        expert_bias: Tensor | None,
+        chosen: Tensor | None = None,
+    ) -> Out:
+        check_rows(self, x)
+        logits = K.wide_mm(x, weight)
+        logits = logits if bias is None else logits + bias.to(logits.dtype)
+        balances = self.balance_loss is not None
+        if chosen is None and self.groups == 1:
+            weights, experts, scores = K.router_fwd(
+                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, balances
+            )
+        else:
+            scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
+            experts = self._limited(scores, expert_bias) if chosen is None else chosen
+            weights = self._weights(scores, experts)
+        load = self._load(experts, logits.dtype) if balances else None
+        side = {"experts": experts, "weights": weights}
+        if "router_loss" in self.writes:
+            side["router_loss"] = self._loss(logits, scores, load)
+        if self._chosen_suffice:
+            logits = logits.gather(-1, experts.long())
+        return Out(x, RouterSaved(x, weight, logits, experts, load), side)
+
+    @property
+    def _chosen_suffice(self) -> bool:
+        """Whether the gradient depends on the chosen logits alone: a normalised softmax is the softmax over those."""
+        alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
+        return alone and "router_loss" not in self.writes
+
+    def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
+        """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
+        key = scores if expert_bias is None else scores + expert_bias
+        grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
+        best, at = grouped.max(-1)
+        if grouped.shape[-1] > 1:  # topk would sort
+            best = best + grouped.scatter(-1, at.unsqueeze(-1), -math.inf).amax(-1)
+        groups = _top(best, self.top_groups).long()
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
+        return _top(grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2), self.top_k)
+
+    def _weights(self, scores: Tensor, experts: Tensor) -> Tensor:
+        weights = scores.gather(-1, experts.long())
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return weights * self.scale
+
+    def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """f_e: the share of the copies that each expert gets.   (E,)"""
+        return K.expert_counts(experts, self.num_experts).to(dtype) / max(experts.numel(), 1)
+
+    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor | None) -> Tensor:
+        tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
+        if self.balance_loss is not None and load is not None:
+            mean = self._shares(scores).sum(0) / tokens
+            loss = loss + self.balance_loss * self.num_experts * (load * mean).sum()
+        if self.z_loss is not None:
+            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
+        return loss
+
+    def _shares(self, scores: Tensor) -> Tensor:
+        """p: scores that sum to one."""
+        return scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
+
+    # --- backward
+
+    def bwd(
+        self, saved: RouterSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None], call: Call
+    ) -> Grads:
+        x, weight, logits, experts, load = saved
+        if dside["weights"] is None and dside.get("router_loss") is None:
+            return Grads(dy, {"weight": None, "bias": None})
+        dlogits = self._dlogits(logits, experts, load, dside)  # type: ignore[arg-type]
+        params: dict[str, Tensor | None] = {}
+        if "bias" in call.needs:
+            params["bias"] = dlogits.sum(0)
+        # With halves the products are those of halves: dlogits is rounded as any gradient is.
+        if "weight" in call.needs:
+            params["weight"] = K.wide_mm(dlogits.to(x.dtype).t(), x.t())  # type: ignore[union-attr]
+        return Grads(_dx(dlogits, weight, dy) if "x" in call.needs else None, params)  # type: ignore[arg-type]
+
+    def _dlogits(
+        self,
+        logits: Tensor,
+        experts: Tensor,
+        load: Tensor | None,
+        dside: dict[str, Tensor | None],
+    ) -> Tensor:
+        """The gradient of the logits.   (T, E) float32"""
+        dweights, dloss = dside["weights"], dside.get("router_loss")
+        if dweights is None:
+            dweights = torch.zeros_like(experts, dtype=logits.dtype)
+        if dloss is not None:
+            dloss = dloss.to(logits.dtype)
+        form = self.score, self.normalize, self.scale
+        if self._chosen_suffice:
+            own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
+            chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
+            zeros = logits.new_zeros(len(logits), self.num_experts)
+            return zeros.scatter(-1, experts.long(), chosen)
+        dscores = self._dscores(logits, load, dloss)  # type: ignore[arg-type]
+        dlogits = K.router_bwd(dweights, logits, experts, *form, dscores)
+        if dloss is None or self.z_loss is None:
+            return dlogits
+        slope = 2 * self.z_loss / max(logits.shape[0], 1) * logits.logsumexp(-1, keepdim=True)
+        return dlogits + dloss * slope * logits.softmax(-1)
+
+    def _dscores(self, logits: Tensor, load: Tensor, dloss: Tensor | None) -> Tensor | None:
+        """The balance loss' gradient of the scores, (T, E)."""
+        if dloss is None or self.balance_loss is None:
+            return None
+        slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
+        dshares = (dloss * slope * load).expand_as(logits)
+        if self.score == "softmax":
+            return dshares
+        scores = logits.sigmoid()
+        total = scores.sum(-1, keepdim=True) + TINY
+        return (dshares - (dshares * scores).sum(-1, keepdim=True) / total) / total
+
+
+def _top(key: Tensor, k: int) -> Tensor:
+    """Where the k largest of each row are, the first of equal ones first.   (T, k) int32"""
+    return K.router_fwd(key, k)[1]
+
+
+def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
+    """dy + dlogits @ weight."""
+    return dlogits.to(weight.dtype) @ weight if dy is None else K.add_mm(dy, dlogits, weight)

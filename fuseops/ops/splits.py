@@ -1,0 +1,63 @@
+"""Are the boundaries of groups what they must be?  What shows without waiting for the device is always checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import ShapeError
+
+from . import scopes
+
+PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
+    """Raise ShapeError for `offs` on another device than the rows, and for bad values on the CPU.
+
+    Bad: an end before the one before it, or beyond the rows (padding included). On a CUDA device, and in traced code,
+    values are looked at under `fo.debug()` only.
+    """
+    if offs.device != device:
+        raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
+    if torch.compiler.is_compiling():
+        if scopes.current().debug is not None:
+            torch_private.assert_async(
+                ~bad_ends(offs, rows).any(), "offs must not fall, nor end beyond the rows of x"
+            )
+    elif offs.device.type == "cpu":
+        if type(offs) in PLAIN and not torch_private.inside_functorch():
+            _check_values(offs.tolist(), rows)
+    elif scopes.current().debug is not None:
+        scopes.current().debug.splits(offs, rows)
+
+
+def before(offs: Tensor) -> Tensor:
+    """Where each group begins."""
+    return torch.cat([offs.new_zeros(1), offs[:-1]])
+
+
+def bad_ends(offs: Tensor, rows: int) -> Tensor:
+    """(E,) bool."""
+    return (offs < before(offs)) | (offs > rows)
+
+
+def _check_values(ends: list[int], rows: int) -> None:
+    start = 0
+    for group, end in enumerate(ends):
+        if not start <= end <= rows:
+            raise ShapeError(complaint(group, start, end, rows))
+        start = end
+
+
+def complaint(group: int, start: int, end: int, rows: int) -> str:
+    """What is wrong with the end of one group."""
+    if end < start:
+        why = f"before it begins ({start})" if group else "which is negative"
+    else:
+        why = f"but x has {rows} rows"
+    return (
+        f"offs are cumulative row ends; group {group} ends at row {end}, {why}. "
+        "Routing.from_counts(tokens_per_expert) builds them."
+    )

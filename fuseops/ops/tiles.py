@@ -1,0 +1,32 @@
+"""The tile table of a routing: made once a Sequential call, and read by all its grouped GEMMs, backward included."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.torch_private import storage_id, version
+
+from .op import Call
+
+
+def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
+    """`K.group_tiles(offs, rows)`, for `tiles=` of the grouped GEMMs; None where the reference runs, which reads none.
+
+    offs (E,) int32, rows: those of x, padding included. For ops with `live_call`, forward and backward: the table lies
+    in `call.scratch`, under the memory that it was made from, so a copy of `offs` (recomputed, reloaded) makes one
+    more. Traced code has no scratch: there each op makes the table, and the compiler keeps one of them.
+    """
+    if not K.group_tiles.launches((offs, rows), {}):
+        return None
+    if call.scratch is None:
+        return K.group_tiles(offs, rows)
+    tables = call.scratch.setdefault("tiles", {})
+    key = storage_id(offs), offs.storage_offset(), offs.stride(), len(offs), version(offs), rows
+    if key not in tables:
+        tables[key] = (
+            offs,
+            K.group_tiles(offs, rows),
+        )  # with `offs`, so that nothing else lies there
+    found: Tensor = tables[key][1]
+    return found

@@ -1,0 +1,94 @@
+"""`explain()` says which kernel a grouped GEMM takes, and why not a better one."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import few
+
+import fuseops as fo
+from fuseops.kernels import grouped_paths, grouped_why
+from fuseops.kernels.grouped_why import mm_words, wgrad_words
+from fuseops.kernels.launch import recording
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+SIZES = st.sampled_from([1, 8, 33, 64, 72, 136, 192])
+
+
+def matrix(rows, width, dtype, wider, shift):
+    """Rows `wider` elements further apart than they are wide, beginning `shift` elements later."""
+    block = torch.zeros(rows * (width + wider) + shift + 16, dtype=dtype)
+    return block[shift:].as_strided((rows, width), (width + wider, 1))
+
+
+@given(
+    arch=st.sampled_from([80, 90, 100, 120]),
+    n=SIZES,
+    k=SIZES,
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    wider=st.sampled_from([0, 8, 16, 3]),
+    shift=st.sampled_from([0, 0, 1, 8]),
+    layout=st.sampled_from(["nk", "kn", "strided"]),
+    gathers=st.booleans(),
+)
+@few
+def test_every_path_but_the_best_has_a_reason(arch, n, k, dtype, wider, shift, layout, gathers):
+    x, dy = matrix(7, k, dtype, wider, shift), matrix(7, n, dtype, wider, 0)
+    weight = torch.zeros(3, n, k, dtype=dtype)
+    if layout == "kn":
+        weight = torch.zeros(3, k, n, dtype=dtype).transpose(1, 2)
+    elif layout == "strided":
+        weight = torch.zeros(3, n, k + 8, dtype=dtype)[..., :k]
+    index = torch.zeros(9, dtype=torch.int32) if gathers else None
+    with pytest.MonkeyPatch.context() as patch, recording(arch):
+        # as on a device, with a Triton that Gluon was tested with
+        for module in (grouped_paths, grouped_why):
+            patch.setattr(module, "INTERPRET", False)
+            patch.setattr(module, "versions", lambda: {"triton": "3.6.0"})
+        grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
+        found = [
+            (mm_words(x, weight, None, index), grouped_paths.mm_path(x, weight, None, index)),
+            (wgrad_words(dy, x, None, index), grouped_paths.wgrad_path(dy, x, None, index)),
+        ]
+    grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
+    for words, path in found:
+        best = "gather" if gathers else "pingpong"
+        assert words == path if path == best else words.startswith(f"{path} (")
+
+
+def test_the_reason_is_the_one_that_stands_in_the_way():
+    half = torch.bfloat16
+    weight = torch.zeros(3, 64, 72, dtype=half)
+    with recording(80):
+        assert mm_words(matrix(7, 72, half, 0, 0), weight) == "pointer (sm_80 loads by pointers)"
+    with recording(90):
+        said = mm_words(matrix(7, 72, half, 0, 1), weight)
+        assert said == "pointer (x is not 16-byte aligned)"
+        said = mm_words(matrix(7, 72, half, 3, 0), weight)
+        assert said == "pointer (rows of x are 150 bytes apart, not a multiple of 16)"
+        assert (
+            mm_words(matrix(7, 72, torch.float32, 0, 0), weight.float()) == "pointer (x is float32)"
+        )
+        assert mm_words(matrix(7, 72, half, 0, 0), weight) == "tma (the interpreter runs no Gluon)"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_explain_names_the_op_and_the_path(fused):
+    model = fo.Sequential(
+        {
+            "fc1": fo.ops.GroupedLinear(3, 16, 48, bias=False, dtype=torch.bfloat16),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(3, 24, 33, bias=False, dtype=torch.bfloat16),
+        }
+    )
+    routing = fo.Routing.from_counts([2, 0, 4], torch.ones(7))
+    x = torch.randn(7, 16, dtype=torch.bfloat16)
+    with fo.fusion(fused):
+        said = [n for n in model.plan(x, routing).notes if "grouped GEMM" in n]
+        assert all(note in model.explain(x, routing) for note in said)
+    assert len(said) == 2
+    assert said[0].endswith("grouped GEMM N 48, K 16: tma (the interpreter runs no Gluon)")
+    assert "N 33, K 24: pointer (rows of y are 66 bytes, not a multiple of 16)" in said[1]
+    ops = ("'fc1..fc2'",) * 2 if fused else ("'fc1'", "'fc2'")
+    assert all(note.startswith(op) for note, op in zip(said, ops, strict=True))

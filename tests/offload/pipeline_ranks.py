@@ -1,0 +1,77 @@
+"""Two ranks of a pipeline, for test_offload_pipeline.py: each trains its stages with a scheduler and
+without, and compares gradients to the bit.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+import fuseops as fo
+from fuseops import offload
+
+D, ROWS, MICROBATCHES, WORLD = 8, 4, 6, 2
+
+
+def block() -> nn.Module:
+    return fo.Sequential(
+        fo.Residual(fo.ops.RMSNorm(D), fo.ops.Linear(D, 2 * D), fo.ops.SwiGLU()), nn.Linear(D, D)
+    )
+
+
+def stages(kind: str, rank: int) -> nn.ModuleList:
+    """What this rank runs: one stage of four layers, or two of two."""
+    torch.manual_seed(rank)
+    count = 1 if kind == "1f1b" else 2
+    return nn.ModuleList(nn.Sequential(*(block() for _ in range(4 // count))) for _ in range(count))
+
+
+def schedule(kind: str, model: nn.ModuleList, rank: int) -> Any:
+    loss = lambda y, target: (y - target).square().sum()  # noqa: E731
+    made = [
+        PipelineStage(module, rank + WORLD * k, WORLD * len(model), torch.device("cpu"))
+        for k, module in enumerate(model)
+    ]
+    if kind == "1f1b":
+        return Schedule1F1B(made[0], MICROBATCHES, loss_fn=loss)
+    return ScheduleInterleaved1F1B(made, MICROBATCHES, loss_fn=loss)
+
+
+def train(kind: str, model: nn.ModuleList, rank: int, steps: int) -> list[list[Tensor]]:
+    run, found = schedule(kind, model, rank), []
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        x, target = torch.randn(2, MICROBATCHES * ROWS, D).unbind()
+        if rank == 0:
+            run.step(x)
+        else:
+            run.step(target=target)
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def main(rank: int, store: str, kind: str, out: Any) -> None:
+    """Trains both, and answers with what the scheduler did."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    model = stages(kind, rank)
+    plain = copy.deepcopy(model)
+    expected = train(kind, plain, rank, 4)
+    policy = offload.Policy(min_bytes=1)
+    with offload.Scheduler(model, "*.*", policy=policy, lag=1) as scheduler:
+        found = train(kind, model, rank, 4)
+    equal = all(
+        torch.equal(a, b)
+        for mine, other in zip(found, expected, strict=True)
+        for a, b in zip(mine, other, strict=True)
+    )
+    facts = dict(scheduler.report().schedule)
+    ordinals = {key.ordinal for _, key in scheduler._scope.mover.schedule.order.recorded}
+    out.put((rank, equal, facts, sorted(ordinals)))
+    dist.destroy_process_group()

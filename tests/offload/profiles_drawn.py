@@ -1,0 +1,117 @@
+"""Step profiles by hand and by Hypothesis, for the tests of simulator and planner."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from fuseops.offload.hardware import Curve, Hardware
+from fuseops.offload.profile import LayerCall, Op, Profile, Recompute, Saved
+
+MB = 1_000_000
+LINK = Hardware(  # 10 GB/s each way: 0.1 ms a MB
+    "ten", Curve(((MB, 10.0),)), Curve(((MB, 10.0),)), Curve(((MB, 20.0),)), memory=1000.0
+)
+
+
+def profile_of(
+    layers: int,
+    saved_per_layer: int,
+    size: Callable[[int, int], int],
+    seconds: Callable[[int], float],
+    *,
+    ops_per_layer: int = 3,
+    base: int = 100 * MB,
+    groups: bool = False,
+    micro_batches: int = 1,
+) -> Profile:
+    """A chain of layers, forward and back.
+
+    size(layer, number) bytes of each saved storage; seconds(layer) of the forward, the backward
+    takes twice as long. The storages are made and held at once, and freed after the backward.
+    """
+    ops: list[tuple[str, float]] = []
+    calls: list[LayerCall] = []
+    saved: list[Saved] = []
+    for batch in range(micro_batches):
+        for layer in range(layers):
+            enter = len(ops)
+            ops += [(f"f{layer}", seconds(layer) / ops_per_layer)] * ops_per_layer
+            for n in range(saved_per_layer):
+                at = enter + 1 + n % ops_per_layer
+                name = f"blocks.{layer}.x{n}"
+                call = batch * layers + layer
+                saved.append(
+                    Saved(name, "op", call, size(layer, n), (1,), "uint8", at - 1, at, at, 0, 0)
+                )
+            calls.append(LayerCall(f"blocks.{layer}", batch, enter, len(ops), -1))
+    for call in reversed(range(len(calls))):
+        enter = len(ops)
+        calls[call] = calls[call]._replace(backward=enter)
+        layer = call % layers
+        ops += [(f"b{layer}", 2 * seconds(layer) / ops_per_layer)] * ops_per_layer
+        mine = [k for k, s in enumerate(saved) if s.call == call]
+        for n, k in enumerate(reversed(mine)):
+            read = enter + n % ops_per_layer
+            saved[k] = saved[k]._replace(read=read, freed=read + 1)
+    return finished(ops, saved, calls, base, groups)
+
+
+def finished(
+    ops: list[tuple[str, float]],
+    saved: list[Saved],
+    calls: list[LayerCall],
+    base: int,
+    groups: bool,
+) -> Profile:
+    """With the bytes on the device at every op, and a recomputation a layer if wanted."""
+    resident = [base] * len(ops)
+    for s in saved:
+        for p in range(s.at, s.freed):
+            resident[p] += s.nbytes
+    recompute = []
+    if groups:
+        for k, call in enumerate(calls):
+            mine = tuple(n for n, s in enumerate(saved) if s.call == k)
+            took = sum(s for _, s in ops[call.enter : call.leave])
+            recompute.append(Recompute(call.layer, "module", mine, took))
+    done = tuple(Op(name, s, r) for (name, s), r in zip(ops, resident, strict=True))
+    return Profile("drawn", "recorded", done, tuple(saved), tuple(calls), tuple(recompute))
+
+
+@st.composite
+def profiles(
+    draw: st.DrawFn, max_saved: int = 9, groups: bool = False, micro_batches: int = 1
+) -> Profile:
+    """Few layers and tensors of any sizes, on LINK from idle to overloaded."""
+    layers = draw(st.integers(2, 6))
+    each = max(1, min(3, max_saved // layers))
+    sizes = draw(st.lists(st.integers(1, 40), min_size=layers * each, max_size=layers * each))
+    pace = draw(st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+    times = draw(st.lists(st.integers(1, 8), min_size=layers, max_size=layers))
+    return profile_of(
+        layers,
+        each,
+        lambda layer, n: sizes[layer * each + n] * MB,
+        lambda layer: times[layer] * 1e-3 * pace,
+        ops_per_layer=draw(st.integers(1, 3)),
+        groups=groups,
+        micro_batches=micro_batches,
+    )
+
+
+@functools.cache
+def transformer(layers: int, each: int, seed: int = 0) -> Profile:
+    """Many equal layers with a few sizes of tensors: what planners meet."""
+    sizes = random.Random(seed).choices([1, 2, 4, 16, 64], k=each)
+    return profile_of(
+        layers,
+        each,
+        lambda layer, n: sizes[n] * MB,
+        lambda layer: 0.7 * sum(sizes) * 1e-4,
+        ops_per_layer=max(4, each // 2),
+        groups=True,
+    )

@@ -1,0 +1,540 @@
+"""The scheduler over every shape of training: exact, by name, and gone without a trace."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
+
+D = 8
+
+
+class Block(nn.Module):
+    """A residual block, part ops and part plain modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = fo.Residual(
+            fo.ops.RMSNorm(D), fo.ops.Linear(D, 2 * D), fo.ops.SwiGLU(), fo.ops.Linear(D, D)
+        )
+        self.out = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return x + self.out(self.mlp(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+ALL = offload.Policy(min_bytes=1)
+
+
+def inputs(seed: int = 1, rows: int = 5) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(rows, D, requires_grad=True)
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def facts(scheduler: offload.Scheduler) -> dict[str, int]:
+    return dict(scheduler.report().schedule)
+
+
+def compare(run: Callable[[Model], Any], steps: int = 4, **options: Any) -> offload.Scheduler:
+    """Runs steps with a scheduler and without; gradients are equal to the bit."""
+    plain, model = Model(), Model()
+    with offload.Scheduler(model, "blocks.*", **{"policy": ALL, **options}) as scheduler:
+        for _ in range(steps):
+            run(model)
+            run(plain)
+            mine, other = grads(model), grads(plain)
+            assert len(mine) == len(other) > 0 and all(map(torch.equal, mine, other))
+    assert top_saved_tensor_hooks() is None
+    gc.collect()
+    scheduler._scope.mover.tidy()
+    assert scheduler.report().host_bytes == 0 and scheduler._scope.mover.arena.used == 0
+    return scheduler
+
+
+# --- shapes of training
+
+
+def one_step(model: Model) -> None:
+    model(inputs()).sum().backward()
+
+
+def accumulate(model: Model) -> None:
+    for seed in range(3):
+        model(inputs(seed)).sum().backward()
+
+
+def forwards_first(model: Model) -> None:
+    for loss in [model(inputs(seed)).sum() for seed in range(3)]:
+        loss.backward()
+
+
+def forwards_first_newest_first(model: Model) -> None:
+    for loss in reversed([model(inputs(seed)).sum() for seed in range(3)]):
+        loss.backward()
+
+
+def one_forward_one_backward(model: Model) -> None:
+    waiting = [model(inputs(0)).sum(), model(inputs(1)).sum()]
+    for seed in range(2, 5):
+        waiting.pop(0).backward()
+        waiting.append(model(inputs(seed)).sum())
+    for loss in waiting:
+        loss.backward()
+
+
+def two_losses(model: Model) -> None:
+    (model(inputs(0)) * model(inputs(1))).sum().backward()
+
+
+def retain_graph(model: Model) -> None:
+    y = model(inputs()).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+def subset(model: Model) -> None:
+    x = inputs()
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    model.head.bias.grad = dx.sum().reshape(1)
+
+
+def a_layer_twice(model: Model) -> None:
+    x = inputs()
+    for k in (0, 1, 0, 2, 2, 1):
+        x = model.blocks[k](x)
+    x.sum().backward()
+
+
+def evaluation_between(model: Model) -> None:
+    with torch.no_grad():
+        model(inputs(7))
+    y = model(inputs())
+    with torch.inference_mode():
+        model(inputs(8))
+    model.eval()
+    model(inputs(9))
+    model.train()
+    y.sum().backward()
+
+
+def errors_between(model: Model) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    hook = model.blocks[3].out.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs())
+    hook.remove()
+    y = model(inputs())
+    y.register_hook(lambda g: None)
+    z = model.blocks[2](inputs()).tanh()
+    z.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        z.sum().backward()
+    y.sum().backward()
+
+
+def checkpoint_around(model: Model) -> None:
+    x = inputs()
+    for k, block in enumerate(model.blocks):
+        if k % 3 == 0:
+            x = block(x)
+        else:
+            x = checkpoint(block, x, use_reentrant=k % 3 == 1)
+    x.sum().backward()
+
+
+def unused_branches(model: Model) -> None:
+    x = inputs()
+    kept = [block(x) for block in model.blocks]
+    (kept[1] + kept[4]).sum().backward()
+
+
+SHAPES = [
+    *(one_step, accumulate, forwards_first, forwards_first_newest_first),
+    *(one_forward_one_backward, two_losses, retain_graph, subset, a_layer_twice),
+    *(evaluation_between, errors_between, checkpoint_around, unused_branches),
+]
+
+
+@pytest.mark.parametrize("lag, ahead", [(1, 1), (2, 1), (0, 3)])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
+def test_every_shape_of_training_is_exact(shape: Any, lag: int, ahead: int) -> None:
+    scheduler = compare(shape, lag=lag, ahead=ahead)
+    assert facts(scheduler)["out_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "shape", [one_step, accumulate, forwards_first, one_forward_one_backward, a_layer_twice]
+)
+def test_from_the_second_step_on_nothing_is_late(shape: Any) -> None:
+    first = facts(compare(shape, steps=1, lag=1))
+    later = facts(compare(shape, steps=4, lag=1))
+    assert later["misses"] == first["misses"] and later["mispredicted"] == 0
+    assert later["back_bytes"] > first["back_bytes"]
+
+
+def test_ten_steps_with_an_optimizer_reuse_their_buffers() -> None:
+    plain, model = Model(), Model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    reserved = []
+    with offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        for step in range(12):
+            for m, optimizer in zip((plain, model), optimizers, strict=True):
+                m(inputs(step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            reserved.append(facts(scheduler)["host_reserved"])
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert len(set(reserved)) == 1
+
+
+def test_two_models_at_once() -> None:
+    models, plain = (Model(3), Model(4)), (Model(3), Model(4))
+    a, b = (offload.Scheduler(m, "blocks.*", policy=ALL) for m in models)
+    with a, b:
+        for _ in range(3):
+            for first, second in (models, plain):
+                losses = [first(inputs(0)).sum(), second(inputs(1)).sum()]
+                for loss in losses:
+                    loss.backward()
+            for mine, other in zip(models, plain, strict=True):
+                assert all(map(torch.equal, grads(mine), grads(other)))
+    assert facts(a)["out_bytes"] > 0 and facts(b)["out_bytes"] > 0
+
+
+def test_a_change_of_order_is_reported_and_exact() -> None:
+    plain, model = Model(), Model()
+    with offload.Scheduler(model, "blocks.*", policy=ALL, lag=1) as scheduler:
+        for shape in (one_step, one_step, forwards_first, accumulate, one_step, one_step):
+            for m in (plain, model):
+                shape(m)
+            assert all(map(torch.equal, grads(model), grads(plain)))
+    assert facts(scheduler)["mispredicted"] >= 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_parts_inside_layers(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def run(model: Model) -> None:
+        for block in model.blocks:
+            if not hasattr(block.out, "_compiled_call_impl") or not block.out._compiled_call_impl:
+                block.out.compile(backend=backend)
+        one_step(model)
+
+    assert facts(compare(run))["out_bytes"] > 0
+
+
+# --- checkpoints: forwards are counted
+
+
+def test_a_checkpoint_around_a_layer_stays_a_checkpoint() -> None:
+    model = Model(3)
+    with offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler:
+        for _ in range(2):
+            checkpoint_around(model)
+    assert [b.forwards for b in model.blocks] == [2, 4, 4]
+    reasons = {e.reason for e in scheduler.report().entries if e.name.startswith("blocks.2")}
+    assert reasons == {"recomputed by checkpoint"}
+
+
+def test_a_checkpoint_inside_a_layer_keeps_recomputing_and_its_inputs_leave() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x * 1, use_reentrant=False)
+
+    model = nn.Sequential(*(Inside() for _ in range(4)))
+    with offload.Scheduler(model, "*", policy=ALL, lag=0) as scheduler:
+        model(inputs()).sum().backward()
+    assert [m.block.forwards for m in model] == [2] * 4
+    moved = [e for e in scheduler.report().entries if e.decision == "moved"]
+    assert len(moved) == 4 and all("MulBackward0" in e.name for e in moved)
+
+
+def test_a_plan_recomputes_a_layer_or_fields_of_an_op() -> None:
+    plain, model = Model(4), Model(4)
+    plan = {"blocks.1": "recompute", "blocks.2": "recompute"}
+    with offload.Scheduler(model, "blocks.*", plan=plan, policy=ALL, lag=0) as scheduler:
+        for _ in range(2):
+            one_step(plain)
+            one_step(model)
+            assert all(map(torch.equal, grads(plain), grads(model)))
+        scheduler.assert_matched()
+    assert [b.forwards for b in model.blocks] == [2, 4, 4, 2]
+    one_step(model)
+    assert [b.forwards for b in model.blocks] == [3, 5, 5, 3]
+    assert "forward" not in model.blocks[1].__dict__
+
+
+# --- what is moved
+
+
+def moved(scheduler: offload.Scheduler) -> set[str]:
+    return {e.name for e in scheduler.report().entries if e.decision == "moved"}
+
+
+def names(**policy: Any) -> set[str]:
+    model = Model(4)
+    policy = offload.Policy(**{"min_bytes": 1, **policy})
+    with offload.Scheduler(model, "blocks.*", policy=policy) as scheduler:
+        one_step(model)
+    return moved(scheduler)
+
+
+def test_policies_choose_by_name_predicate_and_bytes() -> None:
+    everything = names()
+    assert "blocks.0.mlp.2.x" in everything
+    assert names(offload="blocks.*.mlp.*.x") == {n for n in everything if n.endswith(".x")}
+    assert names(offload="blocks.1.**") == {n for n in everything if n.startswith("blocks.1.")}
+    assert names(keep=["**.rstd", "blocks.0.**"]) == {
+        n for n in everything if not n.endswith("rstd") and not n.startswith("blocks.0.")
+    }
+    assert names(where=lambda c: c.op == "SwiGLU") == {f"blocks.{k}.mlp.2.x" for k in range(4)}
+    assert names(min_bytes=5 * 2 * D * 4) == {f"blocks.{k}.mlp.2.x" for k in range(4)}
+    assert names(fraction=0.0) == set()
+    some = names(layer_bytes=5 * D * 4)
+    assert len(some) == 4 and all(n.endswith("mlp.0.x") for n in some)
+
+
+def test_a_fraction_is_of_the_bytes_of_a_call() -> None:
+    model = Model(4)
+    policy = offload.Policy(fraction=0.5, min_bytes=1)
+    with offload.Scheduler(model, "blocks.*", policy=policy) as scheduler:
+        one_step(model)
+    report = scheduler.report()
+    total = sum(e.nbytes for e in report.entries)
+    assert 0.3 * total < report.moved_bytes <= 0.5 * total
+
+
+def test_globs_that_match_nothing_raise() -> None:
+    with pytest.raises(FuseOpsError, match=r"'layers\.\*'.*matches no module.*blocks"):
+        offload.Scheduler(Model(), "layers.*")
+    policy = offload.Policy(keep="blocks.*.attention.*", min_bytes=1)
+    model = Model()
+    with (
+        pytest.raises(FuseOpsError, match=r"attention.*matched no saved tensor"),
+        offload.Scheduler(model, "blocks.*", policy=policy),
+    ):
+        one_step(model)
+
+
+def test_a_plan_is_followed_and_a_difference_is_named() -> None:
+    model = Model(4)
+    plan = {"blocks.0.mlp.2.x": "offload", "blocks.1.mlp.2.x": "keep"}
+    with offload.Scheduler(model, "blocks.*", plan=plan) as scheduler:
+        one_step(model)
+        one_step(model)
+    assert moved(scheduler) == {"blocks.0.mlp.2.x"}
+    scheduler.assert_matched()
+    with pytest.raises(FuseOpsError, match=r"blocks\.1\.mlp\.2\.x: planned offload, keep"):
+        scheduler.assert_matched({**plan, "blocks.1.mlp.2.x": "offload"})
+    with pytest.raises(FuseOpsError, match=r"nowhere: planned offload, not saved"):
+        scheduler.assert_matched({"nowhere": "offload"})
+
+
+def test_the_host_budget_is_kept_and_is_a_reason() -> None:
+    def run(model: Model) -> None:
+        one_step(model)
+
+    scheduler = compare(run, host="2KiB")
+    assert facts(scheduler)["host_reserved"] <= 2048
+    assert any("host budget of 2048 bytes" in e.reason for e in scheduler.report().entries)
+
+
+def test_marks_decide_before_a_policy() -> None:
+    model = Model(4)
+    offload.mark_module(model.blocks[0], "keep")
+    offload.mark_module(model.blocks[1].mlp[2], "offload")
+    policy = offload.Policy(keep="blocks.1.**", min_bytes=1)
+    with offload.Scheduler(model, "blocks.*", policy=policy, lag=0) as scheduler:
+        one_step(model)
+    assert not any(n.startswith("blocks.0.") for n in moved(scheduler))
+    assert {n for n in moved(scheduler) if n.startswith("blocks.1.")} == {"blocks.1.mlp.2.x"}
+
+
+def test_device_bytes_are_let_go_and_the_books_add_up() -> None:
+    """Law 14: what is released and dead is off the device; what is held elsewhere is listed."""
+    storages: dict[str, WeakStorage] = {}
+    held = []
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            y = x * 2
+            ctx.save_for_backward(y)
+            storages[name] = WeakStorage(y.untyped_storage())
+            if name == "b":
+                held.append(y)
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            ctx.saved_tensors  # noqa: B018
+            return dy * 3, None
+
+    class Layer(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Save.apply(x, self.name)
+
+    model = nn.Sequential(*map(Layer, "abcdef"))
+    with offload.Scheduler(model, "*", policy=ALL, lag=1) as scheduler:
+        scheduler._scope.mover.schedule.small = 0
+        y = model(inputs())
+        gone = {name for name, storage in storages.items() if storage.expired()}
+        assert gone == set("acde")  # b is held, f not yet let go
+        assert [n for n, _ in scheduler.report().held] == ["1.MulBackward0.0"] or len(
+            scheduler.report().held
+        ) == 1
+        y.sum().backward()
+
+
+def test_writes_in_place_are_seen_and_told_apart() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            y = h.sin()
+            h.add_(1)
+            return y
+
+    model = nn.Sequential(Writes(), nn.Tanh(), nn.Tanh())
+    with offload.Scheduler(model, "*", policy=ALL):
+        y = model(inputs())
+    with pytest.raises(InPlaceError, match=r"0\.MulBackward0\.0.*before its copy"):
+        y.sum().backward()
+
+
+# --- attaching
+
+
+def test_hooks_come_and_go_and_copies_have_none_of_them() -> None:
+    model = Model(2)
+    scheduler = offload.Scheduler(model, "blocks.*", policy=ALL).attach()
+    with pytest.raises(FuseOpsError, match="attached already"):
+        scheduler.attach()
+    one_step(model)
+    before = scheduler.report().moved_bytes
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        one_step(twin)
+    assert scheduler.report().moved_bytes == before
+    y = model(inputs())
+    scheduler.detach()
+    assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
+    y.sum().backward()  # a graph from before finds what it saved
+    one_step(model)
+    assert top_saved_tensor_hooks() is None
+
+
+def test_scopes_around_go_first() -> None:
+    model = Model(3)
+    with (
+        offload.Scheduler(model, "blocks.*", policy=ALL) as scheduler,
+        offload.keep() as kept,
+    ):
+        one_step(model)
+    assert moved(scheduler) == set() and kept.report().kept_bytes > 0
+    assert "an offload scope around it decides" in {e.reason for e in scheduler.report().entries}
+
+
+def test_scopes_inside_go_first() -> None:
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with offload.keep():
+                return super().forward(x)
+
+    model = nn.Sequential(Block(), Inner(), Block(), Block())
+    with offload.Scheduler(model, "*", policy=ALL, lag=0) as scheduler:
+        model(inputs()).sum().backward()
+    assert moved(scheduler) and not any(n.startswith("1.") for n in moved(scheduler))
+
+
+def test_a_layer_is_driven_by_hand() -> None:
+    model, plain = Model(3), Model(3)
+    with offload.Scheduler(model, "blocks.*", policy=ALL, manual=True) as scheduler:
+        y = model(inputs())
+        assert facts(scheduler)["out_bytes"] == 0
+        for layer in ("blocks.0", "blocks.1"):
+            scheduler.offload_layer(layer)
+        assert facts(scheduler)["out_bytes"] > 0 and facts(scheduler)["back_bytes"] == 0
+        first = scheduler.release_layer("blocks.0")
+        scheduler.reload_layer(first)
+        assert facts(scheduler)["back_bytes"] > 0
+        scheduler.release_layer("blocks.1")
+        y.sum().backward()
+        one_step(plain)
+        assert all(map(torch.equal, grads(model), grads(plain)))
+        with pytest.raises(FuseOpsError, match="no call whose saved tensors are alive"):
+            scheduler.offload_layer("blocks.0")
+        with pytest.raises(FuseOpsError, match=r"no layer 'blocks\.7'"):
+            scheduler.release_layer("blocks.7")
+    with pytest.raises(FuseOpsError, match="manual=True"):
+        offload.Scheduler(model, "blocks.*").offload_layer("blocks.0")
+
+
+@pytest.mark.parametrize("host", ["11 parsecs", -1, True, 1.5])
+def test_odd_arguments_are_refused(host: Any) -> None:
+    with pytest.raises(FuseOpsError, match="host"):
+        offload.Scheduler(Model(), "blocks.*", host=host)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("fraction", 2.0), ("min_bytes", -1), ("layer_bytes", "1"), ("where", 3), ("offload", [""])],
+)
+def test_odd_policies_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(FuseOpsError, match=field):
+        offload.Policy(**{field: value})
+
+
+def test_start_offload_is_an_earlier_point_and_exact() -> None:
+    class Early(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            offload.start_offload(x)
+            return super().forward(x)
+
+    model, plain = nn.Sequential(*(Early() for _ in range(4))), None
+    plain = copy.deepcopy(model)
+    with offload.Scheduler(model, "*", policy=ALL, lag=1):
+        for _ in range(3):
+            for m in (model, plain):
+                m(inputs()).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))

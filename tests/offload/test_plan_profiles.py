@@ -1,0 +1,236 @@
+"""Law 22: what a profile says of a step is so, recorded or run dry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.errors import FuseOpsError
+from fuseops.offload.hardware import Hardware
+from fuseops.offload.profile import Profile
+from fuseops.offload.profile_memory import StorageMeter
+from fuseops.offload.profile_step import Step, dry_run, layers_of, record
+
+H200 = Hardware.h200()
+D = 32
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+def block() -> nn.Sequential:
+    mlp = (fo.ops.RMSNorm(D), fo.ops.Linear(D, 8 * D), fo.ops.SwiGLU(), fo.ops.Linear(4 * D, D))
+    return nn.Sequential(fo.Residual(fo.ops.RMSNorm(D), Attention()), fo.Residual(*mlp), nn.Tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(D, 7)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return self.head(x * self.scale)
+
+
+def step_of(model: nn.Module, *args: Any, layers: tuple[str, ...] | None = None) -> Step:
+    return Step(model, args, {}, layers_of(model, layers), None, 256)
+
+
+@pytest.fixture
+def step() -> Step:
+    return step_of(Model(), torch.randn(2, 16, D))
+
+
+@pytest.fixture(params=["dry", "recorded"])
+def profile(request: pytest.FixtureRequest, step: Step) -> Profile:
+    return dry_run(step, H200) if request.param == "dry" else record(step)
+
+
+def test_a_dry_run_sees_what_a_recorded_step_sees(step: Step) -> None:
+    dry, real = dry_run(step, H200), record(step)
+    assert [op.resident for op in dry.ops] == [op.resident for op in real.ops]
+    assert [op.name for op in dry.ops] == [op.name for op in real.ops]
+    assert dry.saved == real.saved and dry.calls == real.calls
+    assert (dry.kind, real.kind) == ("dry run", "recorded")
+    assert any("roofline" in text for text in dry.assumed)
+
+
+def test_names_are_those_that_a_scheduler_sees(step: Step, profile: Profile) -> None:
+    policy = offload.Policy(min_bytes=256)
+    with offload.Scheduler(step.model, "blocks.*", policy=policy) as scheduler:
+        step.model(*step.args).sum().backward()
+        ran = {e.name for e in scheduler.report().entries if e.nbytes}
+    assert ran == {s.name for s in profile.saved if s.call >= 0 and s.nbytes}
+
+
+def test_positions_are_in_the_order_of_the_step(profile: Profile) -> None:
+    assert [c.layer for c in profile.calls] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(a.leave <= b.enter for a, b in zip(profile.calls, profile.calls[1:], strict=False))
+    backwards = [c.backward for c in profile.calls]
+    assert backwards == sorted(backwards, reverse=True) and backwards[0] > profile.calls[-1].leave
+    for saved in profile.saved:
+        assert saved.made < saved.at <= saved.read <= saved.freed <= len(profile.ops)
+        uses = [(saved.call, saved.at, saved.read), *saved.again]
+        for call, at, read in uses if saved.call >= 0 else ():
+            assert profile.calls[call].enter <= at <= profile.calls[call].leave
+            assert profile.calls[call].backward <= read
+
+
+def test_a_storage_that_two_layers_save_is_one(profile: Profile) -> None:
+    """The output of a Tanh is saved by itself and by the next layer, whose backward comes first."""
+    (tanh,) = [s for s in profile.saved if s.name == "blocks.0.2.TanhBackward0.0"]
+    (again,) = tanh.again
+    assert (tanh.call, again.call) == (0, 1) and again.read < tanh.read
+    assert not any(profile.saved.index(tanh) in group.saved for group in profile.recompute)
+
+
+def test_what_others_hold_is_told_from_what_autograd_alone_holds() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x.exp()  # saved by exp, and held
+            return self.kept.sin().exp()  # the result of exp is held until the sum is done
+
+    model = nn.ModuleList([Keeps()])
+    model.forward = lambda x: model[0](x).sum()  # type: ignore[method-assign]
+    x = torch.randn(64, requires_grad=True)
+    profile = record(Step(model, (x,), {}, {id(model[0]): "0"}, None, 0))
+    kept, result = profile.saved
+    end = len(profile.ops)
+    assert (kept.held, kept.freed) == (end, end)
+    assert result.held <= profile.calls[0].backward
+
+
+def test_recording_leaves_the_model_as_it_was() -> None:
+    model = Model()
+    x = torch.randn(2, 16, D, requires_grad=True)
+    model(x).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    x.grad = None
+    state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    for profile in (record(step_of(model, x)), dry_run(step_of(model, x), H200)):
+        assert profile.ops
+        for p, grad in zip(model.parameters(), before, strict=True):
+            assert type(p) is nn.Parameter and type(p.data) is Tensor
+            torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
+        torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+        assert x.grad is None and torch.equal(torch.get_rng_state(), random)
+
+
+def test_gradients_that_exist_are_there_from_the_start() -> None:
+    model, x = Model(), torch.randn(2, 16, D)
+    without = dry_run(step_of(model, x), H200)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with_them = dry_run(step_of(model, x), H200)
+    extra = with_them.ops[0].resident - without.ops[0].resident
+    assert extra == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_a_model_without_memory_is_profiled_too(step: Step) -> None:
+    with torch.device("meta"):
+        model, x = Model(), torch.randn(2, 16, D)
+    meta = dry_run(step_of(model, x), H200)
+    assert meta.saved == dry_run(step, H200).saved
+
+
+def test_parameters_and_buffers_stay_with_their_reason(profile: Profile) -> None:
+    reasons = {s.name: s.why for s in profile.saved}
+    assert reasons["blocks.1.1.1.weight"] == "parameter"
+    assert reasons["blocks.0.1.0.rstd"] == "smaller than min_bytes=256"
+    assert any(s.call < 0 and s.why == "outside of the layers" for s in profile.saved)
+    assert all(s.nbytes == 0 for s in profile.saved if s.why == "parameter")
+
+
+def test_a_layer_can_be_recomputed_but_for_what_comes_in(profile: Profile) -> None:
+    for k, group in enumerate(profile.recompute):
+        call = profile.calls[k]
+        assert group.name == call.layer and group.seconds == pytest.approx(
+            sum(op.seconds for op in profile.ops[call.enter : call.leave])
+        )
+        names = {profile.saved[n].name for n in group.saved}
+        assert f"{call.layer}.1.2.x" in names
+        assert f"{call.layer}.0.0.x" not in names  # the input of the block
+
+
+def test_a_profile_comes_back_from_a_file(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    (tmp_path / "bad.json").write_text('{"schema_version": 0}')
+    with pytest.raises(FuseOpsError, match="Record the step again"):
+        Profile.load(tmp_path / "bad.json")
+
+
+class Routes(nn.Module):
+    """As many rows as the data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            (rows,) = torch.where(x[:, 0] > 0)
+            x = x.index_add(0, rows, self.expert(x[rows]).tanh())
+        return x
+
+
+def test_routing_that_depends_on_data_needs_a_declared_split() -> None:
+    step = step_of(Routes(), torch.randn(64, D))
+    with pytest.raises(FuseOpsError, match="split="):
+        dry_run(step, H200)
+    profile = dry_run(step, H200, split=[10, 20])
+    rows = sorted(s.shape[0] for s in profile.saved if "TanhBackward" in s.name)
+    assert rows == [10, 20]
+    assert any("[10, 20]" in text for text in profile.assumed)
+
+
+def test_a_step_without_a_backward_is_refused() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(FuseOpsError, match="has no backward"):
+        dry_run(step_of(model, torch.randn(2, 2)), H200)
+
+
+def test_layers_are_found() -> None:
+    model = Model()
+    assert list(layers_of(model, None).values()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(layers_of(model, ("blocks.1",)).values()) == ["blocks.1"]
+    assert list(layers_of(nn.Linear(2, 2), None).values()) == [""]
+    ops = fo.Sequential(fo.ops.Linear(2, 2), fo.ops.Linear(2, 2))
+    assert list(layers_of(ops, None).values()) == [""]
+
+
+def test_the_meter_counts_storages_once_and_forgets_the_dead() -> None:
+    there = torch.empty(10)
+    meter = StorageMeter([there, there[1:]])
+    assert meter.after([]) == 40
+    made = torch.empty(5)
+    assert meter.after([made, made.view(5, 1)]) == 60
+    del made
+    assert meter.after([]) == 40
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_hooks() -> Iterator[None]:
+    yield
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert y.grad_fn is not None and not torch._C._autograd._top_saved_tensors_default_hooks(True)

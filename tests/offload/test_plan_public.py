@@ -1,0 +1,322 @@
+"""offload.plan: what it says, what it draws, and that it runs as it was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from profiles_drawn import LINK, MB, profile_of, transformer
+from torch import Tensor, nn
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.cli import main
+from fuseops.errors import FuseOpsError
+from fuseops.offload import scheduler as scheduler_module
+from fuseops.offload.cpu_lanes import CpuLanes
+from fuseops.offload.hardware import Curve, Hardware
+from fuseops.offload.lanes import Event, Lane
+from fuseops.offload.plan import OffloadPlan, plan_profile
+from fuseops.offload.plan_simulate import Cost, simulate
+from fuseops.offload.plan_trace import trace
+from fuseops.offload.planner import Limits
+from fuseops.offload.simulated_lanes import SimulatedLanes
+
+D = 64
+# So slow a machine that copies fit into the step of a tiny model.
+SLOW = Hardware("slow", *[Curve(((1 << 10, 50.0),))] * 3, memory=1e-3)
+
+
+def block() -> nn.Module:
+    return fo.Residual(
+        fo.ops.RMSNorm(D), fo.ops.Linear(D, 4 * D), fo.ops.SwiGLU(), fo.ops.Linear(2 * D, D)
+    )
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return x
+
+
+def planned(**options: Any) -> OffloadPlan:
+    options = {"hardware": SLOW, "min_bytes": 1 << 10, "layers": "blocks.*", **options}
+    return offload.plan(Model(), torch.randn(256, D), **options)
+
+
+@pytest.fixture(scope="module")
+def tight() -> OffloadPlan:
+    """Two thirds of the peak of a transformer on a link of 10 GB/s."""
+    profile = transformer(12, 6)
+    return plan_profile(profile, LINK, Limits(profile.peak * 2 // 3))
+
+
+# --- what it says
+
+
+def test_without_a_budget_what_is_free_leaves() -> None:
+    plan = planned()
+    assert plan.fits and not plan.warnings and plan.after.stall == 0
+    assert plan.bytes_of("offload") == plan.after.moved > 0
+    assert plan.after.peak <= plan.before.peak and plan.recomputed == ()
+
+
+def test_a_budget_is_kept() -> None:
+    free = planned()
+    plan = planned(peak=free.after.peak + 1000)
+    assert plan.fits and plan.after.peak <= free.after.peak + 1000
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_in_words() -> None:
+    plan = planned(peak="1KiB")
+    assert not plan.fits
+    assert "does not fit: the lowest predicted peak is" in plan.explain()
+
+
+def test_a_peak_that_offloading_cannot_lower_is_told() -> None:
+    """accelerate's lesson: bytes may leave, and the peak stay where it is."""
+    profile = profile_of(4, 1, lambda layer, n: MB, lambda layer: 1e-3)
+    ops = list(profile.ops)
+    ops[-1] = ops[-1]._replace(resident=10 * profile.peak)  # the optimizer, say
+    plan = plan_profile(replace(profile, ops=tuple(ops)), LINK, Limits(profile.peak))
+    assert any("offloading cannot lower the peak" in warning for warning in plan.warnings)
+    assert "backward of blocks.0" in plan.warnings[-1]
+
+
+def test_every_saved_tensor_has_a_decision_and_a_reason(tight: OffloadPlan) -> None:
+    assert len(tight.tensors) == len(tight.profile.saved)
+    assert {t.decision for t in tight.tensors} >= {"keep", "offload"}
+    assert all(t.reason for t in tight.tensors)
+    for t in tight.tensors:
+        assert (t.window is not None) == (t.decision == "offload")
+
+
+def test_windows_are_where_the_lanes_were_busy(tight: OffloadPlan) -> None:
+    busy = {(b.start, b.end) for b in tight.after.busy}
+    for t in tight.tensors:
+        if t.window is not None:
+            assert {t.window.out, t.window.back} <= busy
+            assert t.window.out[1] <= t.window.back[0]
+
+
+def test_equal_layers_share_a_line(tight: OffloadPlan) -> None:
+    text = tight.explain()
+    assert len(text.splitlines()) < len(tight.explain(every=True).splitlines())
+    assert "blocks.{" in text
+    assert len(tight.explain(every=True).splitlines()) >= len(tight.tensors)
+
+
+def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
+    data = json.loads(json.dumps(tight.to_json()))
+    assert data["schema_version"] == 1 and data["fits"] is tight.fits
+    assert data["after"]["peak_bytes"] == tight.after.peak
+    assert [t["name"] for t in data["tensors"]] == [t.name for t in tight.tensors]
+    assert Hardware.from_json(data["hardware"]) == tight.hardware
+
+
+@pytest.mark.parametrize("wrong", [{"peak": "much"}, {"host": -1}, {"layers": "nothing.*"}])
+def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FuseOpsError):
+        planned(**wrong)
+    with pytest.raises(FuseOpsError, match=r"nn.Module"):
+        offload.plan(3)  # type: ignore[arg-type]
+
+
+# --- what it draws
+
+
+def test_the_trace_is_one_that_viewers_read(tight: OffloadPlan, tmp_path: Path) -> None:
+    tight.save_trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert events == json.loads(json.dumps(trace(tight)))["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {e["tid"] for e in slices} == {1, 2, 3, 4} and all(e["dur"] >= 0 for e in slices)
+    counter = [e["args"]["bytes"] for e in events if e["ph"] == "C" and "planned" in e["name"]]
+    assert max(counter) == tight.after.peak
+    named = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {"layers", "compute", "D2H", "H2D"}
+    out = sum(e["args"]["bytes"] for e in slices if e["tid"] == 3)
+    assert 0 <= out - tight.after.moved <= 512 * len(tight.tensors)  # places are aligned
+
+
+class Checker(HTMLParser):
+    """Every element that is opened is closed, and nothing is fetched."""
+
+    VOID = {"meta", "line", "rect", "circle", "path", "br"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "link", "img", "iframe"}
+        assert not {"src", "href"} & {name for name, _ in attrs}
+        if tag not in self.VOID or tag == "rect":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        return
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.VOID and (not self.open or self.open[-1] != tag):
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_stands_alone(tight: OffloadPlan, tmp_path: Path) -> None:
+    tight.save_html(tmp_path / "p.html")
+    page = (tmp_path / "p.html").read_text()
+    checker = Checker()
+    checker.feed(page.replace("<circle", "<rect").replace("</circle>", "</rect>"))
+    assert checker.open == [] and "http" not in page
+    assert "Offload plan of drawn" in checker.text and "blocks.{" in checker.text
+    assert page.count('class="d2h"') == sum(b.lane == "d2h" for b in tight.after.busy)
+    assert tight._repr_html_().startswith('<div class="fuseops">')
+
+
+def test_names_in_the_page_are_escaped() -> None:
+    profile = profile_of(4, 1, lambda layer, n: MB, lambda layer: 1e-3)
+    assert "<b>&" not in plan_profile(replace(profile, model="<b>&"), LINK).to_html()
+
+
+# --- that it runs as planned
+
+
+def train(model: nn.Module, x: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_the_decisions_run_as_they_are(record: bool) -> None:
+    model, x = Model(), torch.randn(256, D)
+    options = {"hardware": SLOW, "layers": "blocks.*", "min_bytes": 1 << 10, "record": record}
+    plan = offload.plan(model, x, **options)
+    assert plan.bytes_of("offload")
+    with offload.Scheduler(model, layers=plan.layers, plan=plan) as scheduler:
+        train(model, x, 3)
+    scheduler.assert_matched(plan)
+    moved = {e.name for e in scheduler.report().entries if e.decision == "moved"}
+    assert moved >= {t.name for t in plan.tensors if t.decision == "offload"}
+
+
+def test_a_different_plan_is_not_matched() -> None:
+    model, x = Model(), torch.randn(256, D)
+    plan = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
+    keeps = dict.fromkeys(plan.decisions, "keep")
+    with offload.Scheduler(model, layers=plan.layers, plan=keeps) as scheduler:
+        train(model, x, 2)
+    with pytest.raises(FuseOpsError, match="not what was planned"):
+        scheduler.assert_matched(plan)
+
+
+class Logged:
+    """Lanes that note copies and waits."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.log: list[tuple[Any, ...]] = []
+
+    def op(self, lane: Lane, reads: Any, writes: Any, cost: float, fn: Any, *name: str) -> None:
+        if lane in ("d2h", "h2d"):
+            self.log.append(("op", lane, cost, *[b.name for b in (*reads, *writes)]))
+        super().op(lane, reads, writes, cost, fn, *name)  # type: ignore[misc]
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self.log.append(("wait", lane, event.lane))
+        super().wait(lane, event)  # type: ignore[misc]
+
+
+class LoggedCpu(Logged, CpuLanes):
+    pass
+
+
+class LoggedSimulation(Logged, SimulatedLanes):
+    pass
+
+
+def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One schedule, two kinds of lanes: the same copies and waits, in the same order."""
+    model, x = Model(), torch.randn(256, D)
+    plan = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
+    simulated = LoggedSimulation(Cost(SLOW))
+    chosen = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
+    simulate(plan.profile, chosen, SLOW, plan.settings, lanes=simulated)
+    executed = LoggedCpu()
+    monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: executed)
+    with offload.Scheduler(model, layers=plan.layers, plan=plan):
+        train(model, x, 2)
+    assert len(simulated.log) > 10
+    assert executed.log[: len(simulated.log)] == simulated.log
+
+
+# --- the command line
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    return model, (torch.randn(8192, 64),), {}
+"""
+
+
+def test_the_command_plans_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "target.py"
+    file.write_text(TARGET)
+    page, timeline = tmp_path / "p.html", tmp_path / "t.json"
+    files = ("--html", str(page), "--trace", str(timeline))
+    text = output(capsys, "offload-plan", str(file), *files)
+    assert "TanhBackward0" in text and "peak" in text and str(page) in text
+    assert page.exists() and json.loads(timeline.read_text())["traceEvents"]
+    data = json.loads(output(capsys, "offload-plan", str(file), "--json"))
+    assert data["schema_version"] == 1 and data["command"] == "offload-plan"
+    assert data["profile"] == "dry run" and data["layers"] == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_the_command_reads_a_machine_from_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, machine = tmp_path / "target.py", tmp_path / "machine.json"
+    file.write_text(TARGET)
+    machine.write_text(json.dumps(SLOW.to_json()))
+    data = json.loads(
+        output(capsys, "offload-plan", str(file), "--json", "--hardware", str(machine))
+    )
+    assert data["hardware"]["name"] == "slow"
+
+
+def test_a_plan_that_does_not_fit_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "target.py"
+    file.write_text(TARGET)
+    assert main(["offload-plan", str(file), "--peak", "1KiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_without_a_target_it_plans_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "offload-plan")
+    assert "blocks.{" in text and "NVIDIA H200" in text and "offload" in text

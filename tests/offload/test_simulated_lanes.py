@@ -1,0 +1,189 @@
+"""Law 19 on the simulator itself: it times what the lanes do, and refuses what no event orders."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuseops.errors import FuseOpsError
+from fuseops.offload.lanes import LANES, NoRoomError
+from fuseops.offload.simulated_lanes import OrderError, SimulatedLanes
+
+MIB = 1 << 20
+
+
+def copy_out(lanes: SimulatedLanes, *, ordered: bool = True) -> tuple[Any, Any]:
+    """A tensor written by compute and copied to the host.   -> (source, host buffer)"""
+    x = lanes.alloc(MIB, "device", "x")
+    lanes.op("compute", (), (x,), 1.0, None)
+    host = lanes.alloc(MIB, "host", "x")
+    if ordered:
+        lanes.wait("d2h", lanes.record("compute"))
+    lanes.op("d2h", (x,), (host,), 2.0, None)
+    return x, host
+
+
+def test_lanes_run_side_by_side() -> None:
+    lanes = SimulatedLanes()
+    x, _ = copy_out(lanes)
+    lanes.op("compute", (x,), (), 1.5, None)
+    assert lanes.now == {"host": 0.0, "compute": 2.5, "d2h": 3.0, "h2d": 0.0}
+    assert lanes.seconds == 3.0 and not lanes.stalls()
+
+
+def test_a_wait_stalls_for_what_is_left() -> None:
+    lanes = SimulatedLanes()
+    x, _ = copy_out(lanes)
+    copied = lanes.record("d2h")
+    lanes.op("compute", (x,), (), 1.5, None)
+    lanes.wait("compute", copied)
+    (stall,) = lanes.stalls()
+    assert (stall.on, stall.start, stall.end, stall.implied) == ("d2h", 2.5, 3.0, False)
+    lanes.wait("compute", copied)
+    assert lanes.waits[-1].implied and lanes.waits[-1].end == 3.0
+
+
+def test_bytes_are_counted_where_they_are() -> None:
+    lanes = SimulatedLanes(resident=10)
+    x, host = copy_out(lanes)
+    lanes.wait("compute", lanes.record("d2h"))
+    lanes.free(x)
+    assert [level.nbytes for level in lanes.levels] == [10, 10 + MIB, 10]
+    assert lanes.levels[-1].seconds == 3.0 and lanes.peak.name == "x"
+    assert lanes.arena.used == lanes.arena.peak == MIB
+    lanes.free(host)
+    assert lanes.arena.used == 0
+
+
+def test_copying_before_the_source_is_written_is_refused() -> None:
+    with pytest.raises(OrderError, match=r"'x.*' on d2h.*on compute.*use x"):
+        copy_out(SimulatedLanes(), ordered=False)
+
+
+def test_freeing_under_a_copy_is_refused() -> None:
+    lanes = SimulatedLanes()
+    x, _ = copy_out(lanes)
+    with pytest.raises(OrderError, match="free x"):
+        lanes.free(x)
+
+
+def test_reading_what_is_still_being_copied_back_is_refused() -> None:
+    lanes = SimulatedLanes()
+    _, host = copy_out(lanes)
+    back = lanes.alloc(MIB, "device", "back")
+    lanes.wait("h2d", lanes.record("compute"))
+    lanes.wait("h2d", lanes.record("d2h"))
+    lanes.op("h2d", (host,), (back,), 1.0, None)
+    with pytest.raises(OrderError, match="on compute"):
+        lanes.op("compute", (back,), (), 1.0, None)
+
+
+def test_a_target_that_compute_has_not_given_yet_is_refused() -> None:
+    lanes = SimulatedLanes()
+    _, host = copy_out(lanes)
+    lanes.wait("h2d", lanes.record("d2h"))  # which knows nothing of the allocation that follows
+    back = lanes.alloc(MIB, "device", "back")
+    with pytest.raises(OrderError, match="alloc back"):
+        lanes.op("h2d", (host,), (back,), 1.0, None)
+
+
+def test_use_after_free_is_refused() -> None:
+    lanes = SimulatedLanes()
+    x = lanes.alloc(MIB, "device", "x")
+    lanes.free(x)
+    with pytest.raises(OrderError, match="after its free"):
+        lanes.op("compute", (x,), (), 1.0, None)
+
+
+def test_host_bytes_are_not_written_again_under_a_copy_that_reads_them() -> None:
+    lanes = SimulatedLanes()
+    x, host = copy_out(lanes)
+    back = lanes.alloc(MIB, "device", "back")
+    lanes.wait("h2d", lanes.record("compute"))
+    lanes.wait("h2d", lanes.record("d2h"))
+    lanes.op("h2d", (host,), (back,), 1.0, None)
+    host.after = lanes.record("h2d")
+    lanes.free(host)
+    again = lanes.alloc(MIB, "host", "again")
+    assert again.after is host.after  # the arena hands it on
+    with pytest.raises(OrderError, match="both use again"):
+        lanes.op("d2h", (x,), (again,), 1.0, None)
+
+
+def test_what_two_hold_is_gone_after_the_second() -> None:
+    lanes = SimulatedLanes()
+    x = lanes.alloc(MIB, "device", "x")
+    lanes.hold(x)
+    lanes.free(x)
+    lanes.op("compute", (x,), (), 1.0, None)
+    lanes.free(x)
+    assert [level.nbytes for level in lanes.levels] == [0, MIB, 0]
+
+
+def test_the_host_budget_holds() -> None:
+    lanes = SimulatedLanes(budget=MIB)
+    lanes.alloc(MIB, "host", "x")
+    with pytest.raises(NoRoomError):
+        lanes.alloc(1, "host", "y")
+
+
+def test_an_unknown_lane_is_refused() -> None:
+    with pytest.raises(FuseOpsError, match="no lane 'nvlink'"):
+        SimulatedLanes().op("nvlink", (), (), 1.0, None)
+
+
+# Any program: accesses, events and waits in any order. The oracle is the transitive closure of
+# "issued before on the same lane" and "recorded before waited for".
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["read", "write", "record", "wait"]),
+        st.sampled_from(LANES),
+        st.integers(0, 2),
+    ),
+    max_size=24,
+)
+
+
+def first_race(program: list[tuple[str, str, int]]) -> int | None:
+    """The first step that conflicts with an unordered earlier one, by brute force."""
+    before: list[set[int]] = []  # of each step, all that is over when it begins
+    last: dict[str, set[int]] = {lane: set() for lane in LANES}
+    events: list[set[int]] = []
+    for k, (what, lane, n) in enumerate(program):
+        if what != "wait":
+            last[lane] = last[lane] | last["host"]  # the host issued it
+        if what == "record":
+            events.append(set(last[lane]))
+        if what == "wait" and events:
+            last[lane] = last[lane] | events[n % len(events)]
+        before.append(set(last[lane]))
+        if what in ("read", "write"):
+            for j in range(k):
+                other, _, m = program[j]
+                touches = other in ("read", "write") and m == n
+                if touches and "write" in (what, other) and j not in before[k]:
+                    return k
+            last[lane].add(k)
+    return None
+
+
+@given(steps)
+def test_law_19_exactly_the_races_are_refused(program: list[tuple[str, str, int]]) -> None:
+    lanes = SimulatedLanes()
+    buffers = [lanes.alloc(1, "host", str(k)) for k in range(3)]
+    events, refused = [], None
+    for k, (what, lane, n) in enumerate(program):
+        try:
+            if what == "record":
+                events.append(lanes.record(lane))
+            elif what == "wait" and events:
+                lanes.wait(lane, events[n % len(events)])
+            elif what in ("read", "write"):
+                touched = (buffers[n],)
+                reads, writes = (touched, ()) if what == "read" else ((), touched)
+                lanes.op(lane, reads, writes, 1.0, None)
+        except OrderError:
+            refused = k
+            break
+    assert refused == first_race(program)

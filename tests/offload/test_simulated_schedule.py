@@ -1,0 +1,178 @@
+"""Laws 19 and 21 on the schedule: every simulated step is ordered, no wait of it can be spared, and
+the planner's fast prediction says what the simulation says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles_drawn import LINK, MB, profile_of, profiles
+
+from fuseops.offload.lanes import Event, Lane
+from fuseops.offload.plan_model import Choice, Model
+from fuseops.offload.plan_simulate import Cost, Settings, simulate
+from fuseops.offload.profile import Profile
+from fuseops.offload.schedule import LAST_GROUP
+from fuseops.offload.simulated_lanes import OrderError, SimulatedEvent, SimulatedLanes, Wait
+
+settings_drawn = st.builds(
+    Settings,
+    lag=st.integers(0, 3),
+    ahead=st.integers(1, 2),
+    small=st.sampled_from([0, 10 * MB, 100 * MB]),
+    bundle=st.sampled_from([15 * MB, 1000 * MB]),
+)
+
+
+@given(st.data(), profiles(micro_batches=1), settings_drawn)
+def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: Settings) -> None:
+    chosen = data.draw(st.sets(st.sampled_from(range(len(profile.saved)))))
+    done = simulate(profile, chosen, LINK, settings)
+    moved = sum(profile.saved[k].nbytes for k in done.windows)
+    assert moved <= done.moved <= sum(profile.saved[k].nbytes for k in chosen)
+    assert done.seconds == pytest.approx(profile.seconds + done.stall)
+    assert done.levels[-1].nbytes >= profile.ops[-1].resident - sum(
+        s.nbytes for s in profile.saved if s.freed >= len(profile.ops)
+    )
+
+
+@given(st.data(), profiles(micro_batches=3), settings_drawn)
+def test_law_19_holds_for_micro_batches(data: Any, profile: Profile, settings: Settings) -> None:
+    simulate(
+        profile, data.draw(st.sets(st.sampled_from(range(len(profile.saved))))), LINK, settings
+    )
+
+
+def test_nothing_chosen_is_the_profile_itself() -> None:
+    profile = profile_of(4, 3, lambda layer, n: (n + 1) * MB, lambda layer: 1e-3)
+    done = simulate(profile, (), LINK)
+    assert [level.nbytes for level in done.levels] == [op.resident for op in profile.ops]
+    assert (done.stall, done.moved, done.peak) == (0, 0, profile.peak)
+
+
+def test_what_leaves_is_away_between_release_and_reload() -> None:
+    profile = profile_of(5, 1, lambda layer, n: MB, lambda layer: 1.0)  # a very fast link
+    done = simulate(profile, [0], LINK, Settings(lag=1, ahead=1, small=0))
+    away = [
+        position
+        for position, (op, level) in enumerate(zip(profile.ops, done.levels, strict=True))
+        if level.nbytes < op.resident
+    ]
+    calls = profile.calls
+    assert away == list(range(calls[1].enter, calls[1].backward))
+    assert done.stall == 0 and done.stayed == {}
+
+
+def test_the_last_group_stays() -> None:
+    profile = profile_of(4, 1, lambda layer, n: MB, lambda layer: 1.0)
+    done = simulate(profile, range(4), LINK, Settings(lag=1, ahead=1, small=0))
+    assert done.stayed == {3: LAST_GROUP}
+
+
+def test_a_link_that_is_too_slow_stalls_by_what_is_missing() -> None:
+    """One tensor of 10 ms on the link, given 1 ms: compute waits 9 at the release."""
+    profile = profile_of(4, 1, lambda layer, n: 100 * MB, lambda layer: 1e-3, ops_per_layer=1)
+    done = simulate(profile, [0], LINK, Settings(lag=1, ahead=1, small=0))
+    release, arrival = done.stalls
+    assert release.end - release.start == pytest.approx(10e-3)
+    assert (release.on, arrival.on) == ("d2h", "h2d")
+
+
+# --- law 21
+
+
+Edge = tuple[Lane, int]  # the lane that waits, and which of all recorded events for
+
+
+class Forgetful(SimulatedLanes):
+    """Forgets to let one lane wait for one event, however often it is told to."""
+
+    def __init__(self, forgotten: Edge | None = None) -> None:
+        super().__init__(Cost(LINK))
+        self.forgotten = forgotten
+        self.numbers: dict[int, int] = {}
+        self.edges: dict[Edge, list[Wait]] = {}
+
+    def record(self, lane: Lane) -> SimulatedEvent:
+        event = super().record(lane)
+        self.numbers[event.serial] = len(self.numbers)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        edge = (lane, self.numbers[event.serial])
+        if edge != self.forgotten:
+            super().wait(lane, event)
+            self.edges.setdefault(edge, []).append(self.waits[-1])
+
+
+# What other waits imply, always: a copy back starts after compute let the original go, and so after
+# the copy out; host bytes are used again after compute has read what came back.
+IMPLIED = {("h2d", "d2h"), ("d2h", "h2d")}
+
+
+@pytest.mark.parametrize("small", [0, 10 * MB])
+def test_law_21_no_wait_can_be_spared(small: int) -> None:
+    profile = profile_of(
+        5, 3, lambda layer, n: (40, 8, 4)[n] * MB, lambda layer: 2e-3, micro_batches=2
+    )
+
+    def run(forgotten: Edge | None) -> Forgetful:
+        lanes, settings = Forgetful(forgotten), Settings(lag=1, ahead=1, small=small)
+        simulate(profile, range(len(profile.saved)), LINK, settings, lanes=lanes)
+        return lanes
+
+    every, caught = run(None).edges, 0
+    for edge, waits in every.items():
+        try:
+            run(edge)
+        except OrderError:
+            caught += 1
+        else:
+            kinds = {(wait.lane, wait.on) for wait in waits}
+            assert kinds <= IMPLIED or all(wait.implied for wait in waits), waits
+    assert caught > len(every) / 3
+
+
+# --- the planner's prediction
+
+
+@given(st.data(), profiles(groups=True), settings_drawn)
+def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings: Settings) -> None:
+    """To the byte and the nanosecond where every tensor has a transfer of its own."""
+    settings = settings._replace(small=0, lag=max(settings.lag, 1))
+    model = Model(profile, LINK, settings)
+    leave = data.draw(
+        st.frozensets(st.sampled_from(range(len(model.items))))
+        if model.items
+        else st.just(frozenset())
+    )
+    drop = data.draw(st.frozensets(st.sampled_from(range(len(model.groups)))))
+    leave -= {k for g in drop for k in model.members[g]}
+    prediction = model.predict(Choice(leave, drop))
+    done = simulate(
+        profile,
+        [k for item in leave for k in model.items[item]],
+        LINK,
+        settings,
+        recompute=[model.groups[g] for g in drop],
+    )
+    assert done.stayed == {}
+    assert prediction.stall == pytest.approx(done.stall, abs=1e-12)
+    assert prediction.recompute == pytest.approx(done.recompute)
+    assert (prediction.peak, prediction.top) == (done.peak, done.peak_position)
+    assert prediction.host == done.host
+
+
+@given(st.data(), profiles(micro_batches=1))
+def test_transfers_of_several_are_predicted_closely(data: Any, profile: Profile) -> None:
+    settings = Settings(lag=1, ahead=1, small=1000 * MB, bundle=10_000 * MB)
+    model = Model(profile, LINK, settings)
+    if not model.items:
+        return
+    leave = data.draw(st.frozensets(st.sampled_from(range(len(model.items)))))
+    prediction = model.predict(Choice(leave, frozenset()))
+    done = simulate(profile, [k for item in leave for k in model.items[item]], LINK, settings)
+    assert prediction.stall == pytest.approx(done.stall, rel=0.05, abs=1e-5)

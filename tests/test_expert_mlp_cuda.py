@@ -1,0 +1,82 @@
+"""The fused expert MLPs on a CUDA device: their peak is the planned one, and their bits repeat."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseops as fo
+
+pytestmark = pytest.mark.gpu
+
+E, D, F, TOKENS, TOP_K = 8, 1024, 1536, 8192, 2
+ROWS = TOKENS * TOP_K
+Model = tuple[Callable[[], Any], int, tuple[Any, ...]]  # build, rows of x and y, other inputs
+
+
+def experts(**options: Any) -> fo.Sequential:
+    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, **options}
+    return fo.Sequential(
+        {
+            "fc1": fo.ops.GroupedLinear(E, D, 2 * F, bias=False, **where),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(E, F, D, bias=False, **where),
+        }
+    )
+
+
+def layer() -> fo.MoE:
+    return fo.MoE(D, F, E, TOP_K, device="cuda", dtype=torch.bfloat16)
+
+
+def routing() -> fo.Routing:
+    counts = torch.multinomial(torch.ones(E), ROWS, replacement=True).bincount(minlength=E)
+    return fo.Routing.from_counts(counts.cuda(), torch.rand(ROWS, device="cuda"))
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "grouped": lambda: (experts, ROWS, (routing(),)),
+    "moe": lambda: (layer, TOKENS, ()),
+}
+
+
+def step(model: Any, x: Tensor, args: tuple[Any, ...], dy: Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    model(x, *args).backward(dy)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_a_step_is_the_planned_one(name: str) -> None:
+    build, rows, args = MODELS[name]()
+    model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):  # kernels, and the workspace of cuBLAS
+        step(model, torch.randn_like(dy, requires_grad=True), args, dy)
+    model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    x = torch.randn_like(dy, requires_grad=True)
+    step(model, x, args, dy)
+    torch.cuda.synchronize()
+    real = torch.cuda.max_memory_allocated() - start
+    model.zero_grad(set_to_none=True)
+    plan = model.plan(x, *args)
+    given = sum(t.nbytes for r in args for t in r if t is not None)  # saved, but there at the start
+    assert plan.rehearsed and plan.fused
+    assert abs(plan.peak_bytes - given - real) <= 0.01 * real
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_repeats_bit_for_bit(name: str) -> None:
+    build, rows, args = MODELS[name]()
+    model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn_like(dy)
+    found = []
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        step(model, leaf, args, dy)
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -1,0 +1,433 @@
+"""fo.MoE equals a plain loop over tokens and experts, in its output and in every gradient, and lives with the rest."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_moe import ACTS, plain_moe
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+
+D, F, E = 6, 5, 8
+TOLERANCE = dict(rtol=1e-9, atol=1e-12)  # float64, sums of tens of terms
+some = settings(max_examples=settings.default.max_examples // 2)
+
+Grads = dict[str, Tensor]
+
+
+def options(draw: Any) -> dict[str, Any]:
+    """Anything that a layer can be built with."""
+    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    groups = choose((1, 1), (1, 1), (4, 2), (2, 1))
+    found = dict(
+        activation=choose("swiglu", *ACTS, "srelu"),
+        score=choose("softmax", "sigmoid"),
+        normalize=choose(True, False),
+        scale=choose(1.0, 2.5),
+        groups=groups[0],
+        top_groups=groups[1],
+        bias=choose(False, True),
+        expert_bias=choose(False, True),
+        shared_experts=choose(0, 0, 2),
+        capacity_factor=choose(None, None, 0.5, 1.0),
+        balance_loss=choose(None, 0.5),
+        z_loss=choose(None, 0.25),
+    )
+    return found
+
+
+def built(kind: str, top_k: int, **kwargs: Any) -> fo.MoE:
+    """A layer in float64 whose router sends tokens this way."""
+    moe = fo.MoE(D, F, E, top_k, router_bias=True, **kwargs).double()
+    rank = torch.arange(E, dtype=torch.float64)
+    with torch.no_grad():
+        moe["router"].weight.mul_(3)
+        if kind == "zipf":
+            moe["router"].bias.copy_(-2 * (rank + 1).log())
+        elif kind == "one expert":  # the first top_k take all, the others none
+            moe["router"].bias.copy_(torch.where(rank < top_k, 0.0, -12.0))
+        if moe["router"].expert_bias is not None:
+            moe["router"].expert_bias.copy_(0.3 * torch.randn(E, dtype=torch.float64))
+    return moe
+
+
+@st.composite
+def layers(draw: Any) -> tuple[fo.MoE, Tensor, str]:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    kind = draw(st.sampled_from(["even", "zipf", "one expert"]))
+    kwargs, top_k = options(draw), draw(st.sampled_from([2, 1, 3]))
+    x = torch.randn(draw(st.sampled_from([7, 1, 0, 33])), D, dtype=torch.float64)
+    return built(kind, top_k, **kwargs), x, kwargs["activation"]
+
+
+def losing(moe: fo.MoE) -> bool:
+    return "router_loss" in moe["router"].writes
+
+
+def step(moe: fo.MoE, x: Tensor, returned: bool = True) -> tuple[Tensor, Tensor, Grads]:
+    """(y, router_loss, gradients) of a layer; the loss counts twice where it is returned."""
+    x = x.detach().requires_grad_()
+    moe.zero_grad()
+    asked = ("router_loss",) if returned and losing(moe) else ()
+    out = moe(x, returns=asked)
+    y, loss = out if asked else (out, x.new_zeros(()))
+    objective(y, loss).backward()
+    grads = {n: p.grad for n, p in moe.named_parameters() if p.grad is not None}
+    return y.detach(), loss.detach(), {"x": x.grad, **grads}
+
+
+def objective(y: Tensor, loss: Tensor) -> Tensor:
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).sin().view_as(y)
+    return (y * dy).sum() + 2 * loss
+
+
+def judged(moe: fo.MoE, x: Tensor, activation: str) -> tuple[Tensor, Tensor, Grads]:
+    x = x.detach().requires_grad_()
+    p = {n: t.detach().requires_grad_() for n, t in moe.named_parameters()}
+    y, loss = plain_moe(moe, p, x, activation)
+    objective(y, loss).backward()
+    grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in {"x": x, **p}.items()}
+    return y.detach(), loss.detach(), grads
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+@given(layers())
+def test_a_layer_is_the_loop_over_tokens_and_experts(case: tuple[fo.MoE, Tensor, str]) -> None:
+    assert_same(step(*case[:2]), judged(*case))
+
+
+@some
+@given(layers())
+def test_the_reference_differentiates_to_the_same(case: tuple[fo.MoE, Tensor, str]) -> None:
+    moe, x, _ = case
+    expected = step(moe, x)
+    with fo.reference():
+        assert_same(step(moe, x), expected)
+
+
+@some
+@given(layers(), st.sampled_from([2.0, 0.0, torch.tensor(2.0)]))
+def test_an_injected_loss_is_one_that_is_added(
+    case: tuple[fo.MoE, Tensor, str], scale: float | Tensor
+) -> None:
+    moe, x, activation = case
+    if not losing(moe):
+        return
+    expected = judged(moe, x, activation)
+    injecting = fo.MoE._like(
+        moe, {**dict(moe.named_children()), "inject": fo.ops.InjectLoss()}.items()
+    )
+    names = [*moe._modules]
+    names.insert(names.index("router") + 1, "inject")
+    injecting._modules = {name: injecting._modules[name] for name in names}
+    injecting.loss_scale = scale
+    y, _, grads = step(injecting, x, returned=False)
+    assert_same(y, expected[0])
+    if scale == 2:
+        assert_same(grads, expected[2])
+    with fo.reference():
+        assert_same(step(injecting, x, returned=False), (y, x.new_zeros(()), grads))
+
+
+def test_aux_says_how_the_loss_leaves() -> None:
+    assert "inject" in fo.MoE(D, F, E, 2, aux="inject", z_loss=0.1)._modules
+    assert "inject" not in fo.MoE(D, F, E, 2, aux="inject")._modules  # there is no loss
+    assert "inject" not in fo.MoE(D, F, E, 2, z_loss=0.1)._modules
+
+
+def test_every_micro_batch_has_the_scale_of_its_forward() -> None:
+    """As in a pipeline, whose next forward runs before the backward."""
+    moe = fo.MoE(D, F, E, 2, balance_loss=1.0, aux="inject").double()
+    x = torch.randn(9, D, dtype=torch.float64)
+
+    def gradient(scale: float) -> Tensor:
+        moe.loss_scale = scale
+        return torch.autograd.grad((moe(x) * 0).sum(), moe["router"].weight)[0]
+
+    moe.loss_scale = 1.0
+    first = (moe(x) * 0).sum()
+    moe.loss_scale = torch.tensor(3.0)
+    second = (moe(x) * 0).sum()
+    apart = [torch.autograd.grad(loss, moe["router"].weight)[0] for loss in (first, second)]
+    assert_same(apart, [gradient(1.0), gradient(3.0)])
+    assert apart[0].abs().max() > 0
+
+
+@some
+@given(layers())
+def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
+    moe, x, _ = case
+    expected = step(moe, x)
+    experts = moe(x, returns="experts")[1]
+    again = moe.replaying()
+    assert {n: id(p) for n, p in again.named_parameters()} == {
+        n: id(p) for n, p in moe.named_parameters()
+    }
+    x = x.detach().requires_grad_()
+    moe.zero_grad()
+    out = again(x, chosen=experts, returns=("router_loss",) * losing(moe))
+    y, loss = out if losing(moe) else (out, x.new_zeros(()))
+    objective(y, loss).backward()
+    grads = {n: p.grad for n, p in again.named_parameters() if p.grad is not None}
+    assert_same((y.detach(), loss.detach(), {"x": x.grad, **grads}), expected)
+    assert moe["router"].reads == ()
+
+
+def test_replayed_experts_may_be_others() -> None:
+    moe, x = fo.MoE(D, F, E, 2).double(), torch.randn(5, D, dtype=torch.float64)
+    experts = torch.tensor([[1, 6]] * 5, dtype=torch.int32)
+    y, offs = moe.replaying()(x, chosen=experts, returns="offs")
+    assert offs.tolist() == [0, 5, 5, 5, 5, 5, 10, 10]
+    scores = (x @ moe["router"].weight.t())[:, [1, 6]].softmax(-1)
+    one = [moe["fc2"].weight[e] @ act(moe["fc1"].weight[e] @ x[0]) for e in (1, 6)]
+    assert_same(y[0], scores[0, 0] * one[0] + scores[0, 1] * one[1])
+
+
+def act(h: Tensor) -> Tensor:
+    return ACTS["swiglu"](*h.chunk(2))
+
+
+@given(st.integers(0, 99), st.sampled_from([0.3, 1.0, 1.5]))
+@some
+def test_capacity_drops_the_last_copies(seed: int, factor: float) -> None:
+    torch.manual_seed(seed)
+    moe = built("zipf", 2, capacity_factor=factor)
+    x = torch.randn(33, D, dtype=torch.float64)
+    _, experts, pos, offs = moe(x, returns=("experts", "pos", "offs"))
+    room = math.ceil(factor * 66 / E)
+    counts = offs.diff(prepend=offs.new_zeros(1))
+    assert counts.max() <= room
+    seen = [0] * E
+    for chosen, rows in zip(experts.tolist(), pos.tolist(), strict=True):
+        for e, row in zip(chosen, rows, strict=True):
+            assert (row >= 0) == (seen[e] < room)
+            seen[e] += 1
+    assert counts.tolist() == [min(n, room) for n in seen]
+
+
+# --- the correction of the choice
+
+
+def test_the_expert_bias_evens_out_the_load() -> None:
+    moe = fo.MoE(D, F, E, 2, score="sigmoid", expert_bias=True)
+    router = moe["router"]
+    with torch.no_grad():
+        router.weight.mul_(4)
+    x = torch.randn(256, D) + 1  # some experts are liked by all
+
+    def spread() -> float:
+        experts = moe(x, returns="experts")[1]
+        return experts.flatten().bincount(minlength=E).double().std().item()
+
+    before = spread()
+    router.tokens_per_expert.zero_()
+    for _ in range(200):
+        moe(x)
+        assert router.tokens_per_expert.sum() == 512
+        router.update_expert_bias(rate=0.01)
+        assert not router.tokens_per_expert.any()
+    assert spread() < before / 3
+
+
+def test_copies_are_counted_once_and_in_training_only() -> None:
+    moe = fo.MoE(D, F, E, 2, expert_bias=True)
+    x, counted = torch.randn(2, 5, D, requires_grad=True), moe["router"].tokens_per_expert
+    checkpoint(moe, x, use_reentrant=False).sum().backward()
+    assert counted.sum() == 20
+    with torch.no_grad():
+        moe(x)
+    moe.eval()(x)
+    assert counted.sum() == 20
+    assert set(moe.state_dict()) == {
+        "router.weight", "router.expert_bias", "fc1.weight", "fc2.weight"
+    }  # fmt: skip
+
+
+def test_the_expert_bias_stays_in_float32() -> None:
+    moe = fo.MoE(D, F, E, 2, expert_bias=True)
+    moe["router"].expert_bias.fill_(1.001)  # which bfloat16 does not know
+    bias = moe.bfloat16()["router"].expert_bias
+    assert bias.dtype is torch.float32 and bias[0] == torch.tensor(1.001)
+    assert moe.double()["router"].expert_bias.dtype is torch.float64
+    assert moe.to("meta")["router"].expert_bias.device.type == "meta"
+
+
+# --- with the rest of the package
+
+
+def test_leading_axes_are_tokens() -> None:
+    moe, x = fo.MoE(D, F, E, 2, shared_experts=1), torch.randn(2, 3, D)
+    y, experts = moe(x, returns="experts")
+    assert y.shape == x.shape and experts.shape == (6, 2)
+    assert torch.equal(y.flatten(0, 1), moe(x.flatten(0, 1)))
+    assert torch.equal(moe(x[0, 0]), y[0, 0]) or torch.allclose(moe(x[0, 0]), y[0, 0])
+
+
+FROZEN = ["router", "fc1", "fc2", "shared", "router fc1", "fc1 fc2 shared"]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts_get_no_gradient_and_change_none(frozen: str) -> None:
+    moe = built("zipf", 2, balance_loss=0.5, shared_experts=1, bias=True)
+    x = torch.randn(9, D, dtype=torch.float64)
+    y, loss, grads = step(moe, x)
+    for name in frozen.split():
+        moe[name].requires_grad_(False)
+        moe[name].zero_grad()
+    got = step(moe, x)
+    kept = {n: g for n, g in grads.items() if n.split(".")[0] not in frozen.split()}
+    assert_same(got, (y, loss, kept))
+
+
+def test_without_a_gradient_of_x() -> None:
+    moe = built("zipf", 2, balance_loss=0.5)
+    x = torch.randn(9, D, dtype=torch.float64)
+    expected = step(moe, x)[2]
+    moe.zero_grad()
+    objective(*moe(x, returns="router_loss")).backward()
+    assert_same(
+        {n: p.grad for n, p in moe.named_parameters()},
+        {n: expected[n] for n in dict(moe.named_parameters())},
+    )
+
+
+@pytest.mark.parametrize("aux", ["return", "inject"])
+def test_checkpoint_deepcopy_and_state_dict(aux: str) -> None:
+    moe = built("zipf", 2, balance_loss=0.5, shared_experts=1, aux=aux)
+    x = torch.randn(9, D, dtype=torch.float64)
+    expected = step(moe, x, returned=False)
+    other = built("even", 2, balance_loss=0.5, shared_experts=1, aux=aux)
+    other.load_state_dict(moe.state_dict())
+    for same in (copy.deepcopy(moe), other):
+        assert_same(step(same, x, returned=False), expected)
+    leaf = x.detach().requires_grad_()
+    moe.zero_grad()
+    y = checkpoint(moe, leaf, use_reentrant=False)
+    objective(y, y.new_zeros(())).backward()
+    grads = {n: p.grad for n, p in moe.named_parameters()}
+    assert_same((y.detach(), {"x": leaf.grad, **grads}), (expected[0], expected[2]))
+
+
+def test_autocast_routes_in_float32() -> None:
+    moe = fo.MoE(D, F, E, 2, balance_loss=0.5, shared_experts=1)
+    x = torch.randn(9, D, requires_grad=True)
+    y, loss, experts, weights = moe(x, returns=("router_loss", "experts", "weights"))
+    with torch.autocast("cpu", torch.bfloat16):
+        z, low, chosen, probs = moe(x, returns=("router_loss", "experts", "weights"))
+    assert z.dtype is torch.bfloat16
+    assert torch.equal(experts, chosen) and torch.equal(weights, probs) and torch.equal(loss, low)
+    z.float().sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in moe.parameters())
+    torch.testing.assert_close(z.float(), y, rtol=0.05, atol=0.05)
+
+
+def test_halves_are_routed_by_their_exact_products() -> None:
+    moe = fo.MoE(D, F, E, 2, z_loss=0.1, dtype=torch.bfloat16)
+    x = torch.randn(65, D, dtype=torch.bfloat16)
+    y, weights, loss = moe(x, returns=("weights", "router_loss"))
+    exact = (x.double() @ moe["router"].weight.double().t()).softmax(-1).topk(2).values
+    assert y.dtype is torch.bfloat16 and weights.dtype is loss.dtype is torch.float32
+    torch.testing.assert_close(weights, (exact / exact.sum(-1, keepdim=True)).float())
+
+
+@pytest.mark.parametrize("kwargs", [
+    {}, {"balance_loss": 0.1, "z_loss": 0.1, "aux": "inject"},
+    {"score": "sigmoid", "expert_bias": True, "groups": 4, "top_groups": 2, "shared_experts": 1},
+    {"capacity_factor": 1.0, "bias": True, "activation": "clamped_swiglu"},
+])  # fmt: skip
+def test_compiled_equals_eager_without_a_recompile(kwargs: dict[str, Any]) -> None:
+    moe = fo.MoE(D, F, E, 2, **kwargs)
+    eager = copy.deepcopy(moe)
+    torch._dynamo.reset()
+    frames = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, fullgraph=True, backend=frames)
+    for rows in (6, 8, 12, 33):
+        x = torch.randn(rows, D)
+        results = []
+        for model, params in ((compiled, moe), (eager, eager)):
+            params.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = model(leaf)
+            y.square().sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in params.parameters())])
+        torch.testing.assert_close(results[0], results[1])
+    assert frames.frame_count <= 2
+
+
+def test_a_layer_inside_a_sequential() -> None:
+    model = fo.Sequential(
+        fo.ops.Linear(D, D), fo.Residual({"norm": fo.ops.RMSNorm(D), "moe": fo.MoE(D, F, E, 2)})
+    )
+    text = str(fo.explain(model, torch.randn(2, 3, D, requires_grad=True)))
+    assert "1.moe.router.logits" in text and "permute" in text
+    assert {k.rsplit(".", 2)[1] for k in model.state_dict() if "moe" in k} == {
+        "router", "fc1", "fc2"
+    }  # fmt: skip
+
+
+class Reversed(fo.Op):
+    """A dispatcher that passes tokens on in another order, as one that sends them elsewhere does."""
+
+    reads = ("experts", "weights")
+    writes = ("offs", "probs", "index", "pos")
+    integers = frozenset({"offs", "index", "pos"})
+    num_experts = E
+
+    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> fo.Out:
+        rows = fo.Routing.from_topk(experts.flip(0), weights.flip(0), num_experts=E)
+        return fo.Out(x.flip(0), side=rows._asdict())
+
+
+class Back(fo.Op):
+    def fwd(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+def test_a_dispatcher_of_your_own() -> None:
+    moe = built("zipf", 2, balance_loss=0.5)
+    other = built("zipf", 2, balance_loss=0.5, dispatch=Reversed(), collect=Back())
+    other.load_state_dict(moe.state_dict())
+    x = torch.randn(9, D, dtype=torch.float64)
+    assert_same(step(other, x), step(moe, x))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"activation": "tanh"}, "activation is 'tanh'.*swiglu"),
+        ({"aux": "add"}, "aux is 'add'"),
+        ({"score": "tanh"}, "score is 'tanh'"),
+        ({"groups": 3}, "groups must divide"),
+        ({"groups": 8, "top_groups": 1}, "hold 1 experts, fewer than top_k = 2"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
+        ({"capacity_factor": 1.0, "dispatch": fo.ops.Dispatch(E)}, "its own capacity_factor"),
+        ({"activation": fo.ops.ScaledSReLU(), "shared_experts": 1}, "shared_experts as a module"),
+    ],
+)
+def test_options_that_cannot_be(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=message):
+        fo.MoE(D, F, E, 2, **kwargs)
+
+
+def test_what_is_not_there_is_said() -> None:
+    moe = fo.MoE(D, F, E, 2)
+    with pytest.raises(fo.FuseOpsError, match="aux='inject'"):
+        moe.loss_scale = 1.0
+    with pytest.raises(fo.FuseOpsError, match="no expert_bias"):
+        moe["router"].update_expert_bias()
+    with pytest.raises(fo.SideInputError, match="router_loss"):
+        moe(torch.randn(3, D), returns="router_loss")
+    with pytest.raises(fo.FuseOpsError, match="Router expects x with 6 features"):
+        moe(torch.randn(3, D + 1))
