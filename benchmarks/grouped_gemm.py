@@ -2,13 +2,15 @@
 
     python benchmarks/grouped_gemm.py --out benchmarks/results/grouped_gemm_h200.json
     python benchmarks/grouped_gemm.py --out sweep.json --sweep      # every configuration beside the peers
+    python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
 A cell is one GEMM of one shape and one split. Its candidates run in turn, in rotated order, back to
 back (hot: the GPU is at its power limit, as in training), and the median of the rounds counts; cool
-shots follow 70 ms of idling and one launch. The tile table is made inside every timed call.
-Correctness is checked before against float32 by group. TFLOP/s count the rows inside groups. Gathered
-cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
-time is that of a call that waits for nothing, with the tile table made before, as in a layer.
+shots, of fc1 with uniform splits, follow 40 ms of idling and one launch. The tile table is made inside
+every timed call. Three groups are compared with float32 before, with odd ends, once for all splits.
+TFLOP/s count the rows inside groups. Gathered cells read the rows by index, each token K times, beside
+a copy of the rows and the plain GEMM. Host time is that of a call that waits for nothing, with the tile
+table made before, as in a layer.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def elapsed_us(call: Call) -> float:
 def round_robin(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Median microseconds of each, one a round, in rotated order, queued back to back."""
     names, spans = list(calls), {name: [] for name in calls}
-    for call in calls.values():
+    for call in 2 * list(calls.values()):
         call()
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -60,12 +62,12 @@ def round_robin(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def cool(calls: dict[str, Call], shots: int) -> dict[str, float]:
-    """Median microseconds of single launches, each after 70 ms of idling and one launch to warm up."""
+    """Median microseconds of single launches, each after 40 ms of idling and one launch to warm up."""
     spans: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(shots):
         for name, call in calls.items():
             torch.cuda.synchronize()
-            time.sleep(0.07)
+            time.sleep(0.04)
             call()
             spans[name].append(elapsed_us(call))
     return {name: statistics.median(us) for name, us in spans.items()}
@@ -90,9 +92,9 @@ def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[s
             yield f"{path}{number}", run
 
 
-def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
+def cell(kind: str, t: dict[str, Tensor], rounds: int, problem: str | None,
          sweep: bool = False, loop: bool = False) -> dict[str, Any]:  # fmt: skip
-    """One GEMM: microseconds and TFLOP/s of every candidate."""
+    """One GEMM: microseconds and TFLOP/s of every candidate; problem: why they may not be believed."""
     calls, failed = {}, {}
     for name, call in [*candidates(kind, t, sweep), *peers(kind, t, loop).items()]:
         try:
@@ -101,7 +103,6 @@ def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
             calls[name] = call
         except Exception as error:  # reported, not hidden
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    problem = wrong(kind, t)
     us = round_robin(calls, rounds)
     flops = 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
     path = (
@@ -109,17 +110,13 @@ def cell(kind: str, t: dict[str, Tensor], rounds: int, shots: int = 0,
         if kind in ("fwd", "dgrad")
         else grouped_paths.wgrad_path(t["dy"], t["x"])
     )
-    record = {
+    return {
         "wrong": problem,
         "path": path,
         "us": {name: round(v, 1) for name, v in us.items()},
         "tflops": {name: round(flops / v / 1e6, 1) for name, v in us.items()},
         "failed": failed,
     }
-    if shots:
-        calls.pop("loop", None)
-        record["cool_us"] = {name: round(v, 1) for name, v in cool(calls, shots).items()}
-    return record
 
 
 def gathered(shape: str, rounds: int) -> dict[str, Any]:
@@ -232,16 +229,16 @@ def host(rounds: int = 200) -> dict[str, Any]:
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below 1."""
     found: dict[str, Any] = {}
-    for kind, peer, state in itertools.product(KINDS, ("torch", "dense"), ("us", "cool_us")):
+    for kind, peer, state in itertools.product(KINDS, ("torch", "dense"), ("cells", "cool")):
         ratios = {
-            name: record[state][peer] / record[state]["fuseops"]
-            for name, record in report["cells"].items()
-            if f"/{kind}/" in name and {peer, "fuseops"} <= record.get(state, {}).keys()
+            name: record["us"][peer] / record["us"]["fuseops"]
+            for name, record in report[state].items()
+            if f"/{kind}/" in name + "/" and {peer, "fuseops"} <= record["us"].keys()
         }
         if ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
             least = min(ratios, key=lambda name: ratios[name])
-            found[f"{kind}/{peer}{'' if state == 'us' else '/cool'}"] = {
+            found[f"{kind}/{peer}{'' if state == 'cells' else '/cool'}"] = {
                 "geomean": round(mean, 3),
                 "least": [least, round(ratios[least], 3)],
                 "below_1": {n: round(r, 3) for n, r in ratios.items() if r < 1},
@@ -258,6 +255,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--shots", type=int, default=5, help="cool shots of uniform cells")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the cells")
+    parser.add_argument("--check", action="store_true", help="compare with float32, time nothing")
+    parser.add_argument(
+        "--checked", type=Path, nargs="+", help="what --check wrote: compare nothing"
+    )
     parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
     begun = time.perf_counter()
@@ -269,15 +270,20 @@ def main() -> None:
             "gpu": device.name,
             "sms": device.multi_processor_count,
         },
+        "checks": {},
         "cells": {},
         "gathered": {},
         "edges": {},
+        "cool": {},
         "skipped": [],
     }
     torch.manual_seed(0)
 
+    def late() -> bool:
+        return time.perf_counter() - begun > options.budget
+
     def note(place: str, name: str, make: Callable[..., Any], *args: Any) -> None:
-        if time.perf_counter() - begun > options.budget:
+        if late():
             report["skipped"].append(name)
             return
         try:
@@ -294,32 +300,57 @@ def main() -> None:
             flush=True,
         )
 
-    report["host"] = host()
-    print(json.dumps(report["host"]), flush=True)
-    for layer, *sizes in layers():
-        if options.only not in ("", "edges", "gathered") and options.only not in layer:
+    checks: dict[str, str | None] = report["checks"]
+    for path in options.checked or ():
+        if path.exists():
+            checks |= json.loads(path.read_text())["checks"]
+
+    def one(key: str, kind: str, t: dict[str, Tensor], *flags: bool) -> dict[str, Any]:
+        """A cell; its operands are compared once for all splits, with ends of groups at odd rows."""
+        if options.checked is None and key not in checks:
+            checks[key] = wrong(kind, t)
+        problem = checks.get(key, "not compared")
+        if options.check:
+            return {"wrong": problem}
+        return cell(kind, t, options.rounds, problem, options.sweep, *flags)
+
+    if not options.check:
+        report["host"] = host()
+        print(json.dumps(report["host"]), flush=True)
+    chosen = [layer for layer in layers() if options.only in layer[0]]
+    for layer, *sizes in chosen:
+        if late():
+            report["skipped"].append(layer)
             continue
-        if options.only in ("edges", "gathered"):
-            break
-        groups, rows, _, _ = sizes
-        t = operands(*sizes, split("uniform", groups, rows))
-        for kind_of_split in SPLITS[:1] if options.sweep else SPLITS:
-            t["offs"] = split(kind_of_split, groups, rows)
-            shots = options.shots if kind_of_split == "uniform" else 0
-            loop = layer.startswith("qwen3_30b")
-            for kind in KINDS:
-                name = f"{layer}/{kind}/{kind_of_split}"
-                note("cells", name, cell, kind, t, options.rounds, shots, options.sweep, loop)
-    if options.only in ("", "gathered"):
-        for shape in SHAPES:
-            note("gathered", shape, gathered, shape, options.rounds)
+        t = operands(*sizes, split("uniform", *sizes[:2]))
+        for kind_of_split, kind in itertools.product(
+            SPLITS[:1] if options.sweep or options.check else SPLITS, KINDS
+        ):
+            t["offs"] = split(kind_of_split, *sizes[:2])
+            name = f"{layer}/{kind}/{kind_of_split}"
+            note("cells", name, one, f"{layer}/{kind}", kind, t, layer.startswith("qwen3_30b"))
     if options.only in ("", "edges"):
         for name, (n, k) in EDGES.items():
             t = operands(32, 65536, n, k, split("uniform", 32, 65536))
             for kind in KINDS[:3]:
-                note("edges", f"{name}/{kind}", cell, kind, t, options.rounds, 0, options.sweep)
+                note("edges", f"{name}/{kind}", one, f"{name}/{kind}", kind, t)
+    if options.check:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        print("wrong:", {key: why for key, why in checks.items() if why}, "of", len(checks))
+        return
+    if options.only in ("", "gathered"):
+        for shape in SHAPES:
+            note("gathered", shape, gathered, shape, options.rounds)
+    if options.only in ("", "edges"):
         report["small_groups"] = small_groups(options.rounds)
         print(json.dumps(report["small_groups"]), flush=True)
+    for layer, *sizes in chosen:
+        if "fc2" in layer or late():
+            continue
+        t = operands(*sizes, split("uniform", *sizes[:2]))
+        for kind in KINDS[:3]:
+            calls = {"fuseops": ours(kind, t), **peers(kind, t, False)}
+            note("cool", f"{layer}/{kind}", lambda calls=calls: {"us": cool(calls, options.shots)})
     report["summary"] = summary(report)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")

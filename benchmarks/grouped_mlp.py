@@ -105,6 +105,8 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     forwards = p.forwards()
     record: dict[str, Any] = {"errors": {n: errors(p, f) for n, f in forwards.items()}}
     plan = p.mlp.plan(p.x, p.routing)
+    if not options.eager:
+        del forwards["torch"]
     steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
     record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
     record["held_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
+    parser.add_argument("--eager", action="store_true", help="eager torch beside them")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
     options = parser.parse_args()

@@ -115,7 +115,7 @@ def wrong(kind: str, t: dict[str, Tensor]) -> str | None:
         want = lambda e, i, j: dy[i:j].t().float() @ x[i:j].float()  # noqa: E731
         got = lambda e, i, j: first[e]  # noqa: E731
     worst = 0.0
-    for e in sorted({*range(min(len(bounds), 6)), len(bounds) - 1}):
+    for e in sorted({0, len(bounds) // 2, len(bounds) - 1}):
         i, j = bounds[e]
         right, left = want(e, i, j), got(e, i, j).float()
         if left.numel():

@@ -14,15 +14,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-
-# Imported for their caches: dynamo and the device context collect torch's functions by identity,
-# once a process. Collected while a test has torch.empty replaced, they would miss the real one.
 import torch._dynamo.trace_rules
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-
-torch._dynamo.trace_rules.get_torch_obj_rule_map()
-_device_constructors()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers already fill the cores; torch's own threads would only get in each other's way.
@@ -137,12 +131,25 @@ POISONED = [
 ]
 
 
+def collect_functions_of_torch() -> None:
+    """Dynamo and the device context collect torch's functions by identity and keep them. Collected
+    while a test has torch.empty replaced, they would miss the real one; `init_process_group` makes
+    dynamo collect again.
+    """
+    _device_constructors()
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+    if torch.empty not in rules():
+        rules.cache_clear()
+        rules()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Uninitialised memory that package code allocates reads as NaN, not as lucky zeros.
 
     `@pytest.mark.uninitialized` leaves torch alone, for a test that measures or inspects it.
     """
+    collect_functions_of_torch()
     if request.node.get_closest_marker("uninitialized"):
         yield
         return

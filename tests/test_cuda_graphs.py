@@ -1,5 +1,6 @@
 """CUDA graphs: group sizes change between replays, and every replay gives what eager gives, to the bit."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,15 +118,16 @@ def test_what_a_capture_allocates_is_in_its_pool() -> None:
         segments = torch.cuda.memory_snapshot()
         return sum(s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != pool)
 
+    gc.collect()  # as a capture does
     before = outside()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         captured = step(model, *static)
-    assert outside() == before
+    assert outside() <= before
     inside = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
     for t in captured:
         at = t.data_ptr()
-        assert any(s["address"] <= at < s["address"] + s["total_size"] for s in inside)
+        assert any(s["address"] <= at < s["address"] + s["total_size"] for s in inside), t.shape
 
 
 def test_accumulation_into_main_grad_is_captured() -> None:
@@ -159,6 +161,8 @@ def test_accumulation_into_main_grad_is_captured() -> None:
         assert a.any() and torch.equal(a, p.main_grad)
 
 
+# the callables keep the nodes of the parameters, which were made on the stream of the capture
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("fused", [True, False])
 def test_make_graphed_callables_takes_it_by_position(fused: bool) -> None:
     model, twin = experts(), experts()

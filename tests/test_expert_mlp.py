@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -91,6 +91,7 @@ def tokens(
 @pytest.mark.parametrize(
     ("act", "bias"), FORMS, ids=lambda value: getattr(value, "__name__", value)
 )
+@settings(max_examples=settings.default.max_examples // 4)
 @given(split=group_splits(), seed=st.integers(0, 99))
 def test_grouped_equals_unfused_in_every_form(
     act: Any, bias: str | None, split: Split, seed: int
@@ -113,10 +114,10 @@ def test_routed_equals_unfused_in_every_form(
     assert assert_fused_matches_unfused(model, x, **side) == ("routed_mlp",)
 
 
-COPIES = (routed_mlp.FC1, routed_mlp.FC1_WGRAD, routed_mlp.FC2_BWD)
+COPIES = (routed_mlp.FC1, routed_mlp.FC2_BWD)
 
 
-@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=3)), ids=str)
+@pytest.mark.parametrize("copied", list(itertools.product((0, 1), repeat=2)), ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "dropped"])
 def test_rows_that_are_copied_equal_unfused(kind: str, copied: tuple[int, ...]) -> None:
     model = routed().double()

@@ -266,13 +266,30 @@ def test_main_grads_of_the_groups(
     assert all(p.grad is None and p.grad_added_to_main_grad for p in apart.parameters())
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_frozen_group_needs_no_main_grad(delayed: bool) -> None:
+    whole = experts()
+    step(whole, [2, 1, 1])
+    apart = experts(packed=False, accumulate_into_main_grad=True, delay_wgrad=delayed)
+    apart.load_state_dict(whole.state_dict())
+    apart["fc1"].weight1.requires_grad_(False)
+    for p in apart.parameters():
+        p.main_grad = torch.zeros_like(p) if p.requires_grad else None
+    step(apart, [2, 1, 1])
+    apart.backward_dw()
+    for e in (0, 2):
+        found = getattr(apart["fc1"], f"weight{e}").main_grad
+        torch.testing.assert_close(found, whole["fc1"].weight.grad[e])
+
+
 def test_delayed_gradients_of_the_groups() -> None:
     whole = experts()
     apart = experts(packed=False, delay_wgrad=True)
     apart.load_state_dict(whole.state_dict())
+    apart["fc2"].weight1.requires_grad_(False)
     step(whole, [2, 0, 1]), step(apart, [2, 0, 1])
     assert apart["fc1"].weight0.grad is None
-    assert apart.backward_dw() == 2
+    assert apart.backward_dw() == 2 and apart["fc2"].weight1.grad is None
     torch.testing.assert_close(gradient(apart["fc1"], "weight"), whole["fc1"].weight.grad)
     torch.testing.assert_close(gradient(apart["fc2"], "bias"), whole["fc2"].bias.grad)
 
@@ -330,3 +347,51 @@ def test_a_packed_weight_of_other_groups_is_refused() -> None:
         fo.ops.GroupedLinear(E, D, F, packed=False).load_state_dict(state)
     missing = fo.ops.GroupedLinear(E, D, F).load_state_dict({}, strict=False)
     assert missing.missing_keys == ["weight", "bias"]
+
+
+# --- axes before the rows
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("recipe", [None, fo.recipes.Float8CurrentScaling()])
+def test_axes_before_the_last_are_rows(scaled: bool, recipe: Any) -> None:
+    op = fo.ops.GroupedLinear(E, D, F, scale_bias=scaled)
+    x = torch.randn(2, 3, 4, D)
+    probs = torch.rand(2, 3, 4)
+    offs = torch.tensor([5, 5, 22], dtype=torch.int32)
+
+    def run(x: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        op.zero_grad()
+        leaves = [x.clone().requires_grad_(), *([probs.clone().requires_grad_()] if scaled else [])]
+        with fo.recipe(recipe):
+            y = op(leaves[0], offs=offs, **({"probs": leaves[1]} if scaled else {}))
+        y.backward(torch.arange(float(y.numel())).sin().view(y.shape))
+        return y, *(t.grad for t in leaves), *(p.grad.clone() for p in op.parameters())
+
+    flat = run(x.view(-1, D), probs.view(-1))
+    for a, b in zip(run(x, probs), flat, strict=True):
+        assert torch.equal(a.reshape(b.shape), b)
+    y, dx, *_ = run(x, probs)
+    assert y.shape == (2, 3, 4, F) and dx.shape == x.shape
+    for needs in ("x", "weight"):  # one gradient alone
+        for p in op.parameters():
+            p.requires_grad_(needs == "weight")
+        with fo.recipe(recipe):
+            y = (
+                op(x.clone().requires_grad_(needs == "x"), offs=offs, probs=probs)
+                if scaled
+                else op(x.clone().requires_grad_(needs == "x"), offs=offs)
+            )
+        y.sum().backward()
+
+
+def test_experts_over_more_axes_run_unfused_and_say_why() -> None:
+    model = experts()
+    x = torch.randn(2, 5, D).double()
+    routing = fo.Routing.from_counts([3, 0, 6], torch.rand(2, 5).double())
+    plan = model.plan(x, routing)
+    assert ("grouped_mlp", (0, 3), "x has 3 axes, the fused op takes (rows, width)") in plan.misses
+    flat = fo.Routing(routing.offs, routing.probs.view(-1))  # type: ignore[union-attr]
+    torch.testing.assert_close(model(x, routing).view(10, D), model(x.view(10, D), flat))
+    with pytest.raises(fo.FuseOpsError, match=r"of shape \(\.\.\., rows, 6\)"):
+        model(x[0, 0], routing)

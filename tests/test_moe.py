@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,6 +259,15 @@ def test_copies_are_counted_once_and_in_training_only() -> None:
     }  # fmt: skip
 
 
+def test_a_compiled_checkpoint_counts_once() -> None:
+    moe = fo.MoE(D, F, E, 2, expert_bias=True)
+    run = torch.compile(
+        lambda x: checkpoint(moe, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    run(torch.randn(7, D, requires_grad=True)).sum().backward()
+    assert moe["router"].tokens_per_expert.sum() == 14
+
+
 def test_the_expert_bias_stays_in_float32() -> None:
     moe = fo.MoE(D, F, E, 2, expert_bias=True)
     moe["router"].expert_bias.fill_(1.001)  # which bfloat16 does not know
@@ -431,3 +444,12 @@ def test_what_is_not_there_is_said() -> None:
         moe(torch.randn(3, D), returns="router_loss")
     with pytest.raises(fo.FuseOpsError, match="Router expects x with 6 features"):
         moe(torch.randn(3, D + 1))
+
+
+def test_the_documented_layer_runs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "moe.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(snippet, "docs/moe.md", "exec"), {})
+    assert "routed_mlp" in out.getvalue()

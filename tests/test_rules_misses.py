@@ -72,6 +72,11 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
     ("grouped_mlp", "same_groups"): (mlp(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
     ("grouped_mlp", "act_widths"): (mlp(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
     ("grouped_mlp", "no_recipe"): (mlp(), FP8, "the recipe is Float8CurrentScaling"),
+    ("grouped_mlp", "two_axes"): (
+        fo.Sequential(fo.ops.Reshape(2, 3, 6), *mlp()),
+        None,
+        "x has 3 axes, the fused op takes (rows, width)",
+    ),
     ("routed_mlp", "same_top_k"): (routed(2), None, "Permute has top_k 1, Combine has 2"),
     ("routed_mlp", "same_groups"): (routed(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
     ("routed_mlp", "act_widths"): (routed(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),

@@ -138,10 +138,13 @@ def run_backward(
         dside = {name: grads[position] for name, position in step.writes} if step.writes else None
         if dy is None and (dside is None or all(d is None for d in dside.values())):
             continue
-        partly = dside is not None and (dy is None or None in dside.values())
+        partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
         if step.form is not None and dy is not None:
             dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
-        if step.later is None and not step.main:
+        if step.plain:  # most are: no call between here and there
+            own = saved[step.members[0]] or step.empty[0]
+            results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
+        elif step.later is None and not step.main:
             results = _results(step, None, saved, dy, dside, scratch)
         else:  # what waits for backward_dw holds what this step saved, and no more
             mine = {i: saved[i] for i in step.members}

@@ -43,6 +43,12 @@ def no_recipe(ops: Ops, c: Conditions) -> str | None:
     )
 
 
+def two_axes(ops: Ops, c: Conditions) -> str | None:
+    return require(
+        len(c.shape) == 2, f"x has {len(c.shape)} axes, the fused op takes (rows, width)"
+    )
+
+
 def one_bias(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(ops) == 2 or ops[0].bias is None, "the Linear has a bias of its own, and a Bias follows"

@@ -48,6 +48,11 @@ class Step:
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     later: Step | None = None  # the part that waits for backward_dw
+    plain: bool = field(init=False)  # backward: nothing but a call of one op's `bwd`
+
+    def __post_init__(self) -> None:
+        odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
+        object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
 @dataclass(eq=False)

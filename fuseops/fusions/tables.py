@@ -18,7 +18,7 @@ from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import RMSNorm
 from fuseops.ops.permute import Combine, Permute
 
-from .conditions import act_widths, no_recipe, one_bias, same_groups, same_top_k
+from .conditions import act_widths, no_recipe, one_bias, same_groups, same_top_k, two_axes
 from .fused.bias_act import BiasAct
 from .fused.grouped_mlp import GroupedMLP
 from .fused.linear_act import LinearAct
@@ -34,7 +34,7 @@ FIT = (same_groups, act_widths, no_recipe)
 # fmt: off
 JOINT = (
     Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
-    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", FIT),
+    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
 )
 FORWARD = (
     Rule("linear_act",  (Linear, maybe(Bias), SiLU | GELU | SReLU),   LinearAct,  "forward", (one_bias,)),

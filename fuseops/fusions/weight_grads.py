@@ -26,7 +26,8 @@ class Destination(NamedTuple):
 
     buffer: Tensor
     overwrite: bool = False  # what is in it does not count
-    shares: tuple[Tensor, ...] = ()  # buffers of the groups, to add the parts of `buffer` to
+    # buffers of the groups, to add the parts of `buffer` to; None for one that is frozen
+    shares: tuple[Tensor | None, ...] = ()
 
 
 Destinations = Mapping[str, Destination]
@@ -90,18 +91,20 @@ def destination(op: Op[Any], name: str) -> Destination:
     Of a parameter that is kept by group: the one buffer that those of the groups are views of, or else a new one.
     """
     names = op.registered(name)
-    overwrite = [getattr(getattr(op, n), "overwrite_main_grad", False) for n in names]
-    buffers = [_buffer(op, n) for n in names]
     if name in names:
-        return Destination(buffers[0], overwrite[0])
-    whole = alias_of(buffers)
-    if whole is not None and len(set(overwrite)) == 1:
-        return Destination(whole, overwrite[0])
-    for buffer, fresh in zip(buffers, overwrite, strict=True):
-        if fresh:
-            buffer.zero_()
-    shape = len(buffers), *buffers[0].shape
-    return Destination(buffers[0].new_empty(shape), True, tuple(buffers))
+        fresh = getattr(getattr(op, name), "overwrite_main_grad", False)
+        return Destination(_buffer(op, name), fresh)
+    parameters = {n: p for n in names if (p := getattr(op, n)).requires_grad}
+    buffers = {n: _buffer(op, n) for n in parameters}
+    overwrite = {n: getattr(p, "overwrite_main_grad", False) for n, p in parameters.items()}
+    whole = alias_of([*buffers.values()]) if len(buffers) == len(names) else None
+    if whole is not None and len({*overwrite.values()}) == 1:
+        return Destination(whole, overwrite[names[0]])
+    for n in (n for n, fresh in overwrite.items() if fresh):
+        buffers[n].zero_()
+    like = next(iter(buffers.values()))
+    shares = tuple(buffers.get(n) for n in names)
+    return Destination(like.new_empty(len(names), *like.shape), True, shares)
 
 
 def _buffer(op: Op[Any], name: str) -> Tensor:
@@ -134,7 +137,8 @@ def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) 
     if place.shares:
         parts = place.buffer if gradient is None else gradient
         for share, part in zip(place.shares, parts.unbind(), strict=True):
-            share.add_(part)
+            if share is not None:
+                share.add_(part)
     elif gradient is not None and place.overwrite:
         place.buffer.copy_(gradient)
     elif gradient is not None:
@@ -197,5 +201,6 @@ def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
     parts = (gradient,) if name in names else gradient.unbind()
     for registered, part in zip(names, parts, strict=True):
         parameter = getattr(op, registered)
-        part = part.to(parameter.dtype)
-        parameter.grad = part if parameter.grad is None else parameter.grad + part
+        if parameter.requires_grad:
+            part = part.to(parameter.dtype)
+            parameter.grad = part if parameter.grad is None else parameter.grad + part

@@ -6,7 +6,8 @@ Shapes: add (M, N), x (M, K) float32 or a half, weight (K, N) -> y (M, N) in the
 the number of experts, so it is the traffic of add and y that counts: `torch.addmm` moves it twice,
 since it copies add first.
 Layout: rows may be strided, columns are contiguous.
-Hardware: sm_80 and later, for halves of one dtype; others run the reference.
+Hardware: sm_80 and later, for halves of one dtype and K up to MAX_K; of larger K `torch.addmm`, others the
+reference.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
+MAX_K = 128
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    block_k = pow2(dims[0], most=64, least=16)
-    sizes = ((128, 128, 8), (64, 128, 4), (64, 64, 4))
+    block_k = pow2(dims[0], least=16)
     return [
-        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": block_k, "num_warps": warps}
-        for m, n, warps in sizes
-    ]
+        {"SPLITS": splits, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": 4}
+        for splits, m, n, stages in (
+            (2, 64, 64, 3), (4, 64, 64, 3), (2, 64, 64, 4), (2, 64, 128, 2), (4, 64, 128, 2),
+        )
+    ]  # fmt: skip
 
 
 def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -67,12 +70,14 @@ def add_mm(add: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     )
     if add.dtype != weight.dtype or add.dtype not in HALVES:
         return reference.add_mm(add, x, weight)
+    if k > MAX_K:
+        return torch.addmm(add, x.to(weight.dtype), weight)
     add, x, weight = as_rows(add), as_rows(x), as_rows(weight)
     y = torch.empty(m, n, dtype=add.dtype, device=add.device)
     config = ADD_MM.pick(m, (k, n), add)
     launch(
         device("add_mm").add_mm_kernel,
-        (cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),),
+        (cdiv(m, config["BLOCK_M"]) * config["SPLITS"],),
         add, x, weight, y, m, n, k, add.stride(0), x.stride(0), weight.stride(0), **config,
     )  # fmt: skip
     return y

@@ -103,8 +103,10 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
         yield x, _meta(groups, k, n, dtype=dtype).transpose(1, 2), offs, tiles
         if dtype.itemsize == 2:
             tokens, index = _meta(rows // 2, k, dtype=dtype), _meta(rows, dtype=torch.int32)
-            yield tokens, w, offs, tiles, None, index
-            yield tokens, w.transpose(1, 2).contiguous().transpose(1, 2), offs, tiles, None, index
+            narrow = _meta(groups, n // 2, k, dtype=dtype)
+            yield tokens, narrow, offs, tiles, None, index
+            narrow = _meta(groups, k, n // 2, dtype=dtype).transpose(1, 2)
+            yield tokens, narrow, offs, tiles, None, index
             yield x, w, offs, tiles, _meta(groups, n, dtype=dtype)
     x, w, bias = _meta(rows, k + 32), _meta(groups, n, k + 32), _meta(groups, n)
     yield x, w, offs, tiles
@@ -116,14 +118,15 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
+    index = _meta(rows, dtype=torch.int32)
     for dtype in DTYPES:
-        yield _meta(rows, n, dtype=dtype), _meta(rows, k, dtype=dtype), offs, tiles
+        wide, narrow = _meta(rows, n, dtype=dtype), _meta(rows, k, dtype=dtype)
+        yield wide, narrow, offs, tiles
         if dtype.itemsize == 2:
-            index, tokens = _meta(rows, dtype=torch.int32), rows // 2
-            dy, x = _meta(tokens, n, dtype=dtype), _meta(rows, k, dtype=dtype)
-            yield dy, x, offs, tiles, index
-            dy, x = _meta(rows, n, dtype=dtype), _meta(tokens, k, dtype=dtype)
-            yield dy, x, offs, tiles, None, index
+            tokens = _meta(rows // 2, k, dtype=dtype)
+            yield narrow, wide, offs, tiles
+            yield tokens, narrow, offs, tiles, index
+            yield narrow, tokens, offs, tiles, None, index
     yield _meta(rows, 65), _meta(rows, 33), offs, tiles
 
 
@@ -131,7 +134,7 @@ def _add_cases() -> Iterator[tuple[Any, ...]]:
     for number, (dy, x, offs, tiles, *index) in enumerate(_wgrad_cases()):
         main_grad = _meta(len(offs), dy.shape[1], x.shape[1], dtype=torch.float32)
         yield main_grad, dy, x, offs, tiles, True, *index
-        if number < 3:
+        if number < 4:
             yield main_grad, dy, x, offs, tiles, False, *index
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import configs, grouped_paths
-from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES
+from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import Prepared, device, num_sms, recorded
@@ -65,7 +65,7 @@ def launch_mm(
     if index is not None and plan.path != "gather":
         return launch_mm(copy(x, index, offs), weight, bias, offs, tiles, None, copy)
     y = torch.empty(rows, weight.shape[1], dtype=x.dtype, device=x.device)
-    plan.run(x, weight, bias, offs, tiles, index, y)
+    plan.run(x, weight, bias, offs, tiles, index, y, None, None)
     return y
 
 
@@ -82,6 +82,43 @@ def _tiles_plan(offs: Tensor) -> Plan:
     return Plan("", Prepared(kernel, not _misaligned(offs), BLOCK_E=block, num_warps=4))
 
 
+def launch_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor,
+    probs: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
+    rows, n = (x if index is None else index).shape[0], weight.shape[1]
+    key = (
+        "swiglu", x.dtype, x.device, x.shape[1], x.stride(), weight.shape, (rows - 1).bit_length(),
+        probs is None, None if index is None else index.dtype,
+        _misaligned(x, weight, probs, offs, tiles, index),
+    )  # fmt: skip
+    plan = plan_of(key, lambda: _swiglu_plan(x, weight, offs, tiles, probs, index))
+    h = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    a = torch.empty(rows, n // 2, dtype=x.dtype, device=x.device)
+    plan.run(x, weight, None, offs, tiles, index, h, a, probs)
+    return h, a
+
+
+def _swiglu_plan(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor,
+    probs: Tensor | None,
+    index: Tensor | None,
+) -> Plan:
+    path = swiglu_path(x, weight, index)
+    rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
+    config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
+    aligned = not _misaligned(x, weight, probs, offs, tiles, index)
+    return _ring_plan(path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None)
+
+
 def _mm_plan(
     x: Tensor,
     weight: Tensor,
@@ -91,56 +128,116 @@ def _mm_plan(
     index: Tensor | None,
 ) -> Plan:
     path = mm_path(x, weight, bias, index)
-    rows, k = len(x if index is None else index), x.shape[1]
-    groups, n, _ = weight.shape
-    config = dict(MM_SPACES[path].pick(rows, (groups, n, k), x))
-    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    transposed, stride_x = weight.stride(2) != 1, x.stride(0)
-    num_n, most = cdiv(n, block_n), config.pop("PER_SM", 1) * num_sms(x.device)
+    rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
+    config = MM_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not _misaligned(x, weight, bias, offs, tiles, index)
+    if path in ("gather", "pingpong"):
+        return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
+    return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
+
+
+def _grid(
+    config: configs.Config, per_sm: int, x: Tensor, weight: Tensor
+) -> Callable[[int], tuple[tuple[int], tuple[int, ...]]]:
+    """(grid, sizes that the kernels take) of a number of rows."""
+    (groups, n, k), stride, block_m = weight.shape, x.stride(0), config["BLOCK_M"]
+    num_n, most = cdiv(n, config["BLOCK_N"]), per_sm * num_sms(x.device)
 
     def sizes(rows: int) -> tuple[tuple[int], tuple[int, ...]]:
         programs = min(most, (rows // block_m + groups) * num_n)
-        return (programs,), (first_entry(rows, groups, block_m), rows, groups, n, k, stride_x)
+        return (programs,), (first_entry(rows, groups, block_m), rows, groups, n, k, stride)
 
-    if path in ("gather", "pingpong"):
-        module = device("grouped_pingpong")
-        prepared = Prepared(
-            module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather",
-            TRANSPOSED=transposed, HAS_BIAS=bias is not None, **config, num_warps=4, maxnreg=168,
-        )  # fmt: skip
-        inner = n if transposed else k
-        w_shape, w_block = (groups * n * k // inner, inner), [64 if transposed else block_n, 64]
-        y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
-        x_of = _kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
-        w_of = _kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
-        y_of = _kept(lambda y: module.Descriptor(y, y.shape, (n, 1), y_block))
+    return sizes
 
-        def run_rings(
-            x: Any, weight: Any, bias: Any, offs: Any, tiles: Any, index: Any, y: Any
-        ) -> None:
-            grid, numbers = sizes(y.shape[0])
-            left, index = (x_of(x), offs) if index is None else (x, index)
-            bias = y if bias is None else bias
-            prepared(grid, y, left, index, w_of(weight), y_of(y), bias, offs, tiles, *numbers)
 
-        return Plan(path, run_rings)
-
-    module = device("grouped_mm")
+def _ring_plan(
+    path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
+) -> Plan:
+    """Of the Gluon kernel, with the hooks of its epilogue."""
+    module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
+    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
     prepared = Prepared(
-        module.grouped_mm_kernel, aligned, HAS_BIAS=bias is not None, TRANSPOSED=transposed,
-        TMA=path == "tma", PRECISION=precision(x), **config,
+        module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
+        **hooks, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
-    w_strides, block_k = list(weight.stride()), config["BLOCK_K"]
-    tma_block = [1, block_k, block_n] if transposed else [1, block_n, block_k]
+    block_m, block_n, stride_x = config["BLOCK_M"], config["BLOCK_N"], x.stride(0)
+    sizes, (groups, n, k) = _grid(config, 1, x, weight), weight.shape
+    inner = n if transposed else k
+    w_shape = groups * n * k // inner, inner
+    w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
+    y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
+    x_of = _kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
+    w_of = _kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
+    y_of = _kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
+    act_of = _kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
 
-    def run(x: Any, weight: Any, bias: Any, offs: Any, tiles: Any, index: Any, y: Any) -> None:
+    def run(
+        x: Any,
+        weight: Any,
+        bias: Any,
+        offs: Any,
+        tiles: Any,
+        index: Any,
+        y: Any,
+        act: Any,
+        probs: Any,
+    ) -> None:
+        grid, numbers = sizes(y.shape[0])
+        left, index = (x_of(x), offs) if index is None else (x, index)
+        bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
+        act, act_out = (y, out) if act is None else (act, act_of(act))
+        prepared(
+            grid,
+            y,
+            left,
+            index,
+            w_of(weight),
+            out,
+            bias,
+            act,
+            act_out,
+            probs,
+            offs,
+            tiles,
+            *numbers,
+        )
+
+    return Plan(path, run)
+
+
+def _triton_plan(
+    path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
+) -> Plan:
+    """Of the Triton kernel, with descriptors or pointers."""
+    module, transposed = device("grouped_mm"), weight.stride(2) != 1
+    config, sizes = dict(config), _grid(config, config["PER_SM"], x, weight)
+    del config["PER_SM"]
+    prepared = Prepared(
+        module.grouped_mm_kernel, aligned, **hooks, TRANSPOSED=transposed, TMA=path == "tma",
+        PRECISION=precision(x), **config,
+    )  # fmt: skip
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    w_strides, w_block = list(weight.stride()), [1, block_n, block_k]
+    if transposed:
+        w_block = [1, block_k, block_n]
+
+    def run(
+        x: Any,
+        weight: Any,
+        bias: Any,
+        offs: Any,
+        tiles: Any,
+        index: Any,
+        y: Any,
+        act: Any,
+        probs: Any,
+    ) -> None:
         grid, numbers = sizes(y.shape[0])
         operands = (x, weight, y)
         if path == "tma":
             operands = (
                 module.describe(x, [block_m, block_k]),
-                module.describe(weight.transpose(1, 2) if transposed else weight, tma_block),
+                module.describe(weight.transpose(1, 2) if transposed else weight, w_block),
                 module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
             )
         bias = y if bias is None else bias
@@ -271,14 +368,13 @@ def _misaligned(*tensors: Tensor | None) -> bool:
     """Whether some address is no multiple of 16, which Triton compiles other code for."""
     bits = 0
     for t in tensors:
-        if t is not None:
-            bits |= t.data_ptr()
+        bits |= 0 if t is None else t.data_ptr()
     return bits % 16 != 0
 
 
 def table_size(rows: int, groups: int) -> int:
     """Length of a tile table."""
-    return 2 + groups + sum(rows // block + groups for block in TILE_ROWS)
+    return 2 + 3 * groups + rows // 64 + rows // 128
 
 
 def first_entry(rows: int, groups: int, block_m: int) -> int:

@@ -20,6 +20,7 @@ from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 
 TMA_ARCHS = (90, 100)
+GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8")
 
 
@@ -63,7 +64,9 @@ def _pointer_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def _ring(m: int, n: int, cooperative: int, stages: int) -> Config:
-    return {"BLOCK_M": m, "BLOCK_N": n, "COOPERATIVE": cooperative, "GROUP": 8, "STAGES": stages}
+    """GROUP makes bands of 1024 rows."""
+    names = "BLOCK_M", "BLOCK_N", "COOPERATIVE", "GROUP", "STAGES"
+    return dict(zip(names, (m, n, cooperative, 1024 // m, stages), strict=True))
 
 
 def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -71,12 +74,15 @@ def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Square tiles read less, which shows where K is so short that loads do not hide, and waste
-    less at the edge of some N.
+    """Small tiles hide their stores. Where K is so long that stores hardly count, or so short that
+    nothing hides them, wide tiles read least; square ones are between, and waste less at some N.
     """
     groups, n, k = dims
-    short = k <= 512 and rows >= 1024 * groups
-    return _pingpong_candidates(dims, itemsize)[short or 0 < n % 256 <= 128]
+    small, square, wide = _pingpong_candidates(dims, itemsize)
+    many = rows >= 1024 * groups
+    if k >= 8192 or (many and k <= 256):
+        return wide
+    return square if (many and k <= 512) or 0 < n % 256 <= 128 else small
 
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -86,6 +92,18 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return _gather_candidates(dims, itemsize)[0]
+
+
+def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_ring(64, 256, 0, 5), _ring(128, 256, 1, 4)]
+
+
+def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _swiglu_candidates(dims, itemsize)[0]
+
+
+def _swiglu_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    return _swiglu_candidates(dims, itemsize)[1]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -117,6 +135,10 @@ WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, _pointer_default)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
+SWIGLU_SPACES = {
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default),
+    "gather": Space("grouped_swiglu_gather", _swiglu_candidates, _swiglu_gather_default),
+}
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
     **{"tma": WGRAD_TMA, "pointer": WGRAD_POINTER},
@@ -152,6 +174,16 @@ def mm_path(
     )
 
 
+def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
+    """The path that ends in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate and
+    up; "" where the activation is a pass of its own, as for narrow products that gather nothing: there
+    the pass costs less than the longer epilogue.
+    """
+    path, n = mm_path(x, weight, None, index), weight.shape[1]
+    pays = forced_path is not None or path == "gather" or n >= GATHER_BELOW
+    return path if path in SWIGLU_SPACES and pays and n % 256 == 0 and weight.stride(2) == 1 else ""
+
+
 def wgrad_path(
     dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
 ) -> str:
@@ -161,8 +193,9 @@ def wgrad_path(
     if dy.data_ptr() % 16 or x.data_ptr() % 16:
         return "pointer"
     where = current_arch(x.device), x.itemsize
-    gathers = dy_index is not None or x_index is not None
-    return _wgrad_path(*where, dy.shape[1], x.shape[1], dy.stride(), x.stride(), gathers)
+    n, k = dy.shape[1], x.shape[1]
+    other = n if x_index is not None else k if dy_index is not None else 0
+    return _wgrad_path(*where, n, k, dy.stride(), x.stride(), other)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,7 +216,8 @@ def _mm_path(
     fits = k % 64 == 0 and groups * max(n, k) < 1 << 31
     if not (_gluon(arch) and packed and fits):
         return "tma"
-    return "gather" if gathers and x_strides[0] % 16 == 0 else "pingpong"
+    inside = gathers and x_strides[0] % 16 == 0 and n < GATHER_BELOW
+    return "gather" if inside else "pingpong"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,15 +228,17 @@ def _wgrad_path(
     k: int,
     dy_strides: tuple[int, ...],
     x_strides: tuple[int, ...],
-    gathers: bool,
+    other: int,
 ) -> str:
+    """other: columns of the operand that is not gathered, 0 where none is."""
     strides = dy_strides, x_strides
     if k * itemsize % 16 or not all(_describable(arch, itemsize, s) for s in strides):
         return "pointer"
     if not _gluon(arch):
         return "tma"
     aligned = n % 16 == k % 16 == 0 and all(s[0] % 16 == 0 for s in strides)
-    return "gather" if gathers and aligned else "pingpong"
+    inside = aligned and 0 < other < GATHER_BELOW
+    return "gather" if inside else "pingpong"
 
 
 def _gluon(arch: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from fuseops.kernels.configs import versions
-from fuseops.kernels.grouped_paths import GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path
+from fuseops.kernels.grouped_paths import GATHER_BELOW, GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 
@@ -28,9 +28,7 @@ def mm_words(
             (k % 64 != 0, f"K is {k}, not a multiple of 64"),
             (groups * max(n, k) >= 1 << 31, "the weight has too many rows"),
         ],
-        "pingpong": [
-            (index is not None, "its rows are copied first: they are not a multiple of 32 bytes")
-        ],
+        "pingpong": _copied(index is not None, n),
     }
     return _joined(path, reasons)
 
@@ -44,9 +42,7 @@ def wgrad_words(
     reasons: dict[str, Reasons] = {
         "pointer": [*_undescribed("dy", dy), *_undescribed("x", x), _rows("dw", x.shape[1], x)],
         "tma": _no_gluon(x),
-        "pingpong": [
-            (gathers, "its rows are copied first: they are not a multiple of 32 bytes"),
-        ],
+        "pingpong": _copied(gathers, dy.shape[1] if x_index is not None else x.shape[1]),
     }
     return _joined(path, reasons)
 
@@ -54,6 +50,16 @@ def wgrad_words(
 def _joined(path: str, reasons: dict[str, Reasons]) -> str:
     why = next((text for stands, text in reasons.get(path, ()) if stands), None)
     return path if why is None else f"{path} ({why})"
+
+
+def _copied(gathers: bool, width: int) -> Reasons:
+    return [
+        (
+            gathers and width >= GATHER_BELOW,
+            f"its rows are copied first: faster with {width} columns",
+        ),
+        (gathers, "its rows are copied first: they are not a multiple of 32 bytes"),
+    ]
 
 
 def _undescribed(name: str, t: Tensor) -> Reasons:

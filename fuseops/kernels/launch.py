@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fuseops.kernels.registry import INTERPRET, arch_of
 
@@ -142,9 +143,10 @@ def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None
         flat: list[Any] = []
         number = 0
         for arg in args:
-            if isinstance(arg, int):
+            kind = type(arg)
+            if kind is int:
                 flat.append(arg)
-            elif isinstance(arg, Tensor):
+            elif kind is Tensor or kind is Parameter:
                 flat.append(arg.data_ptr())
             else:
                 if arg.flat is None:

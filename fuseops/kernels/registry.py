@@ -133,7 +133,7 @@ class KernelOp(Generic[P, R]):
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
             or torch_private.num_function_modes()
-            or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor))
+            or _any_fake(args)
         ):
             return self.op(*args, **kwargs)
         if _watched is not None:
@@ -154,19 +154,19 @@ class KernelOp(Generic[P, R]):
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
-        if not torch.compiler.is_compiling() and torch_private.inside_functorch():
+        if torch_private.inside_functorch() and not torch.compiler.is_compiling():
             return False
-        grad = torch.is_grad_enabled()
-        for value in (*args, *kwargs.values()):
+        grad, where = torch.is_grad_enabled(), first.device
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
-                if value.dtype not in DTYPES or value.device != first.device:
+                if value.dtype not in DTYPES or value.device != where:
                     return False
                 if (grad and value.requires_grad) or not _known(value):
                     return False
         return True
 
     def _on_device(self, t: Tensor) -> bool:
-        if t.device.type != "cuda":
+        if not t.is_cuda:
             return INTERPRET and t.device.type == "cpu" and self.min_arch > 0
         return not self.min_arch or (HAS_TRITON and arch_of(t.device) >= self.min_arch)
 
@@ -229,6 +229,14 @@ def arch_of(device: torch.device) -> int:
 
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
+
+
+def _any_fake(args: tuple[Any, ...]) -> bool:
+    """Whether a known tensor is not one of torch's own types."""
+    for value in args:
+        if type(value) not in _PLAIN and isinstance(value, Tensor):
+            return True
+    return False
 
 
 def _known(t: Tensor) -> bool:

@@ -6,6 +6,7 @@ Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,7 +16,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
-from . import layouts
+from .layouts import load_either
 from .linear import check_width, gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
@@ -51,7 +52,12 @@ def grouped_linear(
         rows = len(x if index is None else index)
         check_splits(offs, rows, x.device)
         tiles = tiles_of(call, offs, rows)
-        y = K.grouped_mm(x, call.precision.cast(weight), offs, tiles, index=index)  # type: ignore[arg-type]
+        shift = call.precision.cast(bias)
+        inside = probs is None and shift is not None and shift.dtype is x.dtype
+        w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
+        y = K.grouped_mm(x, w, offs, tiles, shift if inside else None, index)
+        if inside:
+            return y
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
     return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
@@ -115,7 +121,8 @@ def weight_gradient(
 class GroupedLinear(Op[GroupedLinearSaved]):
     """One linear map a group, over rows sorted by group.  weight (num_groups, out_features, in_features).
 
-    Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`.
+    Each group is initialised as `torch.nn.Linear` is.  Reads `offs`; pass `fo.Routing` or `offs=`. Axes before the last
+    are rows, in order; y keeps them.
     scale_bias: the bias is multiplied by `probs`, one a row, which the op then reads too: an expert's output times its
     probability, where the probability is applied before the bias.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
@@ -224,7 +231,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        layouts.load(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
+        load_either(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
         self.repack()
 
     def extra_repr(self) -> str:
@@ -237,9 +244,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)
-        if len(shape) != 2:
+        if len(shape) < 2:
             raise ShapeError(
-                f"GroupedLinear expects x of shape (rows, {self.in_features}), got {tuple(shape)}."
+                f"GroupedLinear expects x of shape (..., rows, {self.in_features}), got {tuple(shape)}."
             )
         return (*shape[:-1], self.out_features)
 
@@ -257,9 +264,33 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         call: Call,
     ) -> Out:
         check_offs(offs, self.num_groups)
-        y = grouped_linear(x, weight, bias, offs, probs, call)
-        scaled = None if probs is None else bias
-        return Out(y, GroupedLinearSaved(saved_operand(x), weight, offs, scaled, probs))
+        like: Any = x.row if isinstance(x, Quantized) else x
+        scaled = None
+        if probs is not None:
+            check_probs("GroupedLinear", like, probs)
+            probs, scaled = probs.reshape(-1), bias
+        rows = _flat(x)
+        y = grouped_linear(rows, weight, bias, offs, probs, call)
+        saved = GroupedLinearSaved(saved_operand(rows), weight, offs, scaled, probs)
+        return Out(y if rows is x else y.view(*like.shape[:-1], y.shape[-1]), saved)
 
     def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
-        return grouped_linear_bwd(saved, dy, call)
+        rows = _flat(dy)
+        grads = grouped_linear_bwd(saved, rows, call)
+        if rows is dy:
+            return grads
+        like: Any = (dy.row if dy.high is None else dy.high) if isinstance(dy, Quantized) else dy
+        lead = like.shape[:-1]
+        dx = None if grads.x is None else grads.x.view(*lead, grads.x.shape[-1])
+        dprobs = (grads.side or {}).get("probs") if "probs" in call.needs else None
+        return Grads(dx, grads.params, {"probs": None if dprobs is None else dprobs.view(lead)})
+
+
+def _flat(x: Any) -> Any:
+    """x as (rows, width)."""
+    if not isinstance(x, Quantized):
+        return x if x.dim() == 2 else x.flatten(0, -2)
+    if all(t is None or t.dim() == 2 for t in (x.row, x.high)):
+        return x
+    row, high = (None if t is None else t.flatten(0, -2) for t in (x.row, x.high))
+    return replace(x, row=row, high=high)

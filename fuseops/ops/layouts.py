@@ -29,7 +29,7 @@ def parts_in(tensors: Mapping[str, Any], stem: str) -> dict[int, str]:
     return {int(match[1]): key for match, key in found if match}
 
 
-def load(
+def load_either(
     op: Grouped,
     into: Callable[..., None],
     state_dict: Mapping[str, Any],

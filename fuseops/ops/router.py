@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, ShapeError
 
 from .linear import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -98,11 +98,10 @@ class Router(Op[RouterSaved]):
         own = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", own)
         correction = torch.zeros(num_experts, device=device) if expert_bias else None
-        counted = (
-            torch.zeros(num_experts, dtype=torch.int64, device=device) if expert_bias else None
-        )
         self.register_buffer("expert_bias", correction)
-        self.register_buffer("tokens_per_expert", counted, persistent=False)
+        # no buffer: DDP would overwrite it with the counts of rank 0
+        none = None if correction is None else torch.zeros_like(correction, dtype=torch.int64)
+        self.tokens_per_expert = none
         self.reset_parameters()
 
     def _check(self) -> None:
@@ -204,6 +203,7 @@ class Router(Op[RouterSaved]):
         bias: Tensor | None,
         expert_bias: Tensor | None,
         chosen: Tensor | None = None,
+        call: Call,
     ) -> Out:
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
@@ -215,13 +215,15 @@ class Router(Op[RouterSaved]):
             )
         else:
             scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
-            experts = self._limited(scores, expert_bias) if chosen is None else chosen
+            experts = (
+                self._limited(scores, expert_bias) if chosen is None else self._given(x, chosen)
+            )
             weights = self._weights(scores, experts)
         load = self._load(experts, logits.dtype) if balances else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
             side["router_loss"] = self._loss(logits, scores, load)
-        if self._chosen_suffice:
+        if self._chosen_suffice and "logits" in call.keep:
             logits = logits.gather(-1, experts.long())
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
 
@@ -230,6 +232,14 @@ class Router(Op[RouterSaved]):
         """Whether the gradient depends on the chosen logits alone: a normalised softmax is the softmax over those."""
         alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
         return alone and "router_loss" not in self.writes
+
+    def _given(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if chosen.shape != (x.shape[0], self.top_k):
+            raise ShapeError(
+                f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "
+                f"{tuple(chosen.shape)}."
+            )
+        return chosen.to(torch.int32)
 
     def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Experts of the best groups.   scores (T, E) -> (T, K) int32"""

@@ -54,7 +54,7 @@ class Vjp(NamedTuple):
     @property
     def partly(self) -> bool:
         """Whether some result has no gradient: `bwd` may leave out what only that depends on."""
-        return self.dy is None or None in self.dside.values()
+        return self.dy is None or any(d is None for d in self.dside.values())
 
 
 def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:

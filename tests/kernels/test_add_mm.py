@@ -11,7 +11,9 @@ from fuseops import kernels as K
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-@given(ROWS, WIDTHS, st.sampled_from([1, 8, 17, 130]), DTYPES, SEEDS, st.booleans(), st.booleans())
+@given(
+    ROWS, WIDTHS, st.sampled_from([1, 8, 17, 130, 300]), DTYPES, SEEDS, st.booleans(), st.booleans()
+)
 @few
 def test_add_mm(m, n, inner, dtype, seed, half, strided):
     add = tensor((m, n), dtype, "normal", seed, strided)

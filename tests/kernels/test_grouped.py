@@ -8,7 +8,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
-from fuseops.kernels import grouped_paths
+from fuseops.kernels import grouped_glu, grouped_paths
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -65,6 +65,21 @@ def test_forward(problem, with_tiles, with_bias):
     y = assert_matches(k.grouped_mm, *args, sums=True)
     assert torch.equal(y, run(k.grouped_mm, *args))
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
+
+
+@given(problems(), SEEDS, st.booleans(), st.booleans())
+@few
+def test_swiglu(problem, seed, with_probs, gather):
+    """The product and its activation, whatever makes the second."""
+    x, _, weight, offs = problem
+    weight = torch.cat([weight, weight.flip(1)], 1)
+    probs = torch.rand(len(x)) if with_probs else None
+    index = None
+    if with_probs:
+        probs[int(offs[-1]) :] = float("nan")
+    if gather:
+        x, index = gathered(len(x), x.shape[1], x.dtype, seed)
+    assert_matches(grouped_glu.grouped_swiglu, x, weight, offs, None, probs, index, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())
@@ -180,6 +195,26 @@ def test_paths():
     assert grouped_paths.mm_path(x[:, 1:33], w[:, :, 1:33]) == "pointer"
 
 
+def test_paths_of_hopper(monkeypatch):
+    """Which operands the Gluon kernels take, and where rows by index are copied first."""
+    monkeypatch.setattr(grouped_paths, "_gluon", lambda arch: arch == 90)
+    mm, wgrad = grouped_paths._mm_path.__wrapped__, grouped_paths._wgrad_path.__wrapped__
+    packed = lambda n, k: ((8, n, k), (n * k, k, 1))  # noqa: E731
+    assert mm(90, 2, 128, (128, 1), *packed(512, 128), False) == "pingpong"
+    assert mm(90, 2, 128, (128, 1), (8, 512, 128), (512 * 128, 1, 512), True) == "gather"
+    assert mm(90, 2, 128, (136, 1), *packed(512, 128), True) == "pingpong"  # rows of 17 x 16 bytes
+    assert mm(90, 2, 128, (128, 1), *packed(4096, 128), True) == "pingpong"
+    assert mm(90, 2, 136, (136, 1), *packed(512, 136), False) == "tma"  # 64 does not divide K
+    assert mm(90, 2, 128, (128, 1), (8, 512, 128), (512 * 256, 256, 1), False) == "tma"
+    assert mm(100, 2, 128, (128, 1), *packed(512, 128), True) == "tma"
+    assert mm(90, 4, 128, (128, 1), *packed(512, 128), True) == "pointer"
+    assert wgrad(90, 2, 512, 128, (512, 1), (128, 1), 0) == "pingpong"
+    assert wgrad(90, 2, 512, 128, (512, 1), (128, 1), 512) == "gather"
+    assert wgrad(90, 2, 512, 136, (512, 1), (136, 1), 512) == "pingpong"
+    assert wgrad(90, 2, 4096, 128, (4096, 1), (128, 1), 4096) == "pingpong"
+    assert wgrad(80, 2, 512, 128, (512, 1), (128, 1), 512) == "pointer"
+
+
 def test_errors_name_what_was_given():
     x, w, offs = torch.randn(6, 4), torch.randn(2, 3, 4), torch.tensor([2, 6], dtype=torch.int32)
     with pytest.raises(FuseOpsError, match=r"offs is \(1,\), expected \(2,\)"):
@@ -247,7 +282,7 @@ def test_many_tiles_a_program(path, number, transposed, with_bias):
     bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
     full, index = a, None
     if path == "gather":
-        a, index, full = by_index(a, offs)
+        a, index, full = by_index(a, offs, torch.int64 if with_bias else torch.int32)
     space = grouped_paths.MM_SPACES[path]
     config = space.candidates((40, *w.shape[1:]), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
@@ -262,6 +297,31 @@ def test_many_tiles_a_program(path, number, transposed, with_bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_SPACES))
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_many_tiles_with_an_activation(path, number, with_probs):
+    """h as the plain product stores it, a as a pass over h would make it."""
+    needs_gluon(path)
+    x, _, weight, offs, bounds = many_tiles()
+    probs = torch.rand(len(x), device="cuda") if with_probs else None
+    index, full = None, x
+    if path == "gather":
+        x, index, full = by_index(x, offs)
+        full[bounds[-1][1] :] = 0
+    space = grouped_paths.SWIGLU_SPACES[path]
+    config = space.candidates((40, 2048, 1024), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        h, a = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+        for _ in range(3):
+            again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
+            assert torch.equal(h, again[0]) and torch.equal(a, again[1])
+    assert torch.equal(h, k.grouped_mm(full, weight, offs))
+    gate, up = h.double().chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
+    torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))
 @pytest.mark.parametrize("gathered_side", ["dy", "x"])
 def test_many_tiles_of_weight_gradients(path, number, gathered_side):
@@ -269,7 +329,7 @@ def test_many_tiles_of_weight_gradients(path, number, gathered_side):
     x, dy, weight, offs, bounds = many_tiles()
     left, right, index = dy, x, (None, None)
     if path == "gather" and gathered_side == "dy":
-        left, rows, dy = by_index(dy, offs, torch.int64)
+        left, rows, dy = by_index(dy, offs)
         index = rows, None
     elif path == "gather":
         right, rows, x = by_index(x, offs)
@@ -291,17 +351,32 @@ def test_many_tiles_of_weight_gradients(path, number, gathered_side):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "size"), [(1856, 2880), (2880, 1856), (520, 264), (16, 64)])
+@pytest.mark.parametrize("number", [0, 1])
+def test_weight_gradients_of_any_width(n, size, number):
+    """Tiles beyond both edges, with either side on the right."""
+    needs_gluon("pingpong")
+    offs = splits(5000, 7, 1, padding=5)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, dy = poison(make(5000, size), offs), poison(make(5000, n), offs)
+    ends, space = offs.tolist(), grouped_paths.WGRAD_PINGPONG
+    main = torch.ones(7, n, size, device="cuda")
+    with forced(space, space.candidates((7, n, size), 2)[number]):
+        dw = k.grouped_wgrad(dy, x, offs.cuda())
+        k.grouped_wgrad_into(main, dy, x, offs.cuda())
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        want = dy[start:end].float().t() @ x[start:end].float()
+        close(dw[e], want)
+        close(main[e] - 1, want)
+
+
 def test_a_kept_plan_sees_every_call():
-    """Other rows, addresses and alignment under one key, and a table that changes between calls."""
-    torch.manual_seed(0)
-    weight = torch.randn(4, 192, 128, device="cuda", dtype=torch.bfloat16)
-    for rows in (300, 260, 511, 300):
-        wide = torch.randn(rows + 1, 128, device="cuda", dtype=torch.bfloat16)
-        for x in (wide[:rows], wide[1:], wide.view(-1)[1 : 1 + rows * 128].view(rows, 128)):
-            offs = splits(rows, 4, rows, 3).cuda()
-            y = k.grouped_mm(x, weight, offs)
-            dw = k.grouped_wgrad(y, x, offs)
-            ends = offs.tolist()
-            for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                close(y[start:end], x[start:end].float() @ weight[e].float().t())
-                close(dw[e], y[start:end].float().t() @ x[start:end].float())
+    """Other rows, addresses, alignment and ends under one key: nothing of a call is remembered."""
+    weight = tensor((4, 64, 64), torch.bfloat16)
+    for rows in (60, 40, 63, 60):
+        wide = tensor((rows + 1, 64), torch.bfloat16, seed=rows)
+        shifted = wide.view(-1)[1 : 1 + rows * 64].view(rows, 64)
+        for x in (wide[:rows], wide[1:], shifted):
+            offs = splits(rows, 4, rows, 3)
+            y = assert_matches(k.grouped_mm, x, weight, offs, sums=True)
+            assert_matches(k.grouped_wgrad, y, x, offs, sums=True)

@@ -13,7 +13,7 @@ from fuseops.kernels.launch import recording
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-SIZES = st.sampled_from([1, 8, 33, 64, 72, 136, 192])
+SIZES = st.sampled_from([1, 8, 33, 64, 72, 136, 192, 4096])
 
 
 def matrix(rows, width, dtype, wider, shift):

@@ -296,6 +296,8 @@ NOTES = (
     "autocast: float32 parameters, compared within 8 units of bfloat16: fused ops keep in float32 what unfused "
     "ones round.",
     "LoRA: PEFT's adapters on linear layers that are ops, all else frozen.",
+    "moe_block: router and experts are one `fo.MoE`, whose auxiliary loss is injected with the micro-batch's scale.",
+    "EP=2: a dispatcher of two ops in its slots, an all-to-all in uneven splits.",
     "user's rule: in a `fo.rules` scope; user's op: a level-1 op in the place of `ScaledSwiGLU`.",
 )
 

@@ -140,9 +140,8 @@ class PortedBlock(nn.Module):
         self.ffn_norm = fo.ops.RMSNorm(DIM, eps=1e-6)
         self.moe = fo.MoE(DIM, HIDDEN, EXPERTS, TOP_K, balance_loss=AUX_WEIGHT, aux="inject")
 
-    def forward(self, x: Tensor, aux_scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
         x = self.attention(x)
-        self.moe.loss_scale = aux_scale
         return x + self.moe(self.ffn_norm(x))
 
 
@@ -203,6 +202,9 @@ class MoEBlock:
         return Batch(tokens, labels, torch.tensor(1 / (index + 1), dtype=torch.float64))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        for module in model.modules():  # those of the port have the scale before the forward
+            if isinstance(module, fo.MoE):
+                module.loss_scale = batch.aux_scale
         logits = model(batch.tokens, batch.aux_scale)
         return logits, F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuseops.fusions.debug import running
 from fuseops.kernels import registry
+from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.kernels.grouped_why import mm_words, wgrad_words
 
 
@@ -22,24 +23,21 @@ class Launches(list[registry.Call]):
 
     def append(self, launched: registry.Call) -> None:
         op, args, keywords = launched
-        if op.name == "grouped_mm":
+        if op.name in ("grouped_mm", "grouped_swiglu"):
             given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
-            self.note(f"{running()}: {words(**given)}")
+            operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
+            self.note(f"{running()}: {words(*operands, swiglu=op.name == 'grouped_swiglu')}")
 
 
 def words(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, swiglu: bool
 ) -> str:
     """Of one grouped GEMM and the two of its backward, whose dy is taken to be contiguous."""
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_words(x, weight, bias, index)
+    ends = " with SwiGLU at its end" if swiglu and swiglu_path(x, weight, index) else ""
     dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, None, index)
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"
-    return f"grouped GEMM N {n}, K {k}: {forward}{rest}"
+    return f"grouped GEMM N {n}, K {k}: {forward}{ends}{rest}"

@@ -39,7 +39,8 @@ def _copy_from(name: str, width: int) -> Space:
     """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are.
 
     By default from a weight's width on: a GEMM that gathers loses a share of its time, which grows with its width, and
-    a copy costs the same for any. Measured on an H200, see benchmarks/moe_layer.py.
+    a copy costs the same for any. Measured on an H200 over the shapes of benchmarks/moe_layer.py, where fc1's weight
+    gradient never gains by a copy.
     """
     choices = [{"COPY": 0}, {"COPY": 1}]
     return Space(
@@ -47,9 +48,8 @@ def _copy_from(name: str, width: int) -> Space:
     )
 
 
-FC1 = _copy_from("routed_fc1", 2048)
-FC1_WGRAD = _copy_from("routed_fc1_wgrad", 4096)
-FC2_BWD = _copy_from("routed_fc2_bwd", 2048)  # one copy for two GEMMs
+FC1 = _copy_from("routed_fc1", 4096)
+FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
 
 
 def _moved(name: str) -> str:
@@ -90,9 +90,10 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h = self.mlp.hidden(s._replace(x=rows), calls[1], by)
+        h, a = self.mlp.activated(s._replace(x=rows), calls[1], by)
         del rows
-        y = self.mlp.output(s, h, calls[3])
+        y = self.mlp.output(s, a, calls[3])
+        del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs)
         return Out(y, RoutedMLPSaved(*s._replace(h=h), index, pos))
@@ -112,11 +113,7 @@ class RoutedMLP(FusedOp):
             sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
             copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
             dy, dy_index = _rows(dy, index, pos, offs, copies)
-
-        def rows_of_x(x: Tensor, dh: Tensor) -> tuple[Tensor, Tensor | None]:
-            return _rows(x, index, pos, offs, _copies(FC1_WGRAD, x, index, dh.shape[1]))
-
-        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index, rows_of_x)
+        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index)
         dx = grads[0].x
         if dx is not None:
             dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]

@@ -7,24 +7,26 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["M"])
 def add_mm_kernel(
     add_ptr, x_ptr, w_ptr, y_ptr, M, N, K, stride_add, stride_x, stride_w,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y; the tiles of a row block follow each other, so that x stays in L2."""
+    """A program holds rows of x and walks over every SPLITS-th block of columns, loads ahead."""
     pid = tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    rows = (pid // num_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        here = (rows < M)[:, None] & (inner < K)[None, :]
-        x = tl.load(x_ptr + (rows * stride_x)[:, None] + inner[None, :], mask=here, other=0.0)
-        there = (inner < K)[:, None] & (cols < N)[None, :]
+    rows = (pid // SPLITS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    here = (rows < M)[:, None] & (inner < K)[None, :]
+    x = tl.load(x_ptr + (rows * stride_x)[:, None] + inner[None, :], mask=here, other=0.0)
+    x = x.to(w_ptr.dtype.element_ty)
+    for block in tl.range(pid % SPLITS, tl.cdiv(N, BLOCK_N), SPLITS, num_stages=STAGES):
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
         w = tl.load(
-            w_ptr + (inner.to(tl.int64) * stride_w)[:, None] + cols[None, :], mask=there, other=0.0
+            w_ptr + (inner.to(tl.int64) * stride_w)[:, None] + cols[None, :],
+            mask=(inner < K)[:, None] & (cols < N)[None, :],
+            other=0.0,
         )
-        total = tl.dot(x.to(w.dtype), w, total)
-    added = tl.load(add_ptr + (rows * stride_add)[:, None] + cols[None, :], mask=mask, other=0.0)
-    y = (total + added.to(tl.float32)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
+        added = tl.load(
+            add_ptr + (rows * stride_add)[:, None] + cols[None, :], mask=mask, other=0.0
+        )
+        y = tl.dot(x, w) + added.to(tl.float32)
+        tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y.to(added.dtype), mask=mask)

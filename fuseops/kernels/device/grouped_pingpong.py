@@ -49,6 +49,25 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
 
 
 @gluon.jit
+def swiglu(gate, up, scale, dtype: gl.constexpr):
+    """Of what is stored of gate and up, so that a pass over them would give the same."""
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    return gate * (1.0 / (1.0 + gl.exp(-gate))) * up * scale[:, None]
+
+
+@gluon.jit
+def row_scale(probs_ptr, start, size, row, like, HAS_PROBS: gl.constexpr):
+    """probs of the rows of a part, or ones."""
+    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    rows = row + gl.arange(0, like.shape[0], layout=layout)
+    if HAS_PROBS:
+        scale = gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)
+    else:
+        scale = gl.full((like.shape[0],), 1.0, gl.float32, layout=layout)
+    return scale
+
+
+@gluon.jit
 def halves(acc):
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
@@ -57,8 +76,9 @@ def halves(acc):
 
 @gluon.jit
 def multiply_tiles(
-    out, problem, ring, order, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr,
-    COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr,
+    out, act_out, probs_ptr, problem, ring, order,
+    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
+    GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
@@ -104,7 +124,21 @@ def multiply_tiles(
             if COOPERATIVE:
                 row += WHICH * ROWS
             left, right = halves(acc)
-            if BLOCK_N == 2 * PART:
+            if SWIGLU:
+                gate0, gate1 = halves(left)
+                up0, up1 = halves(right)
+                half, col = N // 2, block_n * (BLOCK_N // 2)
+                scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
+                act_place = group, start, size, half
+                store_part(out, place, gate0, row, col, False, 0)
+                store_part(out, place, up0, row, half + col, False, 1)
+                act = swiglu(gate0, up0, scale, out[0].dtype)
+                store_part(act_out, act_place, act, row, col, False, 0)
+                store_part(out, place, gate1, row, col + PART, False, 1)
+                store_part(out, place, up1, row, half + col + PART, False, 0)
+                act = swiglu(gate1, up1, scale, out[0].dtype)
+                store_part(act_out, act_place, act, row, col + PART, False, 1)
+            elif BLOCK_N == 2 * PART:
                 store_part(out, place, left, row, col, HAS_BIAS, 0)
                 store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
             else:
@@ -119,21 +153,33 @@ def multiply_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["R", "E", "first_entry"])
-def grouped_mm_pingpong_kernel(
-    y_ptr, x, index_ptr, weight, y, bias_ptr, offs_ptr, tiles_ptr, first_entry, R, E, N, K, stride_x,
-    GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]); 64 divides K."""
-    BLOCK_K: gl.constexpr = 64
-    BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
+@gluon.jit
+def zero_padding(y_ptr, offs_ptr, R, E, N):
+    """Zero the rows at and beyond offs[-1]."""
     step = gl.arange(0, ZEROS, layout=gl.BlockedLayout([8], [32], [4], [0]))
     end = R.to(gl.int64) * N
     first = gl.load(offs_ptr + E - 1).to(gl.int64) * N + gl.program_id(0) * ZEROS
     for i in range(first, end, gl.num_programs(0) * ZEROS):
-        gl.store(y_ptr + i + step, (0 * step).to(y.dtype), mask=i + step < end)
+        gl.store(y_ptr + i + step, (0 * step).to(y_ptr.dtype.element_ty), mask=i + step < end)
+
+
+@gluon.jit(do_not_specialize=["R", "E", "first_entry"])
+def grouped_mm_pingpong_kernel(
+    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, offs_ptr, tiles_ptr,
+    first_entry, R, E, N, K, stride_x,
+    GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
+    and 256 N where there is an activation.
+    """
+    BLOCK_K: gl.constexpr = 64
+    BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
+    zero_padding(y_ptr, offs_ptr, R, E, N)
+    if SWIGLU:
+        zero_padding(act_ptr, offs_ptr, R, E, N // 2)
 
     num_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
@@ -153,15 +199,17 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
     ring = x_ring, w_ring, empty, ready
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
+    act0, act1 = (act, act_ptr, bias_ptr, buffers0), (act, act_ptr, bias_ptr, buffers1)
     # fmt: off
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
-                                  COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
-                                  COOPERATIVE, GROUP, 1)),
-                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, GROUP)),
+                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
+                                GROUP)),
             ],
             [4, 4],
             [224, 56],
@@ -169,11 +217,11 @@ def grouped_mm_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
-                                  COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, problem, ring, order, TRANSPOSED, HAS_BIAS, GATHER,
-                                  COOPERATIVE, GROUP, 1)),
-                (load_tiles, (x, weight, problem, ring, TRANSPOSED, GROUP)),
+                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
             [4, 1],
             [232, 40],

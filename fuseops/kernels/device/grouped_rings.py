@@ -61,8 +61,16 @@ def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr):
-    if TRANSPOSED:
+def load_weight(
+    weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr
+):
+    """SWIGLU: half a tile of gates, and half a tile of what they gate, N / 2 rows below."""
+    if SWIGLU:
+        HALF: gl.constexpr = tile.shape[0] // 2
+        row = group * N + block_n * HALF
+        tma.async_copy_global_to_shared(weight, [row, k], full, tile.slice(0, HALF, 0))
+        tma.async_copy_global_to_shared(weight, [row + N // 2, k], full, tile.slice(HALF, HALF, 0))
+    elif TRANSPOSED:
         PANEL: gl.constexpr = weight.block_type.shape[1]
         BLOCK_N: gl.constexpr = tile.shape[1]
         last = (gl.cdiv(N, PANEL) - 1) * PANEL  # again for what lies beyond N: zero fill is slow
@@ -76,7 +84,10 @@ def load_weight(weight, tile, full, group, k, block_n, N, K, TRANSPOSED: gl.cons
 
 
 @gluon.jit
-def load_tiles(x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr):
+def load_tiles(
+    x, weight, problem, ring,
+    TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
     STAGES: gl.constexpr = x_ring.shape[0]
@@ -95,7 +106,8 @@ def load_tiles(x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.con
             mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
             rows = [start + block_m * BLOCK_M, k]
             tma.async_copy_global_to_shared(x, rows, full, x_ring.index(slot))
-            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
+            tile_w = w_ring.index(slot)
+            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, SWIGLU)
             step += 1
         entry = following
 
@@ -108,8 +120,9 @@ def indices(index_ptr, rows, start, size, block_m, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def gather_tiles(
-    x_ptr, index_ptr, stride_x, weight, problem, ring, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr
-):
+    x_ptr, index_ptr, stride_x, weight, problem, ring,
+    TRANSPOSED: gl.constexpr, SWIGLU: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """Rows first, whose latency is longer; the indices of a tile are asked for one tile ahead."""
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
@@ -138,6 +151,7 @@ def gather_tiles(
             async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
             async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, W_BYTES)
-            load_weight(weight, w_ring.index(slot), full, group, k, block_n, N, K, TRANSPOSED)
+            tile_w = w_ring.index(slot)
+            load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, SWIGLU)
             step += 1
         group, block_n, index = next_group, next_n, next_index

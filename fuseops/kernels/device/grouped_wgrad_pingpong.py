@@ -38,18 +38,24 @@ def describe_weight(t):
 
 
 @gluon.jit
-def locate(tile, problem, GROUP: gl.constexpr):
-    """(group, first row, rows, row block, column block) of a tile: largest groups first."""
-    groups_ptr, offs_ptr, _, R, _, _, num_m, num_n = problem
+def group_of(tile, problem):
+    """The group of a tile, largest first: asked for one tile ahead, so that nobody waits for it."""
+    groups_ptr, _, total, _, _, _, num_m, num_n = problem
+    return gl.load(groups_ptr + tile // (num_m * num_n), mask=tile < total, other=0)
+
+
+@gluon.jit
+def locate(tile, group, problem, GROUP: gl.constexpr):
+    """(first row, rows, row block, column block) of a tile."""
+    _, offs_ptr, _, R, _, _, num_m, num_n = problem
     each = num_m * num_n
-    group = gl.load(groups_ptr + tile // each)
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
     inside = tile % each
     band = inside // (GROUP * num_n)
     height = gl.minimum(num_m - band * GROUP, GROUP)
     place = inside - band * GROUP * num_n
-    return group, start, size, band * GROUP + place % height, place // height
+    return start, size, band * GROUP + place % height, place // height
 
 
 @gluon.jit
@@ -73,8 +79,10 @@ def load_tiles(a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
     BLOCK_N: gl.constexpr = b_ring.shape[2]
     last_a, last_b = (gl.cdiv(M, 64) - 1) * 64, (gl.cdiv(N, 64) - 1) * 64
     step = gl.to_tensor(0)
+    group = group_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        _, start, size, block_m, block_n = locate(tile, problem, GROUP)
+        following = group_of(tile + gl.num_programs(0), problem)
+        start, size, block_m, block_n = locate(tile, group, problem, GROUP)
         for k in range(0, size, BLOCK_K):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -83,6 +91,7 @@ def load_tiles(a, b, problem, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
             load_panels(a, start, size, k, block_m * BLOCK_M, last_a, bar, a_ring.index(slot))
             load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
             step += 1
+        group = following
 
 
 @gluon.jit
@@ -99,10 +108,17 @@ def gather_tiles(
     rows = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     step = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        _, start, size, block_m, block_n = locate(tile, problem, GROUP)
+    first = gl.program_id(0)
+    start, size, block_m, block_n = locate(first, group_of(first, problem), problem, GROUP)
+    group = group_of(first + gl.num_programs(0), problem)
+    first_index = gl.load(index_ptr + start + rows, mask=rows < size, other=0)
+    for tile in range(first, total, gl.num_programs(0)):
+        next_tile = tile + gl.num_programs(0)
+        next_start, next_size, next_m, next_n = locate(next_tile, group, problem, GROUP)
+        group = group_of(next_tile + gl.num_programs(0), problem)
+        index = first_index
+        first_index = gl.load(index_ptr + next_start + rows, mask=rows < next_size, other=0)
         at = block_m * BLOCK_M + cols
-        index = gl.load(index_ptr + start + rows, mask=rows < size, other=0)
         for k in range(0, size, BLOCK_K):
             ahead = k + BLOCK_K + rows
             following = gl.load(index_ptr + start + ahead, mask=ahead < size, other=0)
@@ -117,6 +133,7 @@ def gather_tiles(
             load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
             index = following
             step += 1
+        start, size, block_m, block_n = next_start, next_size, next_m, next_n
 
 
 @gluon.jit
@@ -165,8 +182,10 @@ def multiply_tiles(
     )
     first = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    group = group_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        group, _, size, block_m, block_n = locate(tile, problem, GROUP)
+        following = group_of(tile + gl.num_programs(0), problem)
+        _, size, block_m, block_n = locate(tile, group, problem, GROUP)
         steps = (size + BLOCK_K - 1) // BLOCK_K
         if COOPERATIVE or turn % 2 == WHICH:
             acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
@@ -204,6 +223,7 @@ def multiply_tiles(
             # fmt: on
         first += steps
         turn += 1
+        group = following
     tma.store_wait(0)
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .activation import act_fwd, scaled_act_fwd
 from .precision import wide
 
 
@@ -65,6 +66,22 @@ def grouped_mm(
         ]
     padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
     return torch.cat([*parts, padding])
+
+
+def grouped_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """grouped_mm, and its SwiGLU times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
+    h = grouped_mm(x, weight, offs, None, None, index)
+    if probs is None:
+        return h, act_fwd(h, "swiglu")
+    padding = padding_mask(offs, h.shape[0])[:, 0]
+    return h, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
 
 
 def grouped_wgrad(
