@@ -23,29 +23,35 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.reference import GATES, KINDS
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """As a column sum, with three or five tensors in flight: 16 bytes a lane of few rows."""
+    """As a column sum, with three tensors in flight."""
     n = pow2(dims[-1], most=2048 // itemsize)
-    return [
-        {"BLOCK_R": rows, "BLOCK_N": n // part, "STAGES": 1, "PER_SM": 8, "num_warps": 4}
-        for rows, part in ((2, 1), (4, 2))
-    ]
+    return [{"BLOCK_R": 2, "BLOCK_N": n, "STAGES": 1, "PER_SM": 8, "num_warps": 4}]
 
 
-def _bias_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _bias_candidates(dims, itemsize)[0]
+def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """With five tensors: fewer programs of more rows."""
+    n = pow2(dims[-1], most=2048 // itemsize)
+    if n <= 512 // itemsize:
+        return _bias_candidates(dims, itemsize)
+    return [{"BLOCK_R": 4, "BLOCK_N": n, "STAGES": 1, "PER_SM": 4, "num_warps": 4}]
+
+
+def _first(candidates):
+    return lambda rows, dims, itemsize: candidates(dims, itemsize)[0]
 
 
 FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
 BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
 SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates, tiles.row_loop_default)
-BWD_BIAS = Space("act_bwd_bias", _bias_candidates, _bias_default)
+BWD_BIAS = Space("act_bwd_bias", _bias_candidates, _first(_bias_candidates))
+GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates, _first(_gate_bias_candidates))
 
 
 def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -133,13 +139,18 @@ def act_bwd_bias(
     """
     form, n = _form(x, kind, interleave, alpha, limit, offset)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    config = dict(BWD_BIAS.pick(len(x2), (n,), x))
+    # columns that alternate leave no registers for four rows
+    space = GATE_BWD_BIAS if kind in GATES and interleave != 1 else BWD_BIAS
+    config = dict(space.pick(len(x2), (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
     splits, each = tiles.row_splits(len(x2), blocks, config, x)
     partial = torch.empty(splits, x.shape[-1], dtype=torch.float32, device=x.device)
     kernel = device("activation").act_bwd_bias_kernel
     sizes = (len(x2), n, each, dy2.stride(0), x2.stride(0))
-    launch(kernel, (blocks, splits), dy2, x2, dx, partial, *sizes, **form, **config)
+    launch(
+        kernel, (blocks, splits), dy2, x2, dx, partial, *sizes,
+        **form, **chain(x.device)[0], **config,
+    )  # fmt: skip
     return dx, sum_partials(partial)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -34,7 +34,7 @@ def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
         return [{"BLOCK_R": 1, "BLOCK_N": n, "STAGES": 1, "PER_SM": 2, "num_warps": warps}]
     return [
         {"BLOCK_R": 2, "BLOCK_N": n, "STAGES": 3, "PER_SM": per_sm, "num_warps": warps}
-        for per_sm in (2, 4)
+        for per_sm in ((4, 2) if n <= 2048 else (2, 4))
     ]
 
 
@@ -111,12 +111,13 @@ def sum_partials(partial: Tensor, offs: Tensor | None = None, rows_each: int = 0
     y = torch.empty(
         *(() if offs is None else (groups,)), n, dtype=torch.float32, device=partial.device
     )
-    block_s = pow2(cdiv(splits, groups), least=8, most=128)
+    block_s = pow2(cdiv(splits, groups), least=8, most=256)
     block_n = pow2(n, most=4096 // block_s)
     launch(
         device("reduce").column_sum_kernel, (cdiv(n, block_n), groups),
         partial, partial if offs is None else offs, y, splits, n, rows_each,
-        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, num_warps=4,
+        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, **chain(y.device)[1],
+        num_warps=4,
     )  # fmt: skip
     return y
 
@@ -155,6 +156,6 @@ def _backward(
         dy if bias is None else bias.contiguous(), partial, dprobs,
         rows, n, groups, each, dy.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None,
-        BLOCK_E=pow2(groups), **config,
+        **chain(dy.device)[0], BLOCK_E=pow2(groups), **config,
     )  # fmt: skip
     return sum_partials(partial, offs, each), dprobs

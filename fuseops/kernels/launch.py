@@ -183,6 +183,18 @@ def num_sms(where: torch.device) -> int:
     return NUM_SMS_INTERPRETED if where.type != "cuda" else _num_sms(where)
 
 
+def chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the first and of every later of the launches that follow each other in one call.
+
+    From Hopper on a launch may begin while the one before it ends (programmatic dependent launch):
+    the kernels say when (``before_launch``), and wait (``after_launch``) before they touch what an
+    earlier one wrote.
+    """
+    if INTERPRET or current_arch(where) < 90:
+        return {"PDL": False}, {"PDL": False}
+    return {"PDL": True}, {"PDL": True, "launch_pdl": True}
+
+
 @functools.cache
 def _num_sms(where: torch.device) -> int:
     return torch.cuda.get_device_properties(where).multi_processor_count

@@ -23,7 +23,7 @@ from torch import Tensor
 from fuseops.kernels import reference
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.launch import chain, device, launch, num_sms
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -46,12 +46,10 @@ def _fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     warps = pow2(n // 512, most=32, least=4)
-    rows = max(2048 // n, 1)
-    choices = [(rows, warps, 2, 3), (rows, warps, 4, 1)]
-    if n * itemsize <= 1 << 13:
-        wide = (2 * rows, 2 * warps, 1, 3)  # two rows beside each other share one sum of dw
-        choices.insert(0 if n > 2048 else 1, wide)
-    if n * itemsize > 1 << 14:  # wider rows leave no room to load ahead
+    choices = [(max(2048 // n, 1), warps, 2, 3)]
+    if 1 << 11 <= n * itemsize <= 1 << 13:  # more rows at once share one sum of dw
+        choices.insert(0, ((1 << 14) // (n * itemsize), 8, 1, 3))
+    elif n * itemsize > 1 << 14:  # wider rows leave no room to load ahead
         choices = [(1, warps, 4, 1)] if n <= 8192 else [(1, warps, 1, 1)]
     return [
         {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
@@ -138,7 +136,8 @@ def rmsnorm_bwd(
         device("norm").rmsnorm_bwd_kernel, (programs,),
         dy2, x2, x2 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
         len(x2), n, dy2.stride(0), x2.stride(0), dres2.stride(0), float(weight_offset),
-        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw, **config,
+        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw,
+        **chain(x.device)[0], **config,
     )  # fmt: skip
     if not need_dw:
         return dx, partial.new_empty(0)

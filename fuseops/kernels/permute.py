@@ -2,8 +2,8 @@
 
 Maths: scatter  y[pos[t, k]] = x[t];  gather  y[r] = x[index[r]], the same rows by another way;
     combine  y[t] = sum over k of x[pos[t, k]] * probs[pos[t, k]], or without probs the plain sum.
-Scatter reads a token's row once and writes it K times, gather reads it K times: scatter is the
-faster wherever pos exists. Backwards: of scatter and gather the plain combine; of the plain
+Scatter reads a token's row once and writes it K times; gather reads it K times, mostly from L2 where
+the rows of each group are in order of their tokens. Backwards: of scatter and gather the plain combine; of the plain
 combine scatter; of the weighted combine ``combine_bwd``, or scatter with probs where dprobs is not
 needed. Sums are float32 in the order of k, dprobs is one sum a row: both repeat bit for bit.
 Shapes: x (T, N) or (R, N), index (R,) int token of each row, pos (T, K) int row of each copy (its
@@ -126,10 +126,11 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     rows, n = len(index), x.shape[1]
     y = x.new_empty(rows, n)
     config = GATHER.pick(rows, (n,), x)
+    parts = cdiv(rows, config["BLOCK_R"] * len(offs))
     launch(
-        device("permute").gather_rows_kernel, tiles.tile_grid(rows, n, config),
+        device("permute").gather_rows_kernel, (parts * len(offs) * cdiv(n, config["BLOCK_N"]),),
         x2, index.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
-        rows, n, len(offs), x2.stride(0), SCALED=probs is not None, **config,
+        rows, n, len(offs), parts, x2.stride(0), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch, num_sms
+from fuseops.kernels.launch import chain, device, launch, num_sms
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -53,26 +53,39 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(8), _square(16)] if dims[-1] % 16 == 0 and itemsize == 2 else [_square(16)]
+    """Rowwise: fewer registers than it would take, for more programs at once."""
+    return [_square(8) | {"maxnreg": 80} if _fits(dims, itemsize) else _square(16)]
+
+
+def _column_square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Columnwise, alone or with the rowwise layout."""
+    return [_square(4) if _fits(dims, itemsize) else _square(16)]
+
+
+def _tensor_both_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(8) if _fits(dims, itemsize) else _square(16)]
+
+
+def _fits(dims: tuple[int, ...], itemsize: int) -> bool:
+    """Whether few warps can hold a tile: rows that are aligned, of two bytes an element."""
+    return dims[-1] % 16 == 0 and itemsize == 2
 
 
 def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
-def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64), _square(8, 128, 64), _square(4, 64, 64)]
-
-
 def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    narrow = [_square(8, 128, 64), _square(8, 128, 32)]
-    return [*narrow, _square(16)] if dims[-1] % 16 == 0 else narrow
+    return _column_block_candidates(dims, itemsize)[::-1]
+
+
+def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(4, 128, 64)]
 
 
 def _amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1], most=1024)
-    sizes = ((16384, 8), (8192, 8))
-    return [_square(warps, max(total // n, 1), n) for total, warps in sizes]
+    return [_square(8, max(8192 // n, 1), n)]
 
 
 def _row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -91,11 +104,16 @@ TENSOR = Space("quantize_tensor", tiles.tile_candidates, tiles.tile_default)
 ROWS = Space("quantize_rows", _row_candidates, _first(_row_candidates))
 VECTORS = Space("quantize_vectors", _vector_candidates, _first(_vector_candidates))
 SQUARES = Space("quantize_squares", _square_candidates, _first(_square_candidates))
+COLUMN_SQUARES = Space(
+    "quantize_column_squares", _column_square_candidates, _first(_column_square_candidates)
+)
 COLUMN_BLOCKS = Space(
     "quantize_column_blocks", _column_block_candidates, _first(_column_block_candidates)
 )
 COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
-TENSOR_BOTH = Space("quantize_tensor_both", _square_candidates, _first(_square_candidates))
+TENSOR_BOTH = Space(
+    "quantize_tensor_both", _tensor_both_candidates, _first(_tensor_both_candidates)
+)
 COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
 GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
 
@@ -146,13 +164,24 @@ def quantize_tensor(
     config = AMAX.pick(rows, (n,), x)
     count = min(cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]), 4 * num_sms(x.device))
     partial = x.new_empty(count, dtype=torch.float32)
-    launch(device("quantize").amax_kernel, (count,), x, partial, rows, n, x.stride(0), **config)
+    first, then = chain(x.device)
+    launch(
+        device("quantize").amax_kernel,
+        (count,),
+        x,
+        partial,
+        rows,
+        n,
+        x.stride(0),
+        **first,
+        **config,
+    )
     inv = _scales(partial, scale, amax, count, 1, dtype, pow2)
     if layout == "row":
         config = TENSOR.pick(rows, (n,), x)
         launch(
             device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
-            x, inv, row, rows, n, x.stride(0), LIMIT=_limit(dtype), **config,
+            x, inv, row, rows, n, x.stride(0), LIMIT=_limit(dtype), **then, **config,
         )  # fmt: skip
     else:
         _columns(x, inv, row, col, one=True)
@@ -211,7 +240,9 @@ def quantize_blocks(
             x, row, row_scale, rows, n, x.stride(0), **form, **config,
         )  # fmt: skip
         return row, col, row_scale, col_scale
-    space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else SQUARES
+    space = SQUARES if layout == "row" else COLUMN_SQUARES
+    if (block_rows, layout) == (1, "col"):
+        space = COLUMN_BLOCKS
     config = space.pick(rows, (n,), x)
     launch(
         device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
@@ -235,7 +266,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
     partial = x.new_empty(splits, n, dtype=torch.float32)
     launch(
         device("quantize").column_amax_kernel, (blocks, splits),
-        x, partial, rows, n, each, x.stride(0), **config,
+        x, partial, rows, n, each, x.stride(0), **chain(x.device)[0], **config,
     )  # fmt: skip
     inv = _scales(partial, scale, torch.empty_like(scale), splits, n, dtype, pow2)
     _columns(x, inv, scale, col, one=False)
@@ -263,7 +294,7 @@ def quantize_group_blocks(
     launch(
         device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
-        POW2=pow2, BLOCK_E=tiles.pow2(len(offs)), **config,
+        POW2=pow2, ALIGN=_align(rows), BLOCK_E=tiles.pow2(len(offs)), **config,
     )  # fmt: skip
     return col, scale
 
@@ -283,7 +314,7 @@ def _scales(
     launch(
         device("quantize").column_scale_kernel, (cdiv(n, block_n),),
         partial, inv, scale, amax, splits, n,
-        LIMIT=_limit(dtype), POW2=pow2, BLOCK_S=128, BLOCK_N=block_n, num_warps=4,
+        LIMIT=_limit(dtype), POW2=pow2, **chain(inv.device)[1], BLOCK_S=128, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
     return inv
 
@@ -298,7 +329,7 @@ def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> Non
     launch(
         device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
         x, inv, row, col, rows, n, x.stride(0),
-        LIMIT=_limit(col.dtype), ONE=one, ROW=both, ALIGN=_align(rows), **config,
+        LIMIT=_limit(col.dtype), ONE=one, ROW=both, ALIGN=_align(rows), **chain(x.device)[1], **config,
     )  # fmt: skip
 
 

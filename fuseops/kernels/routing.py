@@ -8,7 +8,8 @@ Shapes: experts (T, K) int, weights (T, K) or None -> offs (E,) int32 row ends, 
 token of each row, pos (T, K) int32 row of each copy, probs (R,) float32; R = T * K.
 Layout: an expert outside 0 to E-1 takes no copy: pos is -1, and as many rows behind offs[-1] are
 padding with index 0 and probs 0.
-Launches: one up to ONE_LAUNCH copies (every program counts them all), two beyond (count, place).
+Launches: one up to ONE_LAUNCH copies (every program counts them all), three beyond (count, scan,
+place).
 Hardware: sm_80 and later. More than MAX_EXPERTS experts run the reference.
 """
 
@@ -22,19 +23,19 @@ from torch import Tensor
 
 from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import device, launch
+from fuseops.kernels.launch import chain, device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, pow2, require
 
 MAX_EXPERTS = 1 << 11
-ONE_LAUNCH = 1 << 14
-PROGRAMS = 256  # each reads the counts of all
+ONE_LAUNCH = 1 << 12
+PROGRAMS = 512
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
         {"BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
-        for s, h, warps in ((128, 1024, 4), (128, 512, 4))
+        for s, h, warps in ((64, 256, 4), (128, 256, 4))
     ]
 
 
@@ -91,21 +92,20 @@ def route(
     pos = torch.empty(experts.shape, dtype=torch.int32, device=where)
     probs = torch.empty(0 if weights is None else rows, dtype=torch.float32, device=where)
     config = ROUTE.pick(rows, (num_experts,), experts)
-    block_h, block_e = config["BLOCK_H"], pow2(num_experts + 1, least=16)
-    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
-    programs = max(cdiv(rows, chunk), 1)
-    counted, counts = rows > ONE_LAUNCH, offs
+    chunk, programs, block_e = _chunks(rows, num_experts, config)
+    counted, counts, total = rows > ONE_LAUNCH, offs, offs
+    (leads, follows), kernels = chain(where), device("routing")
     if counted:
-        counts = torch.empty(programs, block_e, dtype=torch.int32, device=where)
+        counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
-            device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
-            BLOCK_H=block_h, BLOCK_E=block_e, num_warps=config["num_warps"],
+            kernels.scan_kernel, (cdiv(num_experts, 8),), counts, total, programs, num_experts,
+            **follows, BLOCK_P=pow2(PROGRAMS), BLOCK_E=8, num_warps=4,
         )  # fmt: skip
     launch(
-        device("routing").route_kernel, (programs,),
-        experts, offs if weights is None else weights.contiguous(), counts, offs, index, pos, probs,
-        rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
-        BLOCK_C=max(4096 // block_e, 1), BLOCK_E=block_e, **config,
+        kernels.route_kernel, (programs,),
+        experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
+        probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
+        **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
     )  # fmt: skip
     return offs, index, pos, probs
 
@@ -130,14 +130,26 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     """counts (E,) int32: the copies of each expert; those of none count nowhere."""
     if num_experts > MAX_EXPERTS:
         return reference.expert_counts(experts, num_experts)
-    experts, rows = experts.contiguous(), experts.numel()
-    config = ROUTE.pick(rows, (num_experts,), experts)
-    block_h, block_e = config["BLOCK_H"], pow2(num_experts + 1, least=16)
+    experts = experts.contiguous()
+    config = ROUTE.pick(experts.numel(), (num_experts,), experts)
+    counts = _count(experts, num_experts, config, PDL=False)
+    return counts.sum(0, dtype=torch.int32)
+
+
+def _chunks(rows: int, num_experts: int, config: Config) -> tuple[int, int, int]:
+    """(copies of a chunk, chunks, BLOCK_E)"""
+    block_h = config["BLOCK_H"]
     chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
-    programs = cdiv(rows, chunk)
-    counts = torch.empty(programs, block_e, dtype=torch.int32, device=experts.device)
+    return chunk, max(cdiv(rows, chunk), 1), pow2(num_experts + 1, least=16)
+
+
+def _count(experts: Tensor, num_experts: int, config: Config, **options: Any) -> Tensor:
+    """counts (chunks, E) int32 of each chunk of copies."""
+    rows = experts.numel()
+    chunk, programs, block_e = _chunks(rows, num_experts, config)
+    counts = torch.empty(programs, num_experts, dtype=torch.int32, device=experts.device)
     launch(
         device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
-        BLOCK_H=block_h, BLOCK_E=block_e, num_warps=config["num_warps"],
+        **options, BLOCK_H=config["BLOCK_H"], BLOCK_E=block_e, num_warps=config["num_warps"],
     )  # fmt: skip
-    return counts[:, :num_experts].sum(0, dtype=torch.int32)
+    return counts

@@ -70,7 +70,7 @@ def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     Four warps hold 16 bytes a lane of one row: sums over rows stay in a thread.
     """
     n = pow2(dims[-1], most=2048 // itemsize)
-    choices = ((8, 3, 4), (4, 1, 8))
+    choices = ((8, 3, 4), (8, 5, 2))
     return [
         {**_tile(rows, n, 4), "STAGES": stages, "PER_SM": per_sm}
         for rows, stages, per_sm in choices

@@ -2,6 +2,7 @@
 its twin.
 """
 
+import os
 from unittest import mock
 
 import torch
@@ -20,7 +21,7 @@ VALUES = st.sampled_from(["normal", "large", "tiny", "constant", "nonfinite"])
 SEEDS = st.integers(0, 2**16)
 
 few = settings(
-    max_examples=25,
+    max_examples=int(os.environ.get("KERNEL_TEST_EXAMPLES", "25")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

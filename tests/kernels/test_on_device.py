@@ -62,26 +62,77 @@ def test_shifted_pointers(name):
         torch.testing.assert_close(got.float(), want.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_addresses_past_two_to_the_31():
-    rows, n = (1 << 20) + 3, 2056
-    x = torch.zeros(rows, n, dtype=torch.bfloat16, device="cuda")
-    x[-3:] = torch.randn(3, n, device="cuda").bfloat16()
+ROWS, COLUMNS = (1 << 20) + 3, 2056
+F8 = torch.float8_e4m3fn
+
+
+def last_rows(t):
+    return t[-3:]
+
+
+def last_columns(t):
+    return t[:, -3:]
+
+
+def whole(t):
+    return t
+
+
+def ones(x):
+    return torch.ones(len(x), device=x.device)
+
+
+def ends(x):
+    """One group of all rows."""
+    return torch.tensor([len(x)], dtype=torch.int32, device=x.device)
+
+
+FAR = {
+    "act_fwd": (lambda x: activation.act_fwd(x, "swiglu"), last_rows),
+    "act_bwd": (lambda x: activation.act_bwd(x, x, "silu"), last_rows),
+    "act_bwd_bias": (lambda x: activation.act_bwd_bias(x, x, "silu"), last_rows, whole),
+    "scaled_act_bwd": (
+        lambda x: activation.scaled_act_bwd(x, x, ones(x), "silu")[:2],
+        last_rows,
+        last_rows,
+    ),
+    "rmsnorm_fwd": (lambda x: norm.rmsnorm_fwd(x, None, 1e-6), last_rows, last_rows),
+    "add_rmsnorm_fwd": (lambda x: norm.add_rmsnorm_fwd(x, x, None, 1e-6)[:2], last_rows, last_rows),
+    "rmsnorm_bwd": (lambda x: norm.rmsnorm_bwd(x, x, None, ones(x)), last_rows, whole),
+    "bias_bwd": (bias.bias_bwd, whole),
+    "grouped_bias_bwd": (lambda x: bias.grouped_bias_bwd(x, ends(x))[0], whole),
+    "quantize_tensor": (lambda x: quantize.quantize_tensor(x, F8, "both")[:2], last_rows, last_columns),
+    "quantize_rows": (lambda x: quantize.quantize_rows(x, F8)[0], last_rows),
+    "quantize_columns": (lambda x: quantize.quantize_columns(x, F8), last_columns, whole),
+    "quantize_1x128": (lambda x: quantize.quantize_blocks(x, F8, 1)[0], last_rows),
+    "cast_transpose": (lambda x: casts.cast_transpose(x, x.dtype), last_rows, last_columns),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FAR))
+def test_addresses_past_two_to_the_31(name):
+    """All rows but the last three are zeros: these give what they give alone."""
+    call, *parts = FAR[name]
+    x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = torch.randn(3, COLUMNS, device="cuda").bfloat16()
     tail = x[-3:].clone()
-    assert torch.equal(activation.act_fwd(x, "silu")[-3:], activation.act_fwd(tail, "silu"))
-    y, rstd = norm.rmsnorm_fwd(x, None, 1e-6)
-    assert torch.equal(y[-3:], norm.rmsnorm_fwd(tail, None, 1e-6)[0])
-    del y
-    assert torch.equal(
-        norm.rmsnorm_bwd(x, x, None, rstd, None, False)[0][-3:],
-        norm.rmsnorm_bwd(tail, tail, None, rstd[-3:], None, False)[0],
-    )
-    torch.testing.assert_close(bias.bias_bwd(x), tail.float().sum(0), rtol=1e-5, atol=1e-5)
-    row, col, *_ = quantize.quantize_blocks(x, torch.float8_e4m3fn, 1, "both")
-    assert torch.equal(
-        row[-3:].view(torch.uint8),
-        quantize.quantize_blocks(tail, torch.float8_e4m3fn, 1)[0].view(torch.uint8),
-    )
-    assert col.shape == (n, rows) and bool((col[:, :-3].view(torch.uint8) == 0).all())
+    far, near = (y if isinstance(y, tuple) else (y,) for y in (call(x), call(tail)))
+    for got, want, part in zip(far, near, parts, strict=True):
+        torch.testing.assert_close(part(got).float(), part(want).float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_columnwise_blocks_past_two_to_the_31(block_rows):
+    """Blocks of 128 rows are counted from the first row, so the last three share theirs with zeros."""
+    x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = torch.randn(3, COLUMNS, device="cuda").bfloat16()
+    block = x[ROWS // 128 * 128 :].clone()
+    col, groups = quantize.quantize_blocks(block, F8, block_rows, "both")[1], ends(x)
+    far = [quantize.quantize_blocks(x, F8, block_rows, "both")[1]]
+    far += [quantize.quantize_group_blocks(x, groups, F8)[0]] if block_rows == 1 else []
+    for got in far:
+        assert torch.equal(got[:, -len(block) :].float(), col.float())
+        assert not got[:, : -len(block)].view(torch.uint8).any()
 
 
 def test_permuted_rows_past_two_to_the_31():

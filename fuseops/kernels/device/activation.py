@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.act import act_grad, act_slope, gate_columns, linear_slope
+from fuseops.kernels.device.reduce import before_launch
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -96,11 +97,12 @@ def act_bwd_bias_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, R, N, ROWS, stride_dy, stride_x,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns ROWS rows of a block of columns; its column sums of dx are one row of
     ``partial``.
     """
+    before_launch(PDL)
     split = tl.program_id(1)
     cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     first = split.to(tl.int64) * ROWS

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import before_launch
+
 
 @triton.jit
 def group_of(rows, offs_ptr, E, BLOCK_E: tl.constexpr):
@@ -42,13 +44,15 @@ def bias_fwd_kernel(
 @triton.jit(do_not_specialize=["R", "ROWS"])
 def bias_bwd_kernel(
     dy_ptr, offs_ptr, probs_ptr, bias_ptr, partial_ptr, dprobs_ptr, R, N, E, ROWS, stride_dy,
-    GROUPED: tl.constexpr, SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, chunk): sums of ROWS rows, one a group: row chunk + group of partial.
 
     With NEED_DPROBS the block is as wide as the rows, which then need not be read again.
     """
+    before_launch(PDL)
     chunk = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = chunk * ROWS

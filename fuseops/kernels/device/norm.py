@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import before_launch
+
 
 @triton.jit(do_not_specialize=["R"])
 def rmsnorm_fwd_kernel(
@@ -35,9 +37,10 @@ def rmsnorm_bwd_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N,
     stride_dy, stride_x, stride_dres, weight_offset,
     HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th block of rows and keeps its sum of dw in registers."""
+    before_launch(PDL)
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)

@@ -46,23 +46,36 @@ def scatter_rows_kernel(
     store_zeros(y_ptr, used, R, N, block, blocks, cols, BLOCK_R)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "parts"])
 def gather_rows_kernel(
-    x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, stride_x,
+    x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, parts, stride_x,
     SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """A program takes one of ``parts`` equal parts of one group, and its share of padding.
+
+    Programs that run together take the same part of all groups. Where a group's rows are in order
+    of their tokens, these are the copies of the same tokens, which memory is read for once.
+    """
     num_n = tl.cdiv(N, BLOCK_N)
-    rows = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    pid = tl.program_id(0)
+    program = pid // num_n
+    part, group = program // E, program % E
+    used = rows_used(offs_ptr, E, R)
+    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int64)
+    size = tl.minimum(tl.load(offs_ptr + group), R) - begin
+    first, last = begin + size * part // parts, begin + size * (part + 1) // parts
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    kept = rows < rows_used(offs_ptr, E, R)
-    token = tl.load(index_ptr + rows, mask=kept, other=0).to(tl.int64)
-    mask = kept[:, None] & (cols < N)
-    y = tl.load(x_ptr + (token * stride_x)[:, None] + cols, mask=mask, other=0.0)
-    if SCALED:
-        probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
-        y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
-    tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=(rows < R)[:, None] & (cols < N))
+    for start in range(first, last, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        kept = rows < last
+        token = tl.load(index_ptr + rows, mask=kept, other=0).to(tl.int64)
+        mask = kept[:, None] & (cols < N)
+        y = tl.load(x_ptr + (token * stride_x)[:, None] + cols, mask=mask, other=0.0)
+        if SCALED:
+            probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
+            y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
+        tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask)
+    store_zeros(y_ptr, used, R, N, program, parts * E, cols, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["T", "R"])

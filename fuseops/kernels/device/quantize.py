@@ -3,7 +3,11 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import after_launch, before_launch
+
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+PADDING: tl.constexpr = tl.constexpr(16)
+"""Rows of zeros that a program stores at once: more would cost the registers of its main work."""
 
 
 @triton.jit
@@ -22,6 +26,16 @@ def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
     if POW2:
         inv = (inv.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return inv
+
+
+@triton.jit
+def vector_scales(amax, LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """(inverse scales, scales) of amax (BLOCK,). The gathers give every thread one element for the
+    divisions: else each that holds a part of a row or column would divide for all of it.
+    """
+    at = tl.arange(0, BLOCK)
+    inv = inverse_scale(tl.gather(amax, at, axis=0), LIMIT, POW2)
+    return tl.gather(inv, at, axis=0), tl.div_rn(1.0, inv)
 
 
 @triton.jit
@@ -84,26 +98,26 @@ def byte_of(q, J: tl.constexpr):
 
 @triton.jit
 def store_transposed(
-    col_ptr, a, b, c, d, row0, col0, R, N,
+    col_ptr, a, b, c, d, row0, col0, end, R, N,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """FP8 slices into the transposed tensor (N, R). Where ALIGN, which divides R, allows, four rows
-    of a column are one word: the exchange between threads then moves words, and a thread stores 16
-    bytes.
+    """FP8 slices, rows row0 to end, into the transposed tensor (N, R). Where ALIGN, which divides R,
+    allows, four rows of a column are one word, if all of them are there: the exchange between
+    threads then moves words, and a thread stores 16 bytes. row0 is a multiple of four then.
     """
     if ALIGN % 4 == 0:
         words = byte_of(a, 0) | byte_of(b, 1) | byte_of(c, 2) | byte_of(d, 3)
         pitch = R // ALIGN * (ALIGN // 4)
         n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :]
-        mask = (n < N - col0) & (r < pitch - row0 // 4)
+        mask = (n < N - col0) & (r < end // 4 - row0 // 4)
         at = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
         tl.store(at + (n * pitch + r), tl.trans(words), mask=mask)
     else:
         base = col_ptr + col0.to(tl.int64) * R + row0
-        store_column_slice(base, 0, a, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 1, b, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 2, c, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 3, d, R - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 0, a, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 1, b, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 2, c, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 3, d, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
 
 
 @triton.jit
@@ -123,8 +137,12 @@ def largest_of(a, b, c, d):
 
 
 @triton.jit(do_not_specialize=["R"])
-def amax_kernel(x_ptr, partial_ptr, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+def amax_kernel(
+    x_ptr, partial_ptr, R, N, stride_x,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """A program takes every num_programs-th tile."""
+    before_launch(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     largest = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(R, BLOCK_R) * num_n, tl.num_programs(0)):
@@ -139,13 +157,14 @@ def amax_kernel(x_ptr, partial_ptr, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK
 @triton.jit(do_not_specialize=["R"])
 def quantize_tensor_kernel(
     x_ptr, inv_ptr, row_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rowwise. The last tiles come first: the pass for the amax left them in L2."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    after_launch(PDL)
     q = converted(x, tl.load(inv_ptr), row_ptr, LIMIT)
     store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
 
@@ -210,10 +229,10 @@ def quantize_blocks_kernel(
             q = converted(x, inv, row_ptr, LIMIT)
         else:
             tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
-            row_inv = inverse_scale(amax, LIMIT, POW2)
+            row_inv, row_scale = vector_scales(amax, LIMIT, POW2, BLOCK_R)
             rows = row0 + tl.arange(0, BLOCK_R)
             at = row_scale_ptr + block_n.to(tl.int64) * R + rows
-            tl.store(at, tl.div_rn(1.0, row_inv), mask=rows < R)
+            tl.store(at, row_scale, mask=rows < R)
             q = converted(x, row_inv[:, None], row_ptr, LIMIT)
         store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
     if COL:
@@ -225,22 +244,24 @@ def quantize_blocks_kernel(
             tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, tl.div_rn(1.0, inv))
             scale = inv
         else:
-            col_inv = inverse_scale(tl.max(largest_of(a, b, c, d), axis=0), LIMIT, POW2)
+            amax = tl.max(largest_of(a, b, c, d), axis=0)
+            col_inv, col_scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
             cols = col0 + tl.arange(0, BLOCK_N)
             at = col_scale_ptr + block_r.to(tl.int64) * N + cols
-            tl.store(at, tl.div_rn(1.0, col_inv), mask=cols < N)
+            tl.store(at, col_scale, mask=cols < N)
             scale = col_inv[None, :]
         a, b = converted(a, scale, col_ptr, LIMIT), converted(b, scale, col_ptr, LIMIT)
         c, d = converted(c, scale, col_ptr, LIMIT), converted(d, scale, col_ptr, LIMIT)
-        store_transposed(col_ptr, a, b, c, d, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+        store_transposed(col_ptr, a, b, c, d, row0, col0, R, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["R", "ROWS"])
 def column_amax_kernel(
     x_ptr, partial_ptr, R, N, ROWS, stride_x,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS rows of a block of columns: one row of ``partial``."""
+    before_launch(PDL)
     split = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = split * ROWS
@@ -258,9 +279,12 @@ def column_amax_kernel(
 @triton.jit(do_not_specialize=["S"])
 def column_scale_kernel(
     partial_ptr, inv_ptr, scale_ptr, amax_ptr, S, N,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scales of a block of columns (of one, for a whole tensor) from their S partial amaxes."""
+    before_launch(PDL)
+    after_launch(PDL)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     largest = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
     for start in range(0, S, BLOCK_S):
@@ -278,7 +302,7 @@ def column_scale_kernel(
 @triton.jit(do_not_specialize=["R"])
 def quantize_columns_kernel(
     x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr,
+    LIMIT: tl.constexpr, ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile, the last first: the pass for the amax left it in L2. ONE scale, or one a column.
@@ -288,24 +312,49 @@ def quantize_columns_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     cols = col0 + tl.arange(0, BLOCK_N)
-    inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
     if ROW:
         x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    else:
+        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    after_launch(PDL)
+    inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
+    if ROW:
         q = converted(x, inv, row_ptr, LIMIT)
         store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
     c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
-    store_transposed(col_ptr, a, b, c, d, row0, col0, R, N, ALIGN, BLOCK_R, BLOCK_N)
+    store_transposed(col_ptr, a, b, c, d, row0, col0, R, R, N, ALIGN, BLOCK_R, BLOCK_N)
+
+
+@triton.jit
+def load_edge(x_ptr, first, last, cols, N, stride_x):
+    """The at most four rows from first to last, as float32."""
+    rows = (first + tl.arange(0, 4)).to(tl.int64)
+    mask = (rows < last)[:, None] & (cols < N)[None, :]
+    at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_edge(col_ptr, q, first, last, cols, R, N):
+    """FP8 rows first to last byte by byte: their words belong to two blocks."""
+    rows = first + tl.arange(0, 4)
+    mask = (rows < last)[:, None] & (cols < N)[None, :]
+    tl.store(col_ptr + (cols * R)[None, :] + rows[:, None], q, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g."""
+    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g.
+
+    Groups begin anywhere: the words of ``store_transposed`` begin at ``base``, the first multiple of
+    four, and the rows before and after them are edges.
+    """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block = pid // num_n
@@ -316,21 +365,33 @@ def quantize_group_blocks_kernel(
     group = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
     end = tl.sum(tl.where(e == group, ends, 0), axis=0)
     row0 = tl.sum(tl.where(e == group, begins - firsts * BLOCK_R, 0), axis=0) + block * BLOCK_R
-    cols = (pid % num_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    rows = (row0 + tl.arange(0, BLOCK_R)).to(tl.int64)
-    mask = (rows < end)[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    inv = inverse_scale(tl.max(magnitude(x), axis=0), LIMIT, POW2)
-    tl.store(scale_ptr + block.to(tl.int64) * N + cols, tl.div_rn(1.0, inv), mask=cols < N)
-    q = saturate(x * inv[None, :], LIMIT).to(col_ptr.dtype.element_ty)
-    here = (cols < N)[:, None] & (rows < end)[None, :]
-    tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], tl.trans(q), mask=here)
+    end = tl.minimum(row0 + BLOCK_R, end)
+    col0 = pid % num_n * BLOCK_N
+    cols = (col0 + tl.arange(0, BLOCK_N)).to(tl.int64)
+    if row0 < end:
+        base = (row0 + 3) // 4 * 4
+        head_end = tl.minimum(base, end)
+        tail = tl.maximum(end // 4 * 4, base)
+        a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+        head = load_edge(x_ptr, row0, head_end, cols, N, stride_x)
+        amax = tl.maximum(tl.max(largest_of(a, b, c, d), axis=0), tl.max(magnitude(head), axis=0))
+        inv, scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
+        tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
+        inv = inv[None, :]
+        a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
+        c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
+        store_transposed(col_ptr, a, b, c, d, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
+        store_edge(col_ptr, converted(head, inv, col_ptr, LIMIT), row0, head_end, cols, R, N)
+        if ALIGN % 4 == 0:
+            last = load_edge(x_ptr, tail, end, cols, N, stride_x)
+            store_edge(col_ptr, converted(last, inv, col_ptr, LIMIT), tail, end, cols, R, N)
+    else:
+        at = scale_ptr + block.to(tl.int64) * N + cols
+        tl.store(at, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
     used = tl.load(offs_ptr + E - 1)
-    step = tl.num_programs(0) // num_n * BLOCK_R
-    for start in range(used + block * BLOCK_R, R, step):  # padding rows
-        rows = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+    step = tl.num_programs(0) // num_n * PADDING
+    for start in range(used + block * PADDING, R, step):
+        rows = (start + tl.arange(0, PADDING)).to(tl.int64)
         here = (cols < N)[:, None] & (rows < R)[None, :]
-        zeros = tl.zeros((BLOCK_N, BLOCK_R), tl.float32).to(col_ptr.dtype.element_ty)
+        zeros = tl.zeros((BLOCK_N, PADDING), tl.float32).to(col_ptr.dtype.element_ty)
         tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], zeros, mask=here)

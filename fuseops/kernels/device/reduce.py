@@ -6,14 +6,30 @@ chunk c has row c + g: chunks and groups both ascend, so no two parts share one.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def before_launch(PDL: tl.constexpr):
+    """The next launch may begin."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def after_launch(PDL: tl.constexpr):
+    """Wait for the launch before this one."""
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["S", "ROWS"])
 def column_sum_kernel(
     partial_ptr, offs_ptr, y_ptr, S, N, ROWS,
-    GROUPED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of one group: the sum of its rows of partial (S, N)."""
+    after_launch(PDL)
     group = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first = tl.zeros((), dtype=tl.int64)

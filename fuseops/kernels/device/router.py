@@ -14,11 +14,17 @@ def load_logits(at, mask, cols, E):
 
 
 @triton.jit
-def scores_of(logits, SOFTMAX: tl.constexpr):
-    """Scores of a float32 tile whose columns beyond the experts are -inf."""
+def softmax_terms(logits):
+    """(largest logit, sum of the exponentials) of each row of a float32 tile, as columns."""
+    largest = tl.max(logits, axis=1)[:, None]
+    return largest, tl.sum(tl.exp(logits - largest), axis=1)[:, None]
+
+
+@triton.jit
+def scores_of(logits, largest, total, SOFTMAX: tl.constexpr):
+    """Scores of float32 logits; ``softmax_terms`` are of all logits of the token."""
     if SOFTMAX:
-        e = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        return e / tl.sum(e, axis=1)[:, None]
+        return tl.exp(logits - largest) / total
     else:
         return tl.sigmoid(logits)
 
@@ -37,12 +43,15 @@ def router_fwd_kernel(
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     NEED_SCORES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """K times the largest key that is left, the lower expert first among equals."""
+    """K times the largest key that is left, the lower expert first among equals. The scores of the
+    chosen are computed again, from their logits: a sum over the row for each would cost more.
+    """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_E)[None, :]
     mask = (tokens < T)[:, None] & (cols < E)
     logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
-    scores = scores_of(logits, SOFTMAX)
+    largest, total = softmax_terms(logits)
+    scores = scores_of(logits, largest, total, SOFTMAX)
     if NEED_SCORES:
         tl.store(scores_ptr + (tokens * E)[:, None] + cols, scores, mask=mask)
     if BIASED:
@@ -51,21 +60,19 @@ def router_fwd_kernel(
         key = logits
     left = tl.where(cols < E, order_of(key), LOWEST)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    weights = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
     experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
     for k in tl.static_range(K):
-        largest = tl.max(left, axis=1)[:, None]
-        best = tl.min(tl.where(left == largest, cols, BLOCK_E), axis=1)[:, None]
-        chosen = cols == best
+        top = tl.max(left, axis=1)[:, None]
+        best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
         experts = tl.where(slots == k, best, experts)
-        weights = tl.where(
-            slots == k, tl.sum(tl.where(chosen, scores, 0.0), axis=1)[:, None], weights
-        )
-        left = tl.where(chosen, LOWEST, left)
+        left = tl.where(cols == best, LOWEST, left)
+    mask = (tokens < T)[:, None] & (slots < K)
+    chosen = tl.load(logits_ptr + (tokens * stride_logits)[:, None] + experts, mask=mask, other=0.0)
+    weights = scores_of(chosen.to(tl.float32), largest, total, SOFTMAX)
+    weights = tl.where(slots < K, weights, 0.0)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
     at = (tokens * K)[:, None] + slots
-    mask = (tokens < T)[:, None] & (slots < K)
     tl.store(weights_ptr + at, weights * scale, mask=mask)
     tl.store(experts_ptr + at, experts, mask=mask)
 
@@ -81,7 +88,8 @@ def router_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)[None, :]
     mask = here[:, None] & (cols < E)
     logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
-    scores = scores_of(logits, SOFTMAX)
+    largest, total = softmax_terms(logits)
+    scores = scores_of(logits, largest, total, SOFTMAX)
     d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
     picked = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
     for k in tl.static_range(K):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.reduce import after_launch, before_launch
+
 
 @triton.jit
 def experts_of(experts_ptr, copies, R, E):
@@ -13,43 +15,57 @@ def experts_of(experts_ptr, copies, R, E):
 
 @triton.jit(do_not_specialize=["R", "chunk"])
 def count_kernel(
-    experts_ptr, counts_ptr, R, E, chunk, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """counts (programs, BLOCK_E): copies of each expert in each chunk."""
+    experts_ptr, counts_ptr, R, E, chunk,
+    PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Row c of counts (programs, E): copies of each expert in chunk c."""
+    before_launch(PDL)
     first = tl.program_id(0) * chunk
     bins = tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for start in range(first, tl.minimum(first + chunk, R), BLOCK_H):
         e = experts_of(experts_ptr, start + tl.arange(0, BLOCK_H), R, E)
         total += tl.histogram(e, BLOCK_E)
-    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + bins, total)
+    tl.store(counts_ptr + tl.program_id(0) * E + bins, total, mask=bins < E)
+
+
+@triton.jit(do_not_specialize=["P"])
+def scan_kernel(
+    counts_ptr, total_ptr, P, E, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """In place: row c of counts becomes the sum of the rows before it; total (E,) is that of all."""
+    before_launch(PDL)
+    after_launch(PDL)
+    c = tl.arange(0, BLOCK_P)[:, None]
+    bins = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at, mask = counts_ptr + c * E + bins[None, :], (c < P) & (bins < E)[None, :]
+    counts = tl.load(at, mask=mask, other=0)
+    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
+    tl.store(total_ptr + bins, tl.sum(counts, axis=0), mask=bins < E)
 
 
 @triton.jit(do_not_specialize=["R", "chunk"])
 def route_kernel(
-    experts_ptr, weights_ptr, counts_ptr, offs_ptr, index_ptr, pos_ptr, probs_ptr, R, E, chunk,
-    K: tl.constexpr, COUNTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+    experts_ptr, weights_ptr, counts_ptr, total_ptr, offs_ptr, index_ptr, pos_ptr, probs_ptr,
+    R, E, chunk,
+    K: tl.constexpr, COUNTED: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A program gives rows to one chunk of copies (a multiple of BLOCK_H of them).
 
     It needs the copies of each expert in all chunks and in those before its own: from
-    ``count_kernel`` if COUNTED, otherwise it counts all copies itself, which saves a launch.
+    ``scan_kernel`` if COUNTED, otherwise it counts all copies itself, which saves two launches.
     """
     program = tl.program_id(0)
     first = program * chunk
     bins = tl.arange(0, BLOCK_E)
-    total = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    before = tl.zeros((BLOCK_E,), dtype=tl.int32)
     if COUNTED:
-        for start in range(0, tl.num_programs(0), BLOCK_C):
-            c = start + tl.arange(0, BLOCK_C)[:, None]
-            counts = tl.load(
-                counts_ptr + c * BLOCK_E + bins[None, :], mask=c < tl.num_programs(0), other=0
-            )
-            total += tl.sum(counts, axis=0)
-            before += tl.sum(tl.where(c < program, counts, 0), axis=0)
+        after_launch(PDL)
+        before = tl.load(counts_ptr + program * E + bins, mask=bins < E, other=0)
+        total = tl.load(total_ptr + bins, mask=bins < E, other=0)
     else:
+        total = tl.zeros((BLOCK_E,), dtype=tl.int32)
+        before = tl.zeros((BLOCK_E,), dtype=tl.int32)
         for start in range(0, R, BLOCK_H):
             e = experts_of(experts_ptr, start + tl.arange(0, BLOCK_H), R, E)
             counts = tl.histogram(e, BLOCK_E)

@@ -1,0 +1,76 @@
+"""On a GPU, at sizes of more than one chunk, wave and group: kernels equal float64 references, repeat
+bit for bit, and calls in a row, whose launches overlap, do not disturb each other.
+"""
+
+import pytest
+import torch
+from laws import assert_matches, splits, tensor
+from test_quantize import same_bits
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fuseops.kernels import reference
+from fuseops.kernels.registry import KERNEL_OPS
+
+pytestmark = pytest.mark.gpu
+E4M3, N, EXPERTS, K = torch.float8_e4m3fn, 1040, 7, 3
+
+
+def arguments(rows, seed):
+    """{case: (op name, arguments)}"""
+    draw = lambda i, n=N: tensor((rows, n), torch.bfloat16, "normal", seed + i)  # noqa: E731
+    x, dy, wide = draw(0), draw(1), draw(2, 2 * N)
+    probs, rstd = (tensor((rows,), torch.float32, "normal", seed + i).abs() for i in (3, 4))
+    bias, weight = tensor((EXPERTS, N), torch.bfloat16, "normal", seed + 5), draw(6)[0]
+    offs = splits(rows, EXPERTS, seed, 5)
+    logits = tensor((rows, 128), torch.float32, "normal", seed + 7)
+    experts = logits.topk(K).indices.to(torch.int32)
+    ends, index, pos, routed = reference.route(experts, 128, torch.rand(rows, K))
+    return {
+        "bias_bwd": ("bias_bwd", x),
+        "grouped_bias_bwd": ("grouped_bias_bwd", x, offs, probs),
+        "grouped_bias_bwd_dprobs": ("grouped_bias_bwd", x, offs, probs, bias),
+        "act_bwd_bias": ("act_bwd_bias", dy, wide, "swiglu"),
+        "scaled_act_bwd": ("scaled_act_bwd", dy, wide, probs, "swiglu", True, True),
+        "rmsnorm_bwd": ("rmsnorm_bwd", dy, x, weight, rstd, dy),
+        "quantize_tensor": ("quantize_tensor", x, E4M3, "both"),
+        "quantize_rows": ("quantize_rows", x, E4M3),
+        "quantize_columns": ("quantize_columns", x, E4M3),
+        "quantize_1x128": ("quantize_blocks", x, E4M3, 1, "both"),
+        "quantize_128x128": ("quantize_blocks", x, E4M3, 128, "both"),
+        "quantize_group_blocks": ("quantize_group_blocks", x, offs, E4M3),
+        "router_fwd": ("router_fwd", logits, K, "softmax", True),
+        "route": ("route", experts, 128, torch.rand(rows, K)),
+        "gather_rows": ("gather_rows", x, index, ends),
+        "combine_fwd": ("combine_fwd", x.repeat(K, 1), pos, ends, routed),
+    }
+
+
+CASES = sorted(arguments(8, 0))
+
+
+@pytest.mark.parametrize("rows", [4096, 4099])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_reference(case, rows):
+    name, *args = arguments(rows, 0)[case]
+    if "quantize" in name:
+        same_bits(KERNEL_OPS[name], *args)
+    else:
+        assert_matches(KERNEL_OPS[name], *args, sums=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_in_a_row(case):
+    """Each call alone gives what it gives among others."""
+    calls = [arguments(4096, seed)[case] for seed in range(3)]
+    op = KERNEL_OPS[calls[0][0]]
+    calls = [tree_map_only(torch.Tensor, torch.Tensor.cuda, args) for _, *args in calls]
+    alone = []
+    for args in calls:
+        alone.append(op(*args))
+        torch.cuda.synchronize()
+    for _ in range(10):
+        together = [op(*args) for args in calls]
+        for got, want in zip(tree_leaves(together), tree_leaves(alone), strict=True):
+            assert torch.equal(
+                got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+            )
