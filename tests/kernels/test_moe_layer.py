@@ -1,0 +1,34 @@
+"""A whole layer of experts on the kernels equals itself in float64, which runs plain torch."""
+
+import copy
+
+import pytest
+import torch
+
+import fuseops as fo
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"score": "sigmoid", "expert_bias": True, "groups": 2, "shared_experts": 1},
+        {"balance_loss": 0.1, "z_loss": 0.1, "aux": "inject", "bias": True},
+        {"capacity_factor": 0.5, "activation": "clamped_swiglu"},
+    ],
+)
+@pytest.mark.parametrize("tokens", [33, 1])
+def test_a_layer_on_the_kernels(kwargs, tokens):
+    torch.manual_seed(0)
+    moe, x = fo.MoE(16, 8, 8, 2, **kwargs), torch.randn(tokens, 16)
+    judge = copy.deepcopy(moe).double()
+    results = []
+    for layer, leaf in ((moe, x), (judge, x.double())):
+        leaf.requires_grad_()
+        y, experts = layer(leaf, returns="experts")
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in layer.parameters()), experts])
+    for mine, exact in zip(*results, strict=True):
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-4, atol=1e-4)
