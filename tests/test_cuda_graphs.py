@@ -118,6 +118,9 @@ def test_what_a_capture_allocates_is_in_its_pool() -> None:
         segments = torch.cuda.memory_snapshot()
         return sum(s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != pool)
 
+    held = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(held):  # torch keeps a random state on the device while any graph lives
+        torch.zeros(1, device="cuda")
     gc.collect()  # as a capture does
     before = outside()
     graph = torch.cuda.CUDAGraph()

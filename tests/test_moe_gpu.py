@@ -127,7 +127,8 @@ def test_a_whole_step_in_one_cuda_graph(kwargs: dict[str, Any]) -> None:
 
     def run() -> list[Tensor]:
         y = moe(static)
-        return [y, *torch.autograd.grad(y, [static, *moe.parameters()], dy)]
+        grads = torch.autograd.grad(y, [static, *moe.parameters()], dy)
+        return [y.detach(), *grads]  # no graph, whose nodes belong to the stream of the capture
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -175,13 +175,11 @@ def mm_path(
 
 
 def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
-    """The path that ends in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate and
-    up; "" where the activation is a pass of its own, as for narrow products that gather nothing: there
-    the pass costs less than the longer epilogue.
+    """The path that can end in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate
+    and up; "" where the activation is a pass of its own.
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
-    pays = forced_path is not None or path == "gather" or n >= GATHER_BELOW
-    return path if path in SWIGLU_SPACES and pays and n % 256 == 0 and weight.stride(2) == 1 else ""
+    return path if path in SWIGLU_SPACES and n % 256 == 0 and weight.stride(2) == 1 else ""
 
 
 def wgrad_path(
