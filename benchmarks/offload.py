@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.offload.devices import lanes_of
-from fuseops.offload.plan import Limits, plan_profile
+from fuseops.offload.lanes.devices import lanes_of
+from fuseops.offload.planning.plan import Limits, plan_profile
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 

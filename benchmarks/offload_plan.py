@@ -21,8 +21,8 @@ import torch
 from fuseops import offload
 from fuseops.cli.env import describe
 from fuseops.cli.offload_plan import Stack
-from fuseops.offload.plan import OffloadPlan, plan_profile
-from fuseops.offload.planner import Limits
+from fuseops.offload.planning.plan import OffloadPlan, plan_profile
+from fuseops.offload.planning.planner import Limits
 
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ import fuseops.demo
 from fuseops import kernels
 from fuseops.cli import main, show
 from fuseops.cli.tune import distinct
-from fuseops.offload.hardware import Hardware
+from fuseops.offload.planning.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "examples" / "quickstart.py")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fuseops.offload.hardware import Hardware
+from fuseops.offload.planning.hardware import Hardware
 from fuseops.ops import scopes
 
 from .show import as_json

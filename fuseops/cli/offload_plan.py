@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fuseops import offload, ops
 from fuseops.fusions.sequential import Residual, Sequential
-from fuseops.offload.hardware import Hardware
-from fuseops.offload.plan import OffloadPlan
-from fuseops.offload.plan_text import HEADER, facts, rows
+from fuseops.offload.planning.hardware import Hardware
+from fuseops.offload.planning.plan import OffloadPlan
+from fuseops.offload.planning.text import HEADER, facts, rows
 from fuseops.offload.report import size
 
 from .show import as_json, table

@@ -10,15 +10,15 @@ decides:
     print(moved.report())
 """
 
-from .hardware import Hardware as Hardware
 from .marks import mark_module as mark_module
 from .marks import mark_not_offload as mark_not_offload
 from .marks import mark_offload as mark_offload
 from .marks import start_offload as start_offload
-from .plan import OffloadPlan as OffloadPlan
-from .plan import plan as plan
-from .plan_pipeline import Pipeline as Pipeline
-from .plan_pipeline import plan_pipeline as plan_pipeline
+from .planning.hardware import Hardware as Hardware
+from .planning.pipeline import Pipeline as Pipeline
+from .planning.pipeline import plan_pipeline as plan_pipeline
+from .planning.plan import OffloadPlan as OffloadPlan
+from .planning.plan import plan as plan
 from .policy import Candidate as Candidate
 from .policy import Policy as Policy
 from .report import Entry as Entry

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 
-from .devices import KINDS, lanes_of
-from .lanes import Event
+from .lanes.devices import KINDS, lanes_of
+from .lanes.protocol import Event
 from .storages import StorageMap
 
 OFFLOAD, KEEP = "offload", "keep"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fuseops.torch_private import base_of, is_functorch_wrapped
 
 from . import marks
-from .devices import KINDS
 from .labels import Named
+from .lanes.devices import KINDS
 from .storages import StorageMap
 
 PARAMETER, BUFFER = "parameter", "buffer of the model"

@@ -27,9 +27,9 @@ from torch import Tensor
 from fuseops.errors import InPlaceError
 from fuseops.torch_private import WeakStorage, base_of, share_version_counter, storage_key
 
-from .cuda_lanes import CudaLanes
-from .devices import RealLanes
-from .lanes import Buf, Event
+from .lanes.cuda import CudaLanes
+from .lanes.devices import RealLanes
+from .lanes.protocol import Buf, Event
 from .report import Entry, Ledger
 from .schedule import Call, Item, Schedule
 from .storages import Layout, as_bytes, layout_of, tensor_in

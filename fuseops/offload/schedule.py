@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, cast
 
-from .arena import aligned
-from .lanes import Buf, Event, Lanes, NoRoomError
+from .lanes.arena import aligned
+from .lanes.protocol import Buf, Event, Lanes, NoRoomError
 from .order import Boundary, Key, Order
 from .tokens import Bundle as Bundle
 from .tokens import Call as Call

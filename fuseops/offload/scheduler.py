@@ -14,9 +14,9 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 from . import modules
-from .devices import make_lanes
 from .globs import as_globs, matches
 from .labels import paths_under
+from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
@@ -127,7 +127,7 @@ class Scheduler:
         """Plan a step for these arguments of the model: recorded, or, where the device has no room for
         it as it is, run dry.
         """
-        from .plan import plan
+        from .planning.plan import plan
 
         self._scope.paused = True
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))

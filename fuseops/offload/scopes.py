@@ -21,8 +21,8 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 
 from . import marks, modules, records
-from .devices import lanes_of
 from .labels import Labels, Named, paths_under
+from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES
 from .reasons import HELD_ANYWAY, PARAMETER, Facts, Owned, mark_on, why_keep, why_not_plain

@@ -5,7 +5,7 @@ layers. Pure.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from .lanes import Buf, Event
+from .lanes.protocol import Buf, Event
 from .order import Key
 
 

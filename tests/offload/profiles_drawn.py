@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from fuseops.offload.hardware import Curve, Hardware
-from fuseops.offload.profile import LayerCall, Op, Profile, Recompute, Saved
+from fuseops.offload.planning.hardware import Curve, Hardware
+from fuseops.offload.planning.profile import LayerCall, Op, Profile, Recompute, Saved
 
 MB = 1_000_000
 LINK = Hardware(  # 10 GB/s each way: 0.1 ms a MB

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.hardware import ATTENTION_SAVES, Curve, Hardware
+from fuseops.offload.planning.hardware import ATTENTION_SAVES, Curve, Hardware
 
 sizes = st.lists(st.integers(1, 1 << 40), min_size=1, max_size=6, unique=True).map(sorted)
 

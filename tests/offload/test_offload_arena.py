@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuseops.offload import cuda_lanes
-from fuseops.offload.arena import ALIGN, REGION, Arena, Slab, aligned
-from fuseops.offload.lanes import Event, NoRoomError
+from fuseops.offload.lanes import cuda
+from fuseops.offload.lanes.arena import ALIGN, REGION, Arena, Slab, aligned
+from fuseops.offload.lanes.protocol import Event, NoRoomError
 
 sizes = st.integers(1, 3 * REGION // 2)
 
@@ -119,14 +119,14 @@ def test_pinning_asks_for_the_exact_size_and_falls_back_to_pageable_memory(
 ) -> None:
     cudart = Cudart(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(cuda_lanes, "is_capturing", lambda: False)
-    region = cuda_lanes.pinned(12345 * 512)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    region = cuda.pinned(12345 * 512)
     assert region.numel() == 12345 * 512 and cudart.asked == [12345 * 512]
     region.fill_(7)  # real memory, pinned or not
     assert ("could not be pinned" in caplog.text) == (error != 0)
 
 
 def test_a_capture_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_lanes, "is_capturing", lambda: True)
+    monkeypatch.setattr(cuda, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the step once before"):
-        cuda_lanes.pinned(512)
+        cuda.pinned(512)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import InPlaceError
-from fuseops.offload.cuda_lanes import CudaLanes, pinned
-from fuseops.offload.devices import lanes_of
-from fuseops.offload.lanes import Lane
+from fuseops.offload.lanes.cuda import CudaLanes, pinned
+from fuseops.offload.lanes.devices import lanes_of
+from fuseops.offload.lanes.protocol import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.errors import InPlaceError
 from fuseops.offload import records
-from fuseops.offload.cpu_lanes import CpuLanes
-from fuseops.offload.lanes import Buf, Place
+from fuseops.offload.lanes.cpu import CpuLanes
+from fuseops.offload.lanes.protocol import Buf, Place
 from fuseops.torch_private import WeakStorage
 
 

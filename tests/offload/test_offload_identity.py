@@ -14,7 +14,7 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.errors import FuseOpsError
 from fuseops.offload import modules
-from fuseops.offload.cpu_lanes import CpuLanes
+from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.storages import StorageMap, layout_of
 from fuseops.ops import names
 
@@ -399,7 +399,7 @@ def test_law_04_without_host_memory_tensors_stay(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("fuseops.offload.scopes.lanes_of", lambda device: CpuLanes())
-    monkeypatch.setattr("fuseops.offload.cpu_lanes.CpuLanes.make", none_left)
+    monkeypatch.setattr("fuseops.offload.lanes.cpu.CpuLanes.make", none_left)
     t = torch.randn(4)
     (back,), report = round_trip(t)
     assert torch.equal(back, t) and report.entries[0].reason == "no host memory (out of memory)"

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.offload import modules, nesting
-from fuseops.offload.cpu_lanes import CpuLanes
+from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.ops import names
 from fuseops.torch_private import top_saved_tensor_hooks
 

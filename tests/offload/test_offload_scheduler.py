@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import FuseOpsError, InPlaceError
-from fuseops.offload.cpu_lanes import CpuLanes
+from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
 
 D = 8

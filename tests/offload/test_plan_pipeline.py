@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.plan_pipeline import (
+from fuseops.offload.planning.pipeline import (
     FORWARD,
     Pipeline,
     Turn,
@@ -20,9 +20,9 @@ from fuseops.offload.plan_pipeline import (
     starts,
     turns,
 )
-from fuseops.offload.plan_simulate import Settings, simulate
-from fuseops.offload.planner import Limits
-from fuseops.offload.profile import Profile
+from fuseops.offload.planning.planner import Limits
+from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.simulate import Settings, simulate
 
 BASE = 100 * MB
 

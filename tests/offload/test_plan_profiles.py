@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.offload.hardware import Curve, Hardware
-from fuseops.offload.plan import plan_profile
-from fuseops.offload.planner import Limits
-from fuseops.offload.profile import Profile
-from fuseops.offload.profile_memory import StorageMeter
-from fuseops.offload.profile_step import Step, dry_run, layers_of, record
+from fuseops.offload.planning.hardware import Curve, Hardware
+from fuseops.offload.planning.memory import StorageMeter
+from fuseops.offload.planning.plan import plan_profile
+from fuseops.offload.planning.planner import Limits
+from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.step import Step, dry_run, layers_of, record
 
 H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
 D = 32

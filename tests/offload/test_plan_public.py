@@ -19,14 +19,14 @@ from fuseops import offload
 from fuseops.cli import main
 from fuseops.errors import FuseOpsError
 from fuseops.offload import scheduler as scheduler_module
-from fuseops.offload.cpu_lanes import CpuLanes
-from fuseops.offload.hardware import Curve, Hardware
-from fuseops.offload.lanes import Event, Lane
-from fuseops.offload.plan import OffloadPlan, plan_profile
-from fuseops.offload.plan_simulate import Cost, simulate
-from fuseops.offload.plan_trace import trace
-from fuseops.offload.planner import Limits
-from fuseops.offload.simulated_lanes import SimulatedLanes
+from fuseops.offload.lanes.cpu import CpuLanes
+from fuseops.offload.lanes.protocol import Event, Lane
+from fuseops.offload.lanes.simulated import SimulatedLanes
+from fuseops.offload.planning.hardware import Curve, Hardware
+from fuseops.offload.planning.plan import OffloadPlan, plan_profile
+from fuseops.offload.planning.planner import Limits
+from fuseops.offload.planning.simulate import Cost, simulate
+from fuseops.offload.planning.trace import trace
 
 D = 64
 # So slow a machine that copies fit into the step of a tiny model.

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of, profiles, transformer
 
-from fuseops.offload.plan_model import Model
-from fuseops.offload.plan_simulate import Settings
-from fuseops.offload.planner import Limits, Solution, exhaustive, solve
-from fuseops.offload.profile import Profile
+from fuseops.offload.planning.model import Model
+from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve
+from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.simulate import Settings
 
 
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:

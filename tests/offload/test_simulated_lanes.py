@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.lanes import LANES, NoRoomError
-from fuseops.offload.simulated_lanes import OrderError, SimulatedLanes
+from fuseops.offload.lanes.protocol import LANES, NoRoomError
+from fuseops.offload.lanes.simulated import OrderError, SimulatedLanes
 
 MIB = 1 << 20
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of, profiles
 
-from fuseops.offload.lanes import Event, Lane
-from fuseops.offload.plan_model import Choice, Model
-from fuseops.offload.plan_simulate import Cost, Settings, simulate
-from fuseops.offload.profile import Profile
+from fuseops.offload.lanes.protocol import Event, Lane
+from fuseops.offload.lanes.simulated import OrderError, SimulatedEvent, SimulatedLanes, Wait
+from fuseops.offload.planning.model import Choice, Model
+from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.simulate import Cost, Settings, simulate
 from fuseops.offload.schedule import LAST_GROUP
-from fuseops.offload.simulated_lanes import OrderError, SimulatedEvent, SimulatedLanes, Wait
 
 settings_drawn = st.builds(
     Settings,

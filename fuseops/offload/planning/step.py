@@ -15,15 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on, register_flops
+from fuseops.offload.labels import paths_under
+from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
-from .labels import paths_under
+from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
-from .profile_memory import CudaMeter, Meter, StorageMeter, tensors_in
-from .profile_recompute import Seen, recomputations
-from .profile_record import Recorder, Seconds
-from .scopes import recompute
+from .recompute import Seen, recomputations
+from .record import Recorder, Seconds
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -335,7 +335,7 @@ def layers_of(model: nn.Module, globs: tuple[str, ...] | None) -> dict[int, str]
     globs None: the members of the ModuleList or Sequential that holds most parameters, the outermost
     of equals; ops of fuseops are no layers, since they fuse. A model without one is one layer.
     """
-    from .scheduler import matching
+    from fuseops.offload.scheduler import matching
 
     if globs is not None:
         return {id(module): path for path, module in matching(model, globs).items()}

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.offload.globs import as_globs
+from fuseops.offload.policy import DEFAULT_MIN_BYTES
+from fuseops.offload.report import size
+from fuseops.offload.sizes import parse_bytes
 
-from .globs import as_globs
 from .hardware import Hardware
-from .plan_model import Model
-from .plan_simulate import DEFAULT, Settings, Simulation, Window, simulate
+from .model import Model
 from .planner import UNLIMITED, Limits, Solution, solve
-from .policy import DEFAULT_MIN_BYTES
 from .profile import Profile
-from .report import size
-from .sizes import parse_bytes
+from .simulate import DEFAULT, Settings, Simulation, Window, simulate
 
 log = logging.getLogger("fuseops.offload")
 
@@ -109,7 +109,7 @@ class OffloadPlan:
 
         every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
         """
-        from .plan_text import report
+        from .text import report
 
         return report(self, every)
 
@@ -124,19 +124,19 @@ class OffloadPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with a schema_version."""
-        from .plan_text import as_json
+        from .text import as_json
 
         return as_json(self)
 
     def save_trace(self, path: str | Path) -> None:
         """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
-        from .plan_trace import trace
+        from .trace import trace
 
         Path(path).write_text(json.dumps(trace(self)), encoding="utf-8")
 
     def to_html(self) -> str:
         """A page of its own: timeline, bytes, table."""
-        from .plan_html import page
+        from .html import page
 
         return page(self)
 
@@ -145,7 +145,7 @@ class OffloadPlan:
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        from .plan_html import fragment
+        from .html import fragment
 
         return fragment(self)
 
@@ -178,8 +178,8 @@ def plan(
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
     """
-    from .profile_step import Step, dry_run, layers_of
-    from .profile_step import record as recorded
+    from .step import Step, dry_run, layers_of
+    from .step import record as recorded
 
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"plan(model, ...) expects an nn.Module, got {type(model).__name__}.")

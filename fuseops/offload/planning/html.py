@@ -9,14 +9,15 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fuseops.fusions.explain.html import STYLE
+from fuseops.offload.report import size
 
-from .plan_text import HEADER, facts, rows
-from .plan_trace import spans
-from .report import size
+from .text import HEADER, facts, rows
+from .trace import spans
 
 if TYPE_CHECKING:
+    from fuseops.offload.lanes.simulated import Level
+
     from .plan import OffloadPlan
-    from .simulated_lanes import Level
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 MORE_STYLE = """

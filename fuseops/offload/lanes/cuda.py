@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import HostMemory
-from .lanes import Buf, Event, Lane, Place
+from .protocol import Buf, Event, Lane, Place
 
 log = logging.getLogger("fuseops.offload")
 

@@ -3,7 +3,7 @@
 A lane runs what it is given in order; lanes run beside each other. Order between lanes comes from
 events alone: nobody asks for the time, or whether something has finished, so that every run
 enqueues the same. Three kinds of lanes speak this protocol: a simulated clock, bytes in host memory
-(`cpu_lanes`) and CUDA streams (`cuda_lanes`).
+(`cpu`) and CUDA streams (`cuda`).
 """
 
 import itertools

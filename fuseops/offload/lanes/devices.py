@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from .cpu_lanes import CpuLanes
-from .cuda_lanes import CudaLanes
+from .cpu import CpuLanes
+from .cuda import CudaLanes
 
 KINDS = frozenset({"cpu", "cuda"})
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .arena import Arena, Slab
-from .lanes import Buf, NoRoomError
+from .protocol import Buf, NoRoomError
 
 
 class HostMemory:

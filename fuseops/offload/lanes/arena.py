@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .lanes import Event, NoRoomError
+from .protocol import Event, NoRoomError
 
 ALIGN = 512
 REGION = 64 << 20  # small buffers share regions of this size

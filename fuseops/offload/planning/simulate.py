@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from fuseops.offload.lanes.protocol import Lane
+from fuseops.offload.lanes.simulated import (
+    Busy,
+    Level,
+    SimulatedBuf,
+    SimulatedLanes,
+    Wait,
+    simulated,
+)
+from fuseops.offload.schedule import Call, Item, Schedule
+
 from .hardware import Hardware
-from .lanes import Lane
 from .profile import Happening, Profile
-from .schedule import Call, Item, Schedule
-from .simulated_lanes import Busy, Level, SimulatedBuf, SimulatedLanes, Wait, simulated
 
 
 class Settings(NamedTuple):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .plan import OffloadPlan
-    from .plan_simulate import Simulation
     from .profile import Profile
+    from .simulate import Simulation
 
 LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4}
 TITLES = {"layers": "layers", "compute": "compute", "d2h": "D2H", "h2d": "H2D"}

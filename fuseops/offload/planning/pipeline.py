@@ -17,9 +17,9 @@ from fuseops.errors import FuseOpsError
 
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
-from .plan_simulate import DEFAULT, Settings
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Op, Profile, Saved
+from .simulate import DEFAULT, Settings
 
 FORWARD, BACKWARD = "forward", "backward"
 

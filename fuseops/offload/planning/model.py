@@ -14,10 +14,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .arena import aligned
+from fuseops.offload.lanes.arena import aligned
+
 from .hardware import Hardware
-from .plan_simulate import Settings, again_at
 from .profile import Profile, Saved
+from .simulate import Settings, again_at
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fuseops.torch_private import storage_users
 
 from .host_memory import HostMemory
-from .lanes import Buf, Event, Lane, Place
+from .protocol import Buf, Event, Lane, Place
 
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 

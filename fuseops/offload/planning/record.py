@@ -17,18 +17,26 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+from fuseops.offload.labels import Labels, Named
+from fuseops.offload.reasons import (
+    BUFFER,
+    HELD_ANYWAY,
+    PARAMETER,
+    Facts,
+    mark_on,
+    why_keep,
+    why_not_plain,
+)
+from fuseops.offload.records import Handle, Kept, Label
+from fuseops.offload.report import dtype_name
+from fuseops.offload.scopes import Scope
+from fuseops.offload.storages import StorageMap
 from fuseops.torch_private import WeakStorage, storage_key
 
 from .hardware import event
-from .labels import Labels, Named
+from .memory import Meter, tensors_in
 from .profile import Again, LayerCall, Op, Saved
-from .profile_memory import Meter, tensors_in
-from .profile_recompute import Seen
-from .reasons import BUFFER, HELD_ANYWAY, PARAMETER, Facts, mark_on, why_keep, why_not_plain
-from .records import Handle, Kept, Label
-from .report import dtype_name
-from .scopes import Scope
-from .storages import StorageMap
+from .recompute import Seen
 
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fuseops.errors import FuseOpsError
 
 from .arena import Arena, Slab
-from .lanes import LANES, Buf, Event, Lane, Place
+from .protocol import LANES, Buf, Event, Lane, Place
 
 _INDEX = {lane: k for k, lane in enumerate(LANES)}
 

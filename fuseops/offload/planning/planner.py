@@ -3,7 +3,7 @@ fits.
 
 Grow: while the peak is too high, take what lowers it there, first where the link has most slack,
 then what costs least a byte. Improve: drop what is not needed, exchange what stalls. Every step is
-judged by a prediction (plan_model.py), and their number is bounded, so that a plan for ten thousand
+judged by a prediction (model.py), and their number is bounded, so that a plan for ten thousand
 tensors takes less than a second and is the same on every machine.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
 from typing import NamedTuple
 
-from .plan_model import Choice, Model, Prediction
+from .model import Choice, Model, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
 EVENTS = 1_200_000  # that all predictions of one plan may pass over, but for the first few
