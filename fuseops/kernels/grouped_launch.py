@@ -302,8 +302,10 @@ def _wgrad_plan(
 
     if path in ("gather", "pingpong"):
         module = device("grouped_wgrad_pingpong")
-        # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide
-        swap = n > k if path == "pingpong" else x_index is not None
+        # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide,
+        # but float32 is stored by pointers, which a transposed tile scatters
+        narrow = n > k and dw.dtype != torch.float32
+        swap = narrow if path == "pingpong" else x_index is not None
         prepared = Prepared(
             module.grouped_wgrad_pingpong_kernel, aligned, GATHER=path == "gather",
             TRANSPOSED=swap, ACCUMULATE=accumulate, **config, num_warps=4, maxnreg=168,
