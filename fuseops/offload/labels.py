@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fuseops.errors import FuseOpsError
 from fuseops.fusions.config import WRAPPERS
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops import names
 from fuseops.ops.op import Op
 
 from . import modules
+from .globs import matches
 
 
 class Named(NamedTuple):
@@ -91,3 +93,24 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
         module._modules.get(name.removeprefix(prefix).split(".")[0]) for name in saved_names
     )
     return tuple(child for child in children if child is not None)
+
+
+def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that globs name, by path, in the order of the model.
+
+    Raises FuseOpsError for a glob that matches nothing.
+    """
+    paths = paths_under(model)
+    found: dict[str, nn.Module] = {}
+    used: set[str] = set()
+    for module in model.modules():
+        path = paths[id(module)]
+        hits = [g for g in globs if path and matches(g, path)]
+        used.update(hits)
+        if hits:
+            found.setdefault(path, module)
+    idle = [g for g in globs if g not in used]
+    if idle:
+        known = ", ".join(path for path in list(paths.values())[1:6])
+        raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
+    return found

@@ -15,7 +15,7 @@ from fuseops.errors import FuseOpsError
 
 from . import modules
 from .globs import as_globs, matches
-from .labels import paths_under
+from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
 from .policy import Policy
@@ -267,24 +267,3 @@ torch_private.never_compile(PlanHook.__call__)
 def _leaf(t: Tensor) -> Tensor:
     """t without its graph."""
     return t.detach().requires_grad_(t.requires_grad)
-
-
-def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that globs name, by path, in the order of the model.
-
-    Raises FuseOpsError for a glob that matches nothing.
-    """
-    paths = paths_under(model)
-    found: dict[str, nn.Module] = {}
-    used: set[str] = set()
-    for module in model.modules():
-        path = paths[id(module)]
-        hits = [g for g in globs if path and matches(g, path)]
-        used.update(hits)
-        if hits:
-            found.setdefault(path, module)
-    idle = [g for g in globs if g not in used]
-    if idle:
-        known = ", ".join(path for path in list(paths.values())[1:6])
-        raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
-    return found

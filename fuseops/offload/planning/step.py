@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on, register_flops
-from fuseops.offload.labels import paths_under
+from fuseops.offload.labels import matching, paths_under
 from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
@@ -335,8 +335,6 @@ def layers_of(model: nn.Module, globs: tuple[str, ...] | None) -> dict[int, str]
     globs None: the members of the ModuleList or Sequential that holds most parameters, the outermost
     of equals; ops of fuseops are no layers, since they fuse. A model without one is one layer.
     """
-    from fuseops.offload.scheduler import matching
-
     if globs is not None:
         return {id(module): path for path, module in matching(model, globs).items()}
     lists = [
