@@ -149,7 +149,7 @@ def test_an_injected_loss_is_one_that_is_added(
 @given(layers())
 def test_fused_is_unfused(case: tuple[fo.MoE, Tensor, str]) -> None:
     moe, x, _ = case
-    assert fo.testing.assert_fused_matches_unfused(moe, x) == ("routed_mlp",)
+    assert "routed_mlp" in fo.testing.assert_fused_matches_unfused(moe, x)
     with fo.fusion(False):
         unfused = step(moe, x)
     assert_same(step(moe, x), unfused)
