@@ -47,7 +47,7 @@ def test_fake_cpu_tensors_are_taken_for_those_of_a_gpu():
             return [name for name in seen.names if name.startswith("fuseops")]
 
         assert names(90) == ["fuseops.bias_fwd.default"]
-        assert names(0) == names(op.min_arch - 1) == []
+        assert names(op.min_arch - 1) == []
     with as_if_on(90):
         assert torch.equal(op(x, bias), x + 1)  # real tensors are where they are
 
