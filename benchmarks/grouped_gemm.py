@@ -16,7 +16,6 @@ table made before, as in a layer.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
@@ -26,8 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import measure
 import torch
-from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, rnd, split, wrong
+from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, split, wrong
 from torch import Tensor
 
 from fuseops.kernels import configs, grouped, grouped_paths, permute
@@ -127,8 +127,12 @@ def gathered(shape: str, rounds: int) -> dict[str, Any]:
     offs, tokens = split("uniform", groups, rows), rows // k
     tiles = grouped.group_tiles(offs, rows)
     index = torch.arange(tokens, device="cuda").repeat(k)[torch.randperm(rows, device="cuda")].int()
-    x, w1, w2 = rnd(tokens, d), rnd(groups, 2 * f, d, scale=0.02), rnd(groups, d, f, scale=0.02)
-    copied, dh, a = x[index], rnd(rows, 2 * f), rnd(rows, f)
+    x, w1, w2 = (
+        measure.rnd(tokens, d),
+        measure.rnd(groups, 2 * f, d, scale=0.02),
+        measure.rnd(groups, d, f, scale=0.02),
+    )
+    copied, dh, a = x[index], measure.rnd(rows, 2 * f), measure.rnd(rows, f)
     back = w2.transpose(1, 2)
     mm, wgrad = grouped.grouped_mm, grouped.grouped_wgrad
     copy = lambda: permute.gather_rows(x, index, offs)  # noqa: E731
@@ -262,14 +266,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
     begun = time.perf_counter()
-    device = torch.cuda.get_device_properties(0)
     report: dict[str, Any] = {
-        "environment": {
-            "date": datetime.date.today().isoformat(),
-            **configs.versions(),
-            "gpu": device.name,
-            "sms": device.multi_processor_count,
-        },
+        "environment": measure.environment(),
         "checks": {},
         "cells": {},
         "gathered": {},

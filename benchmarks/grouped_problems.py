@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import rnd
 from torch import Tensor
 
 from fuseops.kernels import grouped
@@ -40,10 +41,6 @@ def split(kind: str, groups: int, rows: int) -> Tensor:
         weights[torch.randperm(groups, generator=g)[:2]] = 0
     chosen = torch.multinomial(weights, rows, replacement=True, generator=g)
     return chosen.bincount(minlength=groups).cumsum(0).to(torch.int32).cuda()
-
-
-def rnd(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
 
 def operands(groups: int, rows: int, n: int, k: int, offs: Tensor) -> dict[str, Tensor]:

@@ -1,12 +1,15 @@
-"""What the MoE benchmarks share: timing in turn, captured graphs, memory held, time by kernel."""
+"""What benchmarks share: what ran them, timing in turn, captured graphs, memory held, time by kernel."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
+import json
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
@@ -21,6 +24,7 @@ Call = Callable[[], Any]
 
 
 def environment() -> dict[str, Any]:
+    """What the figures belong to."""
     device = torch.cuda.get_device_properties(0)
     return {
         "date": datetime.date.today().isoformat(),
@@ -163,3 +167,45 @@ def fresh_memory() -> Any:
         torch._dynamo.reset()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def run_cells(
+    options: argparse.Namespace,
+    report: dict[str, Any],
+    cell: Callable[[str], dict[str, Any]],
+    summary: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """One cell for each name of `options.only` within `options.budget` seconds, printed, and written to
+    `options.out` after each: a run that is cut off leaves what it has.
+    """
+    begun = time.perf_counter()
+    report |= {"cells": {}, "skipped": []}
+    torch.manual_seed(0)
+    for name in options.only:
+        if time.perf_counter() - begun > options.budget:
+            report["skipped"].append(name)
+            continue
+        try:
+            with fresh_memory():
+                record = cell(name)
+        except Exception as error:  # reported, not hidden
+            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        report["cells"][name] = record
+        shown = {k: v for k, v in record.items() if k != "kernels"}
+        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
+        report["summary"] = summary(report["cells"])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"]))
+
+
+def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """What every benchmark of cells is told."""
+    names = list(names)
+    parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
+    parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
+    parser.add_argument("--profile", action="store_true", help="time by kernel")
+    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import statistics
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import measure
 import torch
 from memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
@@ -234,23 +234,21 @@ def main() -> None:
             torch.cuda.empty_cache()
         return
     report: dict[str, Any] = {
-        "environment": environment(), "launch_us": launch_us(), "bandwidth": [], "small": [],
+        "environment": measure.environment(), "launch_us": launch_us(), "bandwidth": [], "small": [],
         "tuned": {},
     }  # fmt: skip
     work: list[tuple] = [(tune, report["tuned"], *cell) for cell in large if options.tune]
     work += [(bandwidth, report["bandwidth"], *cell) for cell in large]
     work += [(small, report["small"], *cell) for cell in few]
-    for measure, place, case, shape in work:
+    for timed, place, case, shape in work:
         if time.perf_counter() - begun > options.budget:
-            report.setdefault("skipped", []).append([measure.__name__, case.name, *shape])
+            report.setdefault("skipped", []).append([timed.__name__, case.name, *shape])
             continue
         torch.compiler.reset()
-        if measure is tune:
+        if timed is tune:
             place.update(tune(case, *shape))
         else:
-            place.append(
-                measure(case, *shape, *((options.rounds,) if measure is bandwidth else ()))
-            )
+            place.append(timed(case, *shape, *((options.rounds,) if timed is bandwidth else ())))
             print(json.dumps(place[-1]), flush=True)
         torch.cuda.empty_cache()
         save(report, options.out)
@@ -261,17 +259,6 @@ def save(report: dict[str, Any], out: Path) -> None:
     """After each case: a run that is cut off leaves what it has."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def environment() -> dict[str, Any]:
-    """What the figures belong to."""
-    device = torch.cuda.get_device_properties(0)
-    return {
-        "date": datetime.date.today().isoformat(),
-        **configs.versions(),
-        "gpu": device.name,
-        "sms": device.multi_processor_count,
-    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -225,45 +224,20 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    measure.add_options(parser, SHAPES)
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
-    parser.add_argument("--graphs", action="store_true", help="our captured graph beside eager")
-    parser.add_argument("--profile", action="store_true", help="time by kernel")
-    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
     parser.add_argument("--fewer-tiles", action="store_true", help="tune SonicMoE in less time")
     options = parser.parse_args()
     if options.fewer_tiles:
         tune_fewer_tiles()
-    begun = time.perf_counter()
-    report: dict[str, Any] = {
+    report = {
         "environment": {
             **measure.environment(),
             **measure.versions_of(("sonic-moe", "quack-kernels")),
         },
         "sonic_tiles": "clusters 2 x 1, operands not swapped" if options.fewer_tiles else "all",
-        "cells": {},
-        "skipped": [],
     }
-    torch.manual_seed(0)
-    for name in options.only:
-        if time.perf_counter() - begun > options.budget:
-            report["skipped"].append(name)
-            continue
-        try:
-            with measure.fresh_memory():
-                record = cell(SHAPES[name], options)
-        except Exception as error:  # reported, not hidden
-            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        report["cells"][name] = record
-        shown = {k: v for k, v in record.items() if k != "kernels"}
-        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
-        report["summary"] = summary(report["cells"])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"]))
+    measure.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 
 if __name__ == "__main__":
