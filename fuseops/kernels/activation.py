@@ -43,15 +43,11 @@ def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"BLOCK_R": 4, "BLOCK_N": n, "STAGES": 1, "PER_SM": 4, "num_warps": 4}]
 
 
-def _first(candidates):
-    return lambda rows, dims, itemsize: candidates(dims, itemsize)[0]
-
-
 FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
 BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
 SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates, tiles.row_loop_default)
-BWD_BIAS = Space("act_bwd_bias", _bias_candidates, _first(_bias_candidates))
-GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates, _first(_gate_bias_candidates))
+BWD_BIAS = Space("act_bwd_bias", _bias_candidates)
+GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates)
 
 
 def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]]:

@@ -35,11 +35,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _candidates(dims, itemsize)[0]
-
-
-ADD_MM = Space("add_mm", _candidates, _default)
+ADD_MM = Space("add_mm", _candidates)
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

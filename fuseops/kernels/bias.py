@@ -38,13 +38,9 @@ def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _whole_row_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _whole_row_candidates(dims, itemsize)[0]
-
-
 FWD = Space("bias_fwd", tiles.tile_candidates, tiles.tile_default)
 BWD = Space("bias_bwd", tiles.column_candidates, tiles.column_default)
-BWD_DPROBS = Space("bias_bwd_dprobs", _whole_row_candidates, _whole_row_default)
+BWD_DPROBS = Space("bias_bwd_dprobs", _whole_row_candidates)
 
 
 def _rows(n: int, dtype: torch.dtype) -> Tensor:

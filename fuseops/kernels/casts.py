@@ -32,12 +32,8 @@ def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"BLOCK_R": r, "BLOCK_N": n, "num_warps": warps} for r, n, warps in sizes]
 
 
-def _transpose_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _transpose_candidates(dims, itemsize)[0]
-
-
 CAST = Space("cast", tiles.tile_candidates, tiles.tile_default)
-TRANSPOSE = Space("cast_transpose", _transpose_candidates, _transpose_default)
+TRANSPOSE = Space("cast_transpose", _transpose_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -39,15 +39,19 @@ class Space:
     """The configurations of one kernel.
 
     ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
-    itemsize)`` is one of them. Both are pure functions of sizes.
+    itemsize)`` is one of them, the first if not given. Both are pure functions of sizes.
     """
 
     def __init__(
-        self, name: str, candidates: Callable[..., Iterable[Config]], default: Callable[..., Config]
+        self,
+        name: str,
+        candidates: Callable[..., Iterable[Config]],
+        default: Callable[..., Config] | None = None,
     ) -> None:
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
-        self.name, self._candidates, self.default = name, candidates, default
+        self.name, self._candidates = name, candidates
+        self.default = default or self._first
         self.forced: Config | None = None
         self._memo: dict[tuple[Any, ...], Config] = {}
         SPACES[name] = self
@@ -56,6 +60,9 @@ class Space:
         """All configurations that can be chosen for these dimensions, each once."""
         distinct = {tuple(config.items()): config for config in self._candidates(dims, itemsize)}
         return list(distinct.values())
+
+    def _first(self, rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+        return next(iter(self._candidates(dims, itemsize)))
 
     def pick(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> Config:
         """The configuration for this many rows of tensors shaped and typed like ``like``."""

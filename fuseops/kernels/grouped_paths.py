@@ -59,10 +59,6 @@ def _pointer_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_tile(64, 64, 32, 8, 1, 2, 4) if small else _tile(128, 128, 32, 8, 1, 1, 8)]
 
 
-def _pointer_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _pointer_candidates(dims, itemsize)[0]
-
-
 def _ring(m: int, n: int, cooperative: int, stages: int) -> Config:
     """GROUP makes bands of 1024 rows."""
     names = "BLOCK_M", "BLOCK_N", "COOPERATIVE", "GROUP", "STAGES"
@@ -90,16 +86,8 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_ring(128, 256, 1, 4)]
 
 
-def _gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _gather_candidates(dims, itemsize)[0]
-
-
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_ring(64, 256, 0, 5), _ring(128, 256, 1, 4)]
-
-
-def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _swiglu_candidates(dims, itemsize)[0]
 
 
 def _swiglu_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -114,29 +102,21 @@ def _wgrad_ring_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]
     return [_wgrad_ring(_ring(64, 256, 0, 5)), _wgrad_ring(_ring(128, 256, 1, 4))]
 
 
-def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _wgrad_ring_candidates(dims, itemsize)[0]
-
-
 def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_wgrad_ring(tile) for tile in _gather_candidates(dims, itemsize)]
 
 
-def _wgrad_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _wgrad_gather_candidates(dims, itemsize)[0]
-
-
-MM_GATHER = Space("grouped_mm_gather", _gather_candidates, _gather_default)
+MM_GATHER = Space("grouped_mm_gather", _gather_candidates)
 MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default)
 MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default)
-MM_POINTER = Space("grouped_mm", _pointer_candidates, _pointer_default)
-WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates, _wgrad_gather_default)
-WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default)
+MM_POINTER = Space("grouped_mm", _pointer_candidates)
+WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates)
+WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates)
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
-WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, _pointer_default)
+WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
-    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default),
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates),
     "gather": Space("grouped_swiglu_gather", _swiglu_candidates, _swiglu_gather_default),
 }
 WGRAD_SPACES = {

@@ -39,10 +39,6 @@ def _fwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _fwd_candidates(dims, itemsize)[0]
-
-
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     n = pow2(dims[-1])
     warps = pow2(n // 512, most=32, least=4)
@@ -57,12 +53,8 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _bwd_candidates(dims, itemsize)[0]
-
-
-FWD = Space("rmsnorm_fwd", _fwd_candidates, _fwd_default)
-BWD = Space("rmsnorm_bwd", _bwd_candidates, _bwd_default)
+FWD = Space("rmsnorm_fwd", _fwd_candidates)
+BWD = Space("rmsnorm_bwd", _bwd_candidates)
 
 
 def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:

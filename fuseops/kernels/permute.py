@@ -40,10 +40,6 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _candidates(dims, itemsize)[0]
-
-
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
     k, width = pow2(dims[0]), pow2(dims[-1])
@@ -55,14 +51,10 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return choices
 
 
-def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _bwd_candidates(dims, itemsize)[0]
-
-
-SCATTER = Space("scatter_rows", _candidates, _default)
-GATHER = Space("gather_rows", _candidates, _default)
-COMBINE = Space("combine_fwd", _candidates, _default)
-COMBINE_BWD = Space("combine_bwd", _bwd_candidates, _bwd_default)
+SCATTER = Space("scatter_rows", _candidates)
+GATHER = Space("gather_rows", _candidates)
+COMBINE = Space("combine_fwd", _candidates)
+COMBINE_BWD = Space("combine_bwd", _bwd_candidates)
 
 TOKENS, EXPERTS = 8192, 64
 

@@ -95,27 +95,17 @@ def _row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_square(warps, rows, n), _square(max(warps // 2, 4), rows, n)]
 
 
-def _first(candidates):
-    return lambda rows, dims, itemsize: candidates(dims, itemsize)[0]
-
-
-AMAX = Space("amax", _amax_candidates, _first(_amax_candidates))
+AMAX = Space("amax", _amax_candidates)
 TENSOR = Space("quantize_tensor", tiles.tile_candidates, tiles.tile_default)
-ROWS = Space("quantize_rows", _row_candidates, _first(_row_candidates))
-VECTORS = Space("quantize_vectors", _vector_candidates, _first(_vector_candidates))
-SQUARES = Space("quantize_squares", _square_candidates, _first(_square_candidates))
-COLUMN_SQUARES = Space(
-    "quantize_column_squares", _column_square_candidates, _first(_column_square_candidates)
-)
-COLUMN_BLOCKS = Space(
-    "quantize_column_blocks", _column_block_candidates, _first(_column_block_candidates)
-)
+ROWS = Space("quantize_rows", _row_candidates)
+VECTORS = Space("quantize_vectors", _vector_candidates)
+SQUARES = Space("quantize_squares", _square_candidates)
+COLUMN_SQUARES = Space("quantize_column_squares", _column_square_candidates)
+COLUMN_BLOCKS = Space("quantize_column_blocks", _column_block_candidates)
 COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
-TENSOR_BOTH = Space(
-    "quantize_tensor_both", _tensor_both_candidates, _first(_tensor_both_candidates)
-)
-COLUMNS = Space("quantize_columns", _transpose_candidates, _first(_transpose_candidates))
-GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates, _first(_group_candidates))
+TENSOR_BOTH = Space("quantize_tensor_both", _tensor_both_candidates)
+COLUMNS = Space("quantize_columns", _transpose_candidates)
+GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -37,12 +37,8 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"BLOCK_R": max(total // e, 1), "num_warps": warps} for total, warps in sizes]
 
 
-def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _candidates(dims, itemsize)[0]
-
-
-FWD = Space("router_fwd", _candidates, _default)
-BWD = Space("router_bwd", _candidates, _default)
+FWD = Space("router_fwd", _candidates)
+BWD = Space("router_bwd", _candidates)
 
 
 def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:

@@ -39,11 +39,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _candidates(dims, itemsize)[0]
-
-
-ROUTE = Space("route", _candidates, _default)
+ROUTE = Space("route", _candidates)
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
