@@ -5,8 +5,7 @@ A kernel is one op here: what its launcher allocates for itself (partial sums, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuseops.torch_private import WeakStorage, storage_key
+from fuseops.fusions.fakes import LiveBytes, faked
+from fuseops.torch_private import storage_key
 
 
 def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -26,7 +26,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     tensors cannot tell: a plain module reads values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _faked(model, mode):
+    with faked(model, lambda t: _fake(t, mode)):
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, dict(kwargs)))
         inputs = _tensors((args, kwargs))
         meter = Meter()
@@ -60,51 +60,22 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._living: dict[int, tuple[WeakStorage, int]] = {}
+        self.live, self.peak = LiveBytes(), 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """These do not count."""
-        self._note(tensors, count=False)
+        self.live.add(tensors, count=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
-            self.live -= self._living.pop(key)[1]
-        self._note(_tensors(out))
-        self.peak = max(self.peak, self.live)
+        self.live.forget()
+        self.live.add(_tensors(out))
+        self.peak = max(self.peak, self.live.nbytes)
         return out
-
-    def _note(self, tensors: Iterable[Tensor], count: bool = True) -> None:
-        for storage in (t.untyped_storage() for t in tensors):
-            key = storage_key(storage)
-            if key not in self._living:
-                nbytes = storage.nbytes() if count else 0
-                self._living[key] = WeakStorage(storage), nbytes
-                self.live += nbytes
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
-@contextmanager
-def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Fake parameters and buffers in place of the real ones, tied ones still tied."""
-    made: dict[int, Tensor] = {}
-    before = []
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, t in table.items():
-                if t is not None:
-                    before.append((table, name, t))
-                    made.setdefault(id(t), _fake(t, mode))
-                    table[name] = made[id(t)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, t in before:
-            table[name] = t  # type: ignore[assignment]
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:

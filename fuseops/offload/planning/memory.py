@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fuseops.torch_private import WeakStorage, storage_key
+from fuseops.fusions.fakes import LiveBytes
 
 
 class Meter(Protocol):
@@ -31,28 +31,16 @@ class StorageMeter:
     """
 
     def __init__(self, there: Iterable[Tensor]) -> None:
-        self._living: dict[int, tuple[WeakStorage, int]] = {}
-        self._bytes = 0
-        self._add(there)
+        self._live = LiveBytes()
+        self._live.add(there)
 
     def before(self) -> None:
-        self._forget()
+        self._live.forget()
 
     def after(self, made: Sequence[Tensor]) -> int:
-        self._forget()
-        self._add(made)
-        return self._bytes
-
-    def _add(self, tensors: Iterable[Tensor]) -> None:
-        for t in tensors:
-            storage = t.untyped_storage()
-            if storage_key(storage) not in self._living:
-                self._living[storage_key(storage)] = (WeakStorage(storage), storage.nbytes())
-                self._bytes += storage.nbytes()
-
-    def _forget(self) -> None:
-        for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
-            self._bytes -= self._living.pop(key)[1]
+        self._live.forget()
+        self._live.add(made)
+        return self._live.nbytes
 
 
 class CudaMeter:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.fakes import faked
 from fuseops.kernels.registry import as_if_on, register_flops
 from fuseops.offload.labels import matching, paths_under
 from fuseops.offload.scopes import recompute
@@ -117,7 +118,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
 
     def observe() -> Seen:
         rows.used = 0
-        with _faked(step.model, mode):
+        with faked(step.model, lambda t: _fake(t, mode)):
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
             meter = StorageMeter(_there(step.model, (args, side)))
             recorder = _recorder(step, meter, _Roofline(hardware), rows)
@@ -211,25 +212,6 @@ def _untouched(step: Step, cuda: bool) -> Iterator[None]:
 
 
 # --- a step of fake tensors
-
-
-@contextmanager
-def _faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Fake parameters and buffers in place of the real ones, tied ones still tied."""
-    made: dict[int, Tensor] = {}
-    before = []
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, t in table.items():
-                if t is not None:
-                    before.append((table, name, t))
-                    made.setdefault(id(t), _fake(t, mode))
-                    table[name] = made[id(t)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, t in before:
-            table[name] = t  # type: ignore[assignment]
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:

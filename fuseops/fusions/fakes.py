@@ -1,0 +1,52 @@
+"""What a step on fake tensors needs: fakes in the place of a model's tensors, and bytes that live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from fuseops.torch_private import WeakStorage, storage_key
+
+
+@contextmanager
+def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Parameters and buffers are replaced by their fakes, tied ones by one."""
+    made: dict[int, Tensor] = {}
+    before = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, t in table.items():
+                if t is not None:
+                    before.append((table, name, t))
+                    if id(t) not in made:
+                        made[id(t)] = fake(t)
+                    table[name] = made[id(t)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, t in before:
+            table[name] = t  # type: ignore[assignment]
+
+
+class LiveBytes:
+    """Bytes of the storages that were added and that live, each counted once."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._living: dict[int, tuple[WeakStorage, int]] = {}
+
+    def add(self, tensors: Iterable[Tensor], count: bool = True) -> None:
+        """count=False: these do not count, nor does what lies in their storages."""
+        for storage in (t.untyped_storage() for t in tensors):
+            key = storage_key(storage)
+            if key not in self._living:
+                nbytes = storage.nbytes() if count else 0
+                self._living[key] = WeakStorage(storage), nbytes
+                self.nbytes += nbytes
+
+    def forget(self) -> None:
+        """Leave out those that have died."""
+        for key in [key for key, (weak, _) in self._living.items() if weak.expired()]:
+            self.nbytes -= self._living.pop(key)[1]
