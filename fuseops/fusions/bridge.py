@@ -15,6 +15,7 @@ from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
 from . import checks, second_order, weight_grads
+from .key import autocast_dtype
 from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
 from .traced import TABLE
@@ -314,13 +315,6 @@ def _backward_in(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
         )
         raise
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 _apply = torch_private.direct_apply(Node)
