@@ -139,6 +139,7 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
                 flat.append(arg.data_ptr())
             else:
                 if arg.flat is None:
+                    torch.cuda.is_current_stream_capturing()  # gives a new thread its context
                     arg.flat = make_tensordesc_arg(arg, metas[number])
                 flat += arg.flat
                 number += 1

@@ -2,6 +2,8 @@
 fault of the barriers shows from the third tile on.
 """
 
+import threading
+
 import pytest
 import torch
 from laws import splits
@@ -232,6 +234,21 @@ def test_kept_launches_hold_no_memory_and_follow_the_stream():
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(told) == 1 and "grouped_mm" in told[0] and torch.equal(again, want)
+
+
+def test_a_new_thread_launches_a_known_kind():
+    """It has no CUDA context yet, and encoding a descriptor takes one: autograd's threads begin so."""
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    pairs = [(make(640, 256), make(3, 128, 256)) for _ in range(2)]
+    offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
+    tiles, found = k.group_tiles(offs, 640), []
+    for _ in range(2):
+        k.grouped_mm(*pairs[0], offs, tiles)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: found.append(k.grouped_mm(*pairs[1], offs, tiles)))
+    thread.start(), thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], k.grouped_mm(*pairs[1], offs, tiles))
 
 
 def test_launches_are_kept():
