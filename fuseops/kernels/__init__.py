@@ -19,6 +19,7 @@ from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_grouped_mm as scaled_grouped_mm

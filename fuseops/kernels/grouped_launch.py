@@ -66,26 +66,29 @@ def launch_mm(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None = None,
     check: Check | None = None,
 ) -> Tensor:
-    """The output of `grouped_mm`."""
+    """The output of `grouped_mm`, in y if given."""
     rows = x.shape[0] if index is None else index.numel()
-    where = places(x, weight, bias, offs, tiles, index)
+    where = places(x, weight, bias, offs, tiles, index, y)
     key = (
         "mm", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), kind(bias), kind(offs),
         tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()), way(index), rows_kind(rows),
-        where[0], precision(x),
+        where[0], precision(x), None if y is None else (*way(y), y.shape[1:], y.shape[0] - rows),
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
         if check is not None:
-            return launch_mm(*check(x, weight, bias, offs, tiles, index))
+            return launch_mm(*check(x, weight, bias, offs, tiles, index, y))
         if not rows or not weight.shape[1]:
-            return x.new_empty(rows, weight.shape[1])
-        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index)
+            return x.new_empty(rows, weight.shape[1]) if y is None else y
+        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index, y)
     if index is not None and plan.path != "gather":
-        return launch_mm(gather_rows.launcher(x, index, offs), weight, bias, offs, tiles, None)
-    y = x.new_empty(rows, weight.shape[1])
+        copied = gather_rows.launcher(x, index, offs)
+        return launch_mm(copied, weight, bias, offs, tiles, None, y)
+    if y is None:
+        y = x.new_empty(rows, weight.shape[1])
     plan((*where, y.data_ptr(), rows), x, weight, bias, offs, tiles, index, y, None, None)
     return y
 
@@ -136,11 +139,12 @@ def _mm_plan(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None,
 ) -> Plan:
-    path = mm_path(x, weight, bias, index)
+    path = "pointer" if misaligned(y) else mm_path(x, weight, bias, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = MM_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not misaligned(x, weight, bias, offs, tiles, index)
+    aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
     if path in ("gather", "pingpong"):
         return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
     return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)

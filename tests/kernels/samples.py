@@ -26,6 +26,7 @@ def samples() -> dict[str, tuple]:
         "grouped_bias_fwd": (y, bias, offs, probs),
         "grouped_bias_bwd": (y, offs, probs, bias),
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
+        "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
         "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
         "grouped_wgrad": (dy, y, offs),
         "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),

@@ -68,6 +68,19 @@ def grouped_mm(
     return torch.cat([*parts, padding])
 
 
+def grouped_mm_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """y = grouped_mm."""
+    y.copy_(grouped_mm(x, weight, offs, None, bias, index))
+
+
 def grouped_swiglu(
     x: Tensor,
     weight: Tensor,
