@@ -283,3 +283,11 @@ def test_references_to_a_storage_are_counted() -> None:
     assert weak.holders() == 1
     del alias
     assert weak.expired() and weak.holders() == 0
+
+
+@pytest.mark.gpu
+def test_the_current_device_is_the_one_of_the_context() -> None:
+    torch.zeros(1, device="cuda")
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            assert torch_private.current_device() == torch.cuda.current_device() == index

@@ -48,6 +48,8 @@ class Routing(NamedTuple):
                 f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
                 f"{tuple(counts.shape)}."
             )
+        if not counts.dtype.is_signed:
+            counts = counts.to(torch.int64)  # torch computes with few of the unsigned ones
         if _checkable(counts) and int(counts.min()) < 0:
             raise ShapeError(
                 f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
