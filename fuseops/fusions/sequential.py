@@ -348,3 +348,4 @@ def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
 
 
 op_module.run_alone = _run_alone
+op_module.run_delayed = weight_grads.run_delayed
