@@ -244,20 +244,20 @@ def arch_of(device: torch.device) -> int:
     return found
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
+PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 
 
 def _any_fake(args: tuple[Any, ...]) -> bool:
     """Whether a known tensor is not one of torch's own types."""
     for value in args:
-        if type(value) not in _PLAIN and isinstance(value, Tensor):
+        if type(value) not in PLAIN and isinstance(value, Tensor):
             return True
     return False
 
 
 def _known(t: Tensor) -> bool:
     """A tensor that the registered op takes: torch's own types and fake tensors. Other subclasses see plain torch."""
-    return type(t) in _PLAIN or torch_private.is_fake(t)
+    return type(t) in PLAIN or torch_private.is_fake(t)
 
 
 def _traced(args: tuple[Any, ...]) -> bool:
@@ -265,8 +265,7 @@ def _traced(args: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return any(
-        isinstance(t, Tensor)
-        and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
+        isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fuseops.fusions.explain.html import STYLE
-from fuseops.offload.report import size
+from fuseops.fusions.explain.layout import size
 
 from .text import HEADER, facts, rows
 from .trace import spans

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fuseops.offload.report import size
+from fuseops.fusions.explain.layout import size
 
 if TYPE_CHECKING:
     from .plan import OffloadPlan, Planned
