@@ -78,6 +78,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # a third of torch's own wrappers
+
+
 class WeakStorage:
     """A weak reference to a storage: its memory may go, its key is not given to another."""
 
@@ -87,7 +90,7 @@ class WeakStorage:
         self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
-        return bool(self._ref.expired())
+        return bool(_expired(self._ref.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         factory: Any = torch.UntypedStorage
