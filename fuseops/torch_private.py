@@ -78,7 +78,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # a third of torch's own wrappers
+_expired: Any = torch.UntypedStorage._expired  # torch's own wrappers take thrice as long
 
 
 class WeakStorage:

@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .records import Record
+from fuseops.torch_private import WeakStorage
+
+from .tokens import Item
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -120,6 +121,15 @@ def size(nbytes: int) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+class Moves(Protocol):
+    """A storage that leaves."""
+
+    name: str
+    nbytes: int
+    item: Item
+    origin: WeakStorage
+
+
 class Ledger:
     """Counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
     own threads.
@@ -130,7 +140,7 @@ class Ledger:
         self.parent: Ledger | None = None
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: weakref.WeakSet[Record] = weakref.WeakSet()
+        self.records: weakref.WeakSet[Moves] = weakref.WeakSet()
         self._backward_seen = False
         self._lock = threading.Lock()
 
@@ -145,7 +155,7 @@ class Ledger:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
-    def moved(self, record: Record) -> None:
+    def moved(self, record: Moves) -> None:
         for ledger in self._chain():
             with ledger._lock:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)

@@ -18,6 +18,7 @@ from .globs import as_globs, matches
 from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
+from .planning.plan import plan
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
@@ -127,8 +128,6 @@ class Scheduler:
         """Plan a step for these arguments of the model: recorded, or, where the device has no room for
         it as it is, run dry.
         """
-        from .planning.plan import plan
-
         self._scope.paused = True
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
         limits = {"peak": self._peak, "host": self._host, "hardware": self._hardware}
