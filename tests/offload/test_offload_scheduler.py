@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.errors import DoubleBackwardError, FuseOpsError, InPlaceError
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
 
@@ -238,7 +238,7 @@ def test_a_second_derivative_is_exact_where_it_exists_and_refused_where_not() ->
     model, x = Model(), inputs()
     with offload.Scheduler(model, "blocks.*", policy=ALL):
         (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        with pytest.raises(FuseOpsError, match="double backward|twice|second"):
+        with pytest.raises(DoubleBackwardError):
             dx.sum().backward()
 
 

@@ -117,6 +117,30 @@ def test_equal_layers_share_a_line(tight: OffloadPlan) -> None:
     assert len(tight.explain(every=True).splitlines()) >= len(tight.tensors)
 
 
+GOLDEN = """\
+model     drawn, recorded of one step
+hardware  ten (given)
+budget    194.5 MiB; host without limit
+peak      324.2 MiB in the forward of blocks.5, nothing moved
+          190.7 MiB in the forward of blocks.3, by this plan
+step      72.00 ms -> 72.00 ms (+0.00 %): stalls 0.00 ms, recomputation 0.00 ms
+offload   133.5 MiB leave, 133.5 MiB of host memory; the link carries 228.9 MiB during the forward
+tensor           bytes          decision  reason                   window                                   slack
+blocks.{0-3}.x0  114.4 MiB (4)  offload   the link has room        out 1.33-4.33 ms, back 56.00-59.00 ms    3.67 ms
+blocks.{4-5}.x0  57.2 MiB (2)   keep      read again too soon      -                                        -
+blocks.{0-1}.x1  19.1 MiB (2)   keep      not needed for the peak  -                                        -
+blocks.{2-3}.x1  19.1 MiB (2)   offload   the link has room        out 12.33-13.33 ms, back 40.00-41.00 ms  2.67 ms
+blocks.{4-5}.x1  19.1 MiB (2)   keep      read again too soon      -                                        -
+"""
+
+
+def test_the_whole_text_of_a_plan() -> None:
+    """Six layers of 4 ms that save 30 and 10 MB each; 10 GB/s carry 40 MB in that time."""
+    profile = profile_of(6, 2, lambda layer, n: (30, 10)[n] * MB, lambda layer: 4e-3, groups=True)
+    plan = plan_profile(profile, LINK, Limits(profile.peak * 6 // 10))
+    assert plan.explain() == GOLDEN.rstrip()
+
+
 def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
     data = json.loads(json.dumps(tight.to_json()))
     assert data["schema_version"] == 1 and data["fits"] is tight.fits
