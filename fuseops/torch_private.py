@@ -103,6 +103,12 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
+def occupy_device(cycles: int) -> None:
+    """Have the current CUDA stream do nothing for so many cycles of its clock."""
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
+
+
 def never_compile(function: Callable[..., Any]) -> None:
     """Have torch.compile run `function`, and all that it calls, as it is.
 

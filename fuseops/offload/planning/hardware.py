@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,14 @@ class Hardware:
         alone = (self.d2h if lane == "d2h" else self.h2d).seconds(nbytes)
         # Each direction's share of the two-way rate, never better than alone.
         return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
+
+    def slower(self, factor: float) -> Hardware:
+        """A machine whose copies take `factor` times as long."""
+        d2h, h2d, both = (
+            Curve(tuple((size, rate / factor) for size, rate in curve.points))
+            for curve in (self.d2h, self.h2d, self.both)
+        )
+        return replace(self, d2h=d2h, h2d=h2d, both=both)
 
     def op_seconds(
         self, flops: float, nbytes: int, dtype: str, *, attention: bool = False

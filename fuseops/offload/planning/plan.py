@@ -37,6 +37,9 @@ from .step import record as recorded
 log = logging.getLogger("fuseops.offload")
 
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
+LAGS = (2, 3, 4)  # tried where no settings are given,
+FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
+SPARE = 1.02  # copies are taken to last so much longer where no budget forces them to fit
 
 
 class OffloadPlan(Decided):
@@ -130,13 +133,41 @@ def plan_profile(
     profile: Profile,
     hardware: Hardware,
     limits: Limits = UNLIMITED,
-    settings: Settings = DEFAULT,
+    settings: Settings | None = None,
     *,
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:
-    """Plan for a profile that is there already."""
-    model = Model(profile, hardware, settings)
-    solution, after = _solve(model, limits)
+    """Plan for a profile that is there already.  settings: default: whichever lag serves best."""
+    if settings is not None:
+        return _plan_with(profile, hardware, limits, settings, layers)
+    lags = LAGS if len(profile.saved) <= FEW else LAGS[1:2]
+    plans = (
+        _plan_with(profile, hardware, limits, DEFAULT._replace(lag=lag), layers) for lag in lags
+    )
+    return min(plans, key=_cost)
+
+
+def _cost(plan: OffloadPlan) -> tuple[float, ...]:
+    """What makes one plan better than another: fitting, then little time, then many bytes where there
+    is no budget, then the greater lag: copies have more time than they need.
+    """
+    after, (peak, host) = plan.after, plan.limits
+    excess = 0 if peak is None else max(after.peak - peak, 0)
+    excess += 0 if host is None else max(after.host - host, 0)
+    moved = plan.bytes_of(OFFLOAD) * (-1 if peak is None else 1)
+    return excess, round(after.seconds, 5), moved, -plan.settings.lag
+
+
+def _plan_with(
+    profile: Profile,
+    hardware: Hardware,
+    limits: Limits,
+    settings: Settings,
+    layers: tuple[str, ...],
+) -> OffloadPlan:
+    free = limits.peak is None
+    model = Model(profile, hardware.slower(SPARE) if free else hardware, settings)
+    solution, after = _solve(model, limits, hardware)
     before = simulate(profile, (), hardware, settings)
     result = OffloadPlan(
         profile,
@@ -160,7 +191,7 @@ def plan_profile(
     return result
 
 
-def _solve(model: Model, limits: Limits) -> tuple[Solution, Simulation]:
+def _solve(model: Model, limits: Limits, hardware: Hardware) -> tuple[Solution, Simulation]:
     """Solve, and check by the schedule itself; what bundles cost beyond the prediction is taken off
     the budget.
     """
@@ -171,7 +202,7 @@ def _solve(model: Model, limits: Limits) -> tuple[Solution, Simulation]:
         after = simulate(
             model.profile,
             [k for item in solution.choice.leave for k in model.items[item]],
-            model.hardware,
+            hardware,
             model.settings,
             recompute=[model.groups[g] for g in solution.choice.drop],
         )
