@@ -13,6 +13,7 @@ exact   gradients under each plan equal those of the plain step to the bit, with
         in turn before every block, forward and backward
 fit     with less memory allowed than the plain step takes, a plan trains
 dry     time and peak of the plain step by a dry run, beside those that were recorded
+beyond  by itself, with --blocks 88: a stack that the device has no room for, planned dry and trained
 others  the ways that there are already, three rounds beside the plain step: checkpoint every block,
         hooks with side streams, and once save_on_cpu (the last alone takes 15 s of pinning)
 
@@ -261,6 +262,35 @@ class Bench:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         return found
 
+    def beyond(self) -> dict[str, Any]:
+        """Steps of a stack that takes more memory than there is."""
+        found: dict[str, Any] = {"parameters_gib": self.active("current") / GIB}
+        try:
+            found["nothing"] = self.timed(1)
+        except torch.OutOfMemoryError as error:
+            found["nothing"] = str(error).splitlines()[0][:200]
+        self.forget_gradients()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        room = torch.cuda.mem_get_info()[1] if self.cuda else 1 << 40
+        say(f"without offload: {found['nothing']}")
+        with offload.Scheduler(self.model, LAYERS, peak=int(0.93 * room)) as scheduler:
+            self.step()
+            say("planned, and trained a step")
+            found["trained"] = self.timed(2)
+        plan, report = scheduler.plan, scheduler.report()
+        return found | {
+            "device_gib": room / GIB,
+            "peak_gib": self.active("peak") / GIB,
+            "predicted_peak_gib": plan.after.peak / GIB,
+            "predicted_before_gib": plan.before.peak / GIB,
+            "predicted_ms": plan.after.seconds * 1e3,
+            "made_from": plan.profile.kind,
+            "recomputed": len(plan.recomputed),
+            "moved_gib": plan.after.moved / GIB,
+            "schedule": dict(report.schedule),
+        }
+
     def dry(self) -> dict[str, float]:
         """What a dry run says of the plain step, and how far it is from the recorded one."""
         plan = next(iter(self.plans.values()))
@@ -399,6 +429,10 @@ def main() -> int:
         if args.out:
             args.out.write_text(json.dumps(record, indent=1) + "\n")
 
+    if args.parts == "beyond":
+        write("beyond", bench.beyond())
+        say(json.dumps(record["beyond"]))
+        return 0
     write("plans", bench.make_plans((args.peaks or PEAKS[args.model]).split(",")))
     say(json.dumps({k: v for k, v in record["plans"].items() if k != "machine"}))
     bench.warm_up()
