@@ -6,14 +6,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fuseops.fusions.explain.layout import size
+from fuseops.torch_private import WeakStorage
 
-if TYPE_CHECKING:
-    from .records import Record
+from .tokens import Item
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -112,6 +112,15 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+class Moves(Protocol):
+    """A storage that leaves."""
+
+    name: str
+    nbytes: int
+    item: Item
+    origin: WeakStorage
+
+
 class Ledger:
     """Counts for one scope and all that it is nested in. Backward on CUDA reports from autograd's
     own threads.
@@ -122,7 +131,7 @@ class Ledger:
         self.parent: Ledger | None = None
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: weakref.WeakSet[Record] = weakref.WeakSet()
+        self.records: weakref.WeakSet[Moves] = weakref.WeakSet()
         self._backward_seen = False
         self._lock = threading.Lock()
 
@@ -137,7 +146,7 @@ class Ledger:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
-    def moved(self, record: Record) -> None:
+    def moved(self, record: Moves) -> None:
         for ledger in self._chain():
             with ledger._lock:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
