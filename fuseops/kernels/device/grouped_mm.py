@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fuseops.kernels.device.reduce import before_launch
+
 MAX_GROUPS = tl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
 RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
@@ -55,18 +57,21 @@ def ragged(start, size, row, col):
 
 @triton.jit
 def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
-    """(row block, column block) of a tile: bands of GROUP row blocks, row blocks fastest, so that
-    the tiles in flight share rows of both operands in the L2 cache.
+    """(row block, column block) of a tile: bands of about GROUP row blocks, all of one height but the
+    last, row blocks fastest, so that the tiles in flight share rows of both operands in the L2 cache.
     """
-    band = tile // (GROUP * num_n)
-    height = tl.minimum(num_m - band * GROUP, GROUP)
-    place = tile - band * GROUP * num_n
-    return band * GROUP + place % height, place // height
+    bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
+    height = tl.maximum(tl.cdiv(num_m, bands), 1)
+    first = tile // (height * num_n) * height
+    place = tile - first * num_n
+    height = tl.maximum(tl.minimum(num_m - first, height), 1)
+    return first + place % height, place // height
 
 
 @triton.jit(do_not_specialize=["R", "E"])
-def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
+def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
     """A program a group. Layout of the table: see fuseops.kernels.grouped.group_tiles."""
+    before_launch(PDL)
     group = tl.program_id(0)
     groups, step = tl.arange(0, BLOCK_E), tl.arange(0, 256)
     known = groups < E

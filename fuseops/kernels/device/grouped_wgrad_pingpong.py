@@ -17,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped_pingpong import halves
-from .grouped_rings import Descriptor
+from .grouped_rings import Descriptor, in_bands
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
@@ -51,11 +52,8 @@ def locate(tile, group, problem, GROUP: gl.constexpr):
     each = num_m * num_n
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
-    inside = tile % each
-    band = inside // (GROUP * num_n)
-    height = gl.minimum(num_m - band * GROUP, GROUP)
-    place = inside - band * GROUP * num_n
-    return start, size, band * GROUP + place % height, place // height
+    block_m, block_n = in_bands(tile % each, num_m, num_n, GROUP)
+    return start, size, block_m, block_n
 
 
 @gluon.jit
@@ -248,6 +246,8 @@ def grouped_wgrad_pingpong_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)
+    gdc_launch_dependents()
+    gdc_wait()  # nothing before this touches what an earlier launch wrote
     problem = tiles_ptr + 2, offs_ptr, total, R, M, N, num_m, num_n
     ring = a_ring, b_ring, empty, ready
     # fmt: off
