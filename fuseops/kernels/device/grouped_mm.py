@@ -61,7 +61,7 @@ def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
     last, row blocks fastest, so that the tiles in flight share rows of both operands in the L2 cache.
     """
     bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
-    height = tl.maximum(tl.cdiv(num_m, bands), 1)
+    height = tl.maximum((num_m + bands - 1) // bands, 1)
     first = tile // (height * num_n) * height
     place = tile - first * num_n
     height = tl.maximum(tl.minimum(num_m - first, height), 1)

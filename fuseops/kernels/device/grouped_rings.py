@@ -10,7 +10,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import grouped_mm
+
 MAX_GROUPS = gl.constexpr(2048)
+swizzle = gluon.jit(grouped_mm.swizzle.fn)  # one order of tiles for both languages
 SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 
 
@@ -43,17 +46,6 @@ def entry_of(tile, problem):
 
 
 @gluon.jit
-def in_bands(tile, num_m, num_n, GROUP: gl.constexpr):
-    """As grouped_mm.swizzle."""
-    bands = gl.maximum((num_m + GROUP // 2) // GROUP, 1)
-    height = gl.maximum((num_m + bands - 1) // bands, 1)
-    first = tile // (height * num_n) * height
-    place = tile - first * num_n
-    height = gl.maximum(gl.minimum(num_m - first, height), 1)
-    return first + place % height, place // height
-
-
-@gluon.jit
 def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
     """(group, first row, rows, row block, column block) of a tile, as in grouped_mm_kernel."""
     _, offs_ptr, _, R, _, _, num_n = problem
@@ -61,7 +53,7 @@ def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
     inside = (entry // MAX_GROUPS) * num_n + tile % num_n
-    block_m, block_n = in_bands(inside, (size + BLOCK_M - 1) // BLOCK_M, num_n, GROUP)
+    block_m, block_n = swizzle(inside, (size + BLOCK_M - 1) // BLOCK_M, num_n, GROUP)
     return group, start, size, block_m, block_n
 
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped_pingpong import halves
-from .grouped_rings import Descriptor, in_bands
+from .grouped_rings import Descriptor, swizzle
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
@@ -52,7 +52,7 @@ def locate(tile, group, problem, GROUP: gl.constexpr):
     each = num_m * num_n
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
-    block_m, block_n = in_bands(tile % each, num_m, num_n, GROUP)
+    block_m, block_n = swizzle(tile % each, num_m, num_n, GROUP)
     return start, size, block_m, block_n
 
 
