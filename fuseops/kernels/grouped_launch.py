@@ -17,7 +17,7 @@ from fuseops.kernels import configs, grouped_paths
 from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
-from fuseops.kernels.launch import Prepared, chain, device, num_sms, recorded
+from fuseops.kernels.launch import Prepared, device, num_sms, recorded
 from fuseops.kernels.tiles import cdiv, pow2
 
 MOST_DESCRIPTORS = 256  # of an operand of one kind of call
@@ -79,8 +79,7 @@ def launch_tiles(offs: Tensor, tiles: Tensor, rows: int) -> None:
 
 def _tiles_plan(offs: Tensor) -> Plan:
     kernel, block = device("grouped_mm").group_tiles_kernel, pow2(len(offs))
-    first, _ = chain(offs.device)
-    return Plan("", Prepared(kernel, not _misaligned(offs), **first, BLOCK_E=block, num_warps=4))
+    return Plan("", Prepared(kernel, not _misaligned(offs), BLOCK_E=block, num_warps=4))
 
 
 def launch_swiglu(
@@ -159,7 +158,7 @@ def _ring_plan(
     hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
-        **hooks, **config, num_warps=4, maxnreg=168, launch_pdl=True,
+        **hooks, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
     block_m, block_n, stride_x = config["BLOCK_M"], config["BLOCK_N"], x.stride(0)
     sizes, (groups, n, k) = _grid(config, 1, x, weight), weight.shape
@@ -309,7 +308,7 @@ def _wgrad_plan(
         swap = narrow if path == "pingpong" else x_index is not None
         prepared = Prepared(
             module.grouped_wgrad_pingpong_kernel, aligned, GATHER=path == "gather",
-            TRANSPOSED=swap, ACCUMULATE=accumulate, **config, num_warps=4, maxnreg=168, launch_pdl=True,
+            TRANSPOSED=swap, ACCUMULATE=accumulate, **config, num_warps=4, maxnreg=168,
         )  # fmt: skip
         m, width = (k, n) if swap else (n, k)
         grid = (min(most, groups * cdiv(m, block_m) * cdiv(width, 256)),)

@@ -134,8 +134,7 @@ def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None
     raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
     stream_of = driver.active.get_current_stream
     # cooperative, PDL, two scratch buffers, metadata, then what hooks would be told, and hooks
-    pdl, metadata = compiled.metadata.launch_pdl, compiled.packed_metadata
-    head = compiled.function, False, pdl, None, None, metadata, None, None, None
+    head = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
 
     def directly(grid: tuple[int], args: tuple[Any, ...]) -> None:
         if hooks.calls:

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fuseops.kernels.device.reduce import before_launch
-
 MAX_GROUPS = tl.constexpr(2048)  # a table entry is group + MAX_GROUPS * row block in the group
 RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
@@ -69,9 +67,8 @@ def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R", "E"])
-def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr):
+def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
     """A program a group. Layout of the table: see fuseops.kernels.grouped.group_tiles."""
-    before_launch(PDL)
     group = tl.program_id(0)
     groups, step = tl.arange(0, BLOCK_E), tl.arange(0, 256)
     known = groups < E

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
@@ -108,7 +107,9 @@ def multiply_tiles(
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
         if not COOPERATIVE:
             mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
-        mine = gl.where(row < size, steps, 0)  # a lower half may lie beyond the group
+        mine = steps
+        if COOPERATIVE:
+            mine = gl.where(row < size, steps, 0)  # a lower half may lie beyond the group
         for k in range(mine):
             step = first + k
             mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
@@ -122,11 +123,12 @@ def multiply_tiles(
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        for k in range(mine, steps):
-            step = first + k
-            mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-            mbarrier.arrive(empty.index(step % STAGES), count=1)
-        if not COOPERATIVE:
+        if COOPERATIVE:
+            for k in range(mine, steps):
+                step = first + k
+                mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+        else:
             mbarrier.arrive(order.index(1 - WHICH), count=1)
         at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         entry = entry_of(tile + 2 * stride, problem)
@@ -201,8 +203,6 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
-    gdc_launch_dependents()
-    gdc_wait()  # nothing before this touches what an earlier launch wrote
     zero_padding(y_ptr, offs_ptr, R, E, N)
     if SWIGLU:
         zero_padding(act_ptr, offs_ptr, R, E, N // 2)

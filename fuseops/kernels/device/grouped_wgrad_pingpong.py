@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped_pingpong import halves
 from .grouped_rings import Descriptor, swizzle
@@ -246,8 +245,6 @@ def grouped_wgrad_pingpong_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)
-    gdc_launch_dependents()
-    gdc_wait()  # nothing before this touches what an earlier launch wrote
     problem = tiles_ptr + 2, offs_ptr, total, R, M, N, num_m, num_n
     ring = a_ring, b_ring, empty, ready
     # fmt: off
