@@ -39,7 +39,7 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
         buffer.store(part.to(y.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(y, [start + row, col], buffer)
-    elif row < size:
+    else:
         tma.store_wait(0)
         buffer.store(part.to(y.dtype))
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -96,10 +96,10 @@ def multiply_tiles(
     stride = TURNS * gl.num_programs(0)
     begin = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
     at = locate(begin, entry_of(begin, problem), problem, BLOCK_M, GROUP)
-    entry = entry_of(begin + stride, problem)
     first = (0 if COOPERATIVE else WHICH) * steps
     phase = gl.to_tensor(0)
     for tile in range(begin, total, stride):
+        entry = entry_of(tile + stride, problem)
         group, start, size, block_m, block_n = at
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if COOPERATIVE:
@@ -131,7 +131,6 @@ def multiply_tiles(
         else:
             mbarrier.arrive(order.index(1 - WHICH), count=1)
         at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
-        entry = entry_of(tile + 2 * stride, problem)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
