@@ -19,7 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine, check_pos, check_rows
 
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors, without_h
 
 
 class RoutedMLPSaved(NamedTuple):
@@ -105,20 +105,21 @@ class RoutedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        *inner, index, pos = saved
-        s = GroupedMLPSaved(*inner)
+        index, pos = saved.index, saved.pos
+        s, h = without_h(GroupedMLPSaved(*saved[: len(GroupedMLPSaved._fields)]))
+        del saved
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
             sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
             copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
             dy, dy_index = _rows(dy, index, pos, offs, copies)
-        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index)
-        dx = grads[0].x
-        if dx is not None:
-            dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+        grads = self.mlp.gradients(
+            *(s, h, dy, calls[1:4], index, dy_index),
+            lambda dx: K.combine_fwd(dx, pos, offs),  # type: ignore[arg-type]
+        )
         after = (Grads(),) if self.combines else ()
-        return Grads(dx), *grads, *after
+        return Grads(grads[0].x), *grads, *after
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
