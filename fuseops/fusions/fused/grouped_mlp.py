@@ -25,6 +25,9 @@ from fuseops.torch_private import is_fake
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
+Rows = tuple[
+    Tensor | None, Tensor | None
+]  # a tensor, and the index of its rows: None for all, in order
 WEIGHT = frozenset({"weight"})
 
 
@@ -98,7 +101,7 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Grads, ...]:
         rest, h = without_h(saved)
         del saved
-        return self.gradients(rest, h, dy, calls)
+        return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -161,14 +164,15 @@ class GroupedMLP(FusedOp):
         held: list[Tensor | None],
         dy: Tensor,
         calls: tuple[Call, ...],
-        x_index: Tensor | None = None,
+        source: Callable[[int], Rows],
         dy_index: Tensor | None = None,
         finish: Callable[[Tensor], Tensor] = lambda dx: dx,
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
-        held: h, which is taken out; finish: what becomes of dx (R, D). h goes before the gradients of weights are
-        made, and the rows of dx before the last of them: there the peak would be.
+        held: h, which is taken out. source: the rows of x, for a product of that many features. finish: what becomes
+        of dx (R, D). h goes before the gradients of weights are made, and the rows of dx before the last of them:
+        there the peak would be.
         """
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
@@ -180,7 +184,9 @@ class GroupedMLP(FusedOp):
         da, h, a, dh, dprobs = above.x, held.pop(), None, None, None
         above = above._replace(x=None)
         if h is None and (da is not None or "weight" in last.needs):
-            h = self.hidden(s, first, x_index)
+            x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
+            h = self.hidden(s._replace(x=x), first, x_index)
+            del x
         if da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
@@ -196,7 +202,8 @@ class GroupedMLP(FusedOp):
             if below.x is not None:
                 below = below._replace(x=finish(below.x))
             if "weight" in first.needs:
-                dw1 = _weight(fc1._replace(x=s.x), dh, first, x_index, None)
+                x, x_index = source(dh.shape[1])
+                dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
