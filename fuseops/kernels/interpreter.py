@@ -8,7 +8,7 @@ Repaired, in triton 3.6 to 3.9:
   operands are decoded exactly and products are summed in float32 (float32 operands are not rounded
   to tf32);
 * integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
-  (hardware: the number);
+  (hardware: the number), and those along an axis warn where all are NaN;
 * loop bounds fail under numpy >= 2.4 in 3.6.
 Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
 first.
@@ -41,6 +41,7 @@ def install() -> None:
     builder.create_dot_scaled = _dot_scaled
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    tri.ReduceOps.min_max = functools.partialmethod(_min_max, original=tri.ReduceOps.min_max)
     tri.TritonSemantic.dot_scaled = functools.partialmethod(
         _semantic_dot_scaled, original=tri.TritonSemantic.dot_scaled
     )
@@ -97,6 +98,13 @@ def _fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any, *, origina
     if narrows and rounding_mode not in (None, tri._ir.ROUNDING_MODE.RTNE):
         return original(self, src, dst_type, rounding_mode)
     return _cast(self, src, dst_type)
+
+
+def _min_max(
+    self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None, *, original: Any
+) -> Any:
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+    return original(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _dot(

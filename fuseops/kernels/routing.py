@@ -34,8 +34,11 @@ PROGRAMS = 512
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
-        {"BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
-        for s, h, warps in ((64, 256, 4), (128, 256, 4))
+        {"PROGRAMS": p, "BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
+        for p, s, h, warps in (
+            (512, 64, 256, 4), (512, 128, 256, 4), (1024, 64, 256, 4), (1024, 128, 256, 4), (2048, 64, 128, 4), (2048, 128, 128, 4),
+            (2048, 64, 128, 2), (2048, 64, 128, 1), (2048, 32, 128, 2), (4096, 64, 64, 2), (4096, 64, 64, 4), (1024, 64, 256, 2),
+        )
     ]
 
 
@@ -95,13 +98,14 @@ def route(
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
             kernels.scan_kernel, (cdiv(num_experts, 8),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(PROGRAMS), BLOCK_E=8, num_warps=4,
+            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=8, num_warps=8 if programs > 512 else 4,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (programs,),
         experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
         probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
-        **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
+        **(follows if counted else {"PDL": False}), BLOCK_E=block_e,
+        **{key: value for key, value in config.items() if key != "PROGRAMS"},
     )  # fmt: skip
     return offs, index, pos, probs
 
@@ -135,7 +139,7 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
 def _chunks(rows: int, num_experts: int, config: Config) -> tuple[int, int, int]:
     """(copies of a chunk, chunks, BLOCK_E)"""
     block_h = config["BLOCK_H"]
-    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
+    chunk = cdiv(cdiv(rows, config["PROGRAMS"]), block_h) * block_h or block_h
     return chunk, max(cdiv(rows, chunk), 1), pow2(num_experts + 1, least=16)
 
 

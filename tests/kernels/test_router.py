@@ -24,7 +24,12 @@ SCORE = st.sampled_from(k.SCORES)
 
 
 def logits_of(tokens, experts, dtype, seed, values, strided):
-    """``ties``: few distinct values, zeros of both signs and masked experts among them."""
+    """``ties``: few distinct values, zeros of both signs and masked experts among them; ``close``:
+    all differ, by the last bits of float32.
+    """
+    if values == "close":
+        bits = torch.ones(tokens, experts, dtype=torch.int32).cumsum(1)
+        return (1 + bits[:, torch.randperm(experts)] * 2**-23).to(dtype)
     if values != "ties":
         return tensor((tokens, experts), dtype, values, seed, strided)
     g = torch.Generator().manual_seed(seed)
@@ -37,7 +42,7 @@ def logits_of(tokens, experts, dtype, seed, values, strided):
     SIZES,
     DTYPES,
     SEEDS,
-    st.sampled_from(["normal", "large", "ties", "nonfinite"]),
+    st.sampled_from(["normal", "large", "ties", "close", "nonfinite"]),
     SCORE,
     st.booleans(),
     st.booleans(),
