@@ -22,6 +22,11 @@ def top_saved_tensor_hooks() -> tuple[object, object] | None:
     return pair
 
 
+def release_saved(ctx: Any) -> None:
+    """In a backward: have the node let go of its saved tensors now, where the graph is not retained."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def pop_saved_tensor_hooks() -> None:
     """Take the innermost pair off this thread's stack."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -82,6 +87,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+_expired: Any = torch.UntypedStorage._expired  # torch's own wrappers take thrice as long
+
+
 class WeakStorage:
     """A weak reference to a storage: its memory may go, its key is not given to another."""
 
@@ -91,7 +99,7 @@ class WeakStorage:
         self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
-        return bool(self._ref.expired())
+        return bool(_expired(self._ref.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         factory: Any = torch.UntypedStorage
@@ -102,6 +110,12 @@ class WeakStorage:
         """How many tensors (and others) hold the storage, not counting its Python object."""
         found = self.storage()
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
+
+
+def occupy_device(cycles: int) -> None:
+    """Have the current CUDA stream do nothing for so many cycles of its clock."""
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
 
 
 def never_compile(function: Callable[..., Any]) -> None:

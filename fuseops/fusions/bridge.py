@@ -1,6 +1,6 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -145,6 +145,7 @@ def run_backward(
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
 
     Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
+    What an op saved leaves `saved` as the op takes it, so that it lives no longer than it is read.
     """
     grads: list[Any] = [None] * seg.size
     for position, d in zip(seg.export_positions, dsides, strict=True):
@@ -156,7 +157,9 @@ def run_backward(
             if dy is None:
                 continue
             own, partly = saved[step.members[0]] or step.empty[0], False
+            saved[step.members[0]] = None
             results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
+            del own
         else:
             dside = {name: grads[position] for name, position in step.writes} or None
             if dy is None and (dside is None or all(d is None for d in dside.values())):
@@ -167,7 +170,7 @@ def run_backward(
             if step.later is None and not step.main:
                 results = _results(step, None, saved, dy, dside, once)
             else:  # what waits for backward_dw holds what this step saved, and no more
-                mine = {i: saved[i] for i in step.members}
+                mine = saved if step.later is None else {i: saved[i] for i in step.members}
                 run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
                 results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
         try:
@@ -200,8 +203,16 @@ def _results(
 ) -> Sequence[Grads]:
     """The Grads of every member of a step."""
     if step.kind == "op":
-        return (_op_bwd(step, saved[step.members[0]], dy, dside, once, out),)
+        return (_op_bwd(step, _taken(saved, step.members[0]), dy, dside, once, out),)
     return _fused_bwd(step, saved, dy, dside or {}, once, out)
+
+
+def _taken(saved: Saved, i: int) -> Any:
+    """What op i saved; the caller's list lets go of it."""
+    own = saved[i]
+    if type(saved) is list:
+        saved[i] = None
+    return own
 
 
 def _op_bwd(
@@ -226,12 +237,11 @@ def _fused_bwd(
     step: Step, saved: Saved, dy: Any, dside: dict[str, Any], once: Once, out: Any
 ) -> Sequence[Grads]:
     calls = _calls(step, once, out) if step.live else step.calls
-    if step.kind == "joint":
-        mine = saved[step.members[0]]
-    else:
-        mine = tuple(saved[i] or empty for i, empty in zip(step.members, step.empty, strict=True))
-    grads: Sequence[Grads] = step.target.bwd(mine, dy, calls, dside)
-    return grads
+    bwd: Callable[..., Sequence[Grads]] = step.target.bwd
+    if step.kind == "joint":  # no name here for what was saved: the op says when it goes
+        return bwd(_taken(saved, step.members[0]), dy, calls, dside)
+    mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
+    return bwd(tuple(mine), dy, calls, dside)
 
 
 # --- the Function --------------------------------------------------------------------------------------------------
@@ -277,6 +287,9 @@ class Node(torch.autograd.Function):
         tensors = ctx.saved_tensors
         saved = unpack(seg, ctx.rows, tensors)
         if not torch.is_grad_enabled():
+            del tensors
+            if live is not None:
+                torch_private.release_saved(ctx)
             return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
         with torch.no_grad():
             grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)

@@ -79,6 +79,7 @@ class Run:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
+        self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
         self.last: tuple[Glance, Entry] | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
@@ -112,14 +113,24 @@ class Run:
         entry = self._entry_of(x, side, tokens, live)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
+        self._check_shape(x)
         if plan is None:
-            self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
             misses = choose(entry.scan, reasons, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
+
+    def _check_shape(self, x: Tensor) -> None:
+        """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
+        shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        try:
+            if shape not in self.shapes:
+                self._through(0, len(self.ops), tuple(x.shape), x)
+                self.shapes.add(shape)
+        except TypeError:  # a symbolic size has no hash
+            self._through(0, len(self.ops), tuple(x.shape), x)
 
     def _entry_of(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
@@ -328,9 +339,16 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
         return _run(seg, x, env, live)
     except Exception as error:
         error.add_note(
-            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}"
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}{_others(seg, env)}"
         )
         raise
+
+
+def _others(seg: Segment, env: Mapping[str, Any]) -> str:
+    """What else a segment takes, in words."""
+    tensors = [(name, env.get(name)) for name in seg.reads]
+    tensors += [(f"{seg.names[i]}.{name}", getattr(seg.ops[i], name)) for i, name in seg.params]
+    return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
 
 
 def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fuseops.kernels.registry import PLAIN
 from fuseops.ops.names import SavedName
 from fuseops.recipes import Quantized
 
 from .segment import Segment
 
-PLAIN = frozenset({Tensor, nn.Parameter})
 Row = tuple[Any, ...]  # int slots, None, Const or Parts
 
 

@@ -386,3 +386,4 @@ def _run_alone(
 
 
 op_module.run_alone = _run_alone
+op_module.run_delayed = weight_grads.run_delayed

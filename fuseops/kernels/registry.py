@@ -172,7 +172,7 @@ class KernelOp(Generic[P, R]):
             return False
         grad, where = torch.is_grad_enabled(), first.device
         for value in (*args, *kwargs.values()) if kwargs else args:
-            plain = type(value) in _PLAIN
+            plain = type(value) in PLAIN
             if plain or isinstance(value, Tensor):
                 if value.dtype not in DTYPES or value.device != where:
                     return False
@@ -245,15 +245,15 @@ def arch_of(device: torch.device) -> int:
     return found
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
+PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 
 
-_ORDINARY = _PLAIN | {type(None), bool, int, float, str, torch.dtype}
+_ORDINARY = PLAIN | {type(None), bool, int, float, str, torch.dtype}
 
 
 def _none_fake(args: tuple[Any, ...]) -> bool:
     """Whether every tensor is one of torch's own types. Others are fake here: nothing else launches."""
-    return not any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in args)
+    return not any(isinstance(value, Tensor) and type(value) not in PLAIN for value in args)
 
 
 def _traced(args: tuple[Any, ...]) -> bool:
@@ -261,8 +261,7 @@ def _traced(args: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return any(
-        isinstance(t, Tensor)
-        and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
+        isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
 
