@@ -101,3 +101,20 @@ def test_the_activation_in_the_epilogue_equals_a_pass_over_h(name: str) -> None:
     for one, other in zip(*found, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 2**-8  # one rounding of a
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_writes_no_h_and_gives_the_same_y(name: str) -> None:
+    build, rows, args = MODELS[name]()
+    model, x = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    with configs.forced(EPILOGUE, {"EPILOGUE": 1}):
+        trained = model(x.requires_grad_(), *args).detach()
+        with torch.no_grad():
+            y = model(x, *args)  # also what the first call allocates for good
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            assert torch.equal(model(x, *args), y)
+            peak = torch.cuda.max_memory_allocated() - start
+    assert torch.equal(y, trained)
+    assert peak < 2 * ROWS * 2 * F or torch.cuda.get_device_capability() != (9, 0)

@@ -89,18 +89,19 @@ def launch_swiglu(
     tiles: Tensor,
     probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
     rows, n = (x if index is None else index).shape[0], weight.shape[1]
     key = (
         "swiglu", x.dtype, x.device, x.shape[1], x.stride(), weight.shape, (rows - 1).bit_length(),
-        probs is None, None if index is None else index.dtype,
+        probs is None, None if index is None else index.dtype, need_h,
         _misaligned(x, weight, probs, offs, tiles, index),
     )  # fmt: skip
-    plan = plan_of(key, lambda: _swiglu_plan(x, weight, offs, tiles, probs, index))
-    h = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    plan = plan_of(key, lambda: _swiglu_plan(x, weight, offs, tiles, probs, index, need_h))
+    h = torch.empty(rows if need_h else 0, n, dtype=x.dtype, device=x.device)
     a = torch.empty(rows, n // 2, dtype=x.dtype, device=x.device)
-    plan.run(x, weight, None, offs, tiles, index, h, a, probs)
+    plan.run(x, weight, None, offs, tiles, index, h if need_h else a, a, probs)
     return h, a
 
 
@@ -111,12 +112,15 @@ def _swiglu_plan(
     tiles: Tensor,
     probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> Plan:
     path = swiglu_path(x, weight, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not _misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None)
+    return _ring_plan(
+        path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
+    )
 
 
 def _mm_plan(
@@ -155,7 +159,7 @@ def _ring_plan(
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
-    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
+    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,
