@@ -29,6 +29,7 @@ import torch
 from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, split, wrong
 from torch import Tensor
 
+from fuseops import ops
 from fuseops.kernels import configs, grouped, grouped_paths, permute
 
 
@@ -195,39 +196,67 @@ def small_groups(span: float) -> dict[str, Any]:
     return found
 
 
-def host(rounds: int = 200) -> dict[str, Any]:
-    """Microseconds a call on the host, and in graph replay: 8 groups, 64 rows, 512 x 512."""
+def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
+    """Microseconds a call on the host, and in graph replay: 8 groups, 64 rows, 512 x 512.
+
+    layer: the table and the six GEMMs of an expert MLP, by GEMM; module: GroupedLinear, whose forward and
+    backward are the table and three GEMMs.
+    """
     offs = torch.full((8,), 8, device="cuda").cumsum(0).int()
     t = operands(8, 64, 512, 512, offs)
     x, w, dy = t["x"], t["w"], t["dy"]
     tiles = grouped.group_tiles(offs, 64)
+    module = ops.GroupedLinear(8, 512, 512, bias=False, device="cuda", dtype=x.dtype)
+    wanted = x.clone().requires_grad_()
+
+    def fwd() -> Tensor:
+        return grouped.grouped_mm(x, w, offs, tiles)
+
+    def dgrad() -> Tensor:
+        return grouped.grouped_mm(dy, w.transpose(1, 2), offs, tiles)
+
+    def wgrad() -> Tensor:
+        return grouped.grouped_wgrad(dy, x, offs, tiles)
+
+    def table() -> Tensor:
+        return grouped.group_tiles(offs, 64)
+
+    def layer() -> None:
+        table(), fwd(), fwd(), dgrad(), wgrad(), dgrad(), wgrad()
+
     calls: dict[str, Call] = {
-        "table": lambda: grouped.group_tiles(offs, 64),
-        "fwd": lambda: grouped.grouped_mm(x, w, offs, tiles),
-        "dgrad": lambda: grouped.grouped_mm(dy, w.transpose(1, 2), offs, tiles),
-        "wgrad": lambda: grouped.grouped_wgrad(dy, x, offs, tiles),
+        **{"table": table, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "layer": layer},
         "torch_fwd": peers("fwd", t, False)["torch"],
         "table_and_fwd": ours("fwd", t),
+        "module_fwd": measure.inference(lambda: module(x, offs=offs)),
+        "module_step": measure.training_step(
+            lambda: module(wanted, offs=offs), dy, [wanted, module.weight]
+        ),
     }
-    record: dict[str, Any] = {"host_us": {}, "graph_us": {}}
-    for name, call in calls.items():
-        for _ in range(10):
-            call()
-        spans = []
-        for _ in range(7):
+    spans: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(rounds):
+            for _ in range(repeat):
                 call()
-            spans.append((time.perf_counter() - start) / rounds * 1e6)
-        record["host_us"][name] = statistics.median(spans)
+            if number:  # the first round compiles
+                spans[name].append((time.perf_counter() - start) / repeat * 1e6)
+    record: dict[str, Any] = {
+        "host_us": {name: round(statistics.median(us), 2) for name, us in spans.items()},
+        "host_least_us": {name: round(min(us), 2) for name, us in spans.items()},
+        "graph_us": {},
+    }
+    for us in (record["host_us"], record["host_least_us"]):
+        us["layer"] = round(us["layer"] / 6, 2)
+    for name in ("table", "fwd", "dgrad", "wgrad", "torch_fwd", "table_and_fwd"):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(20):
-                call()
+                calls[name]()
         graph.replay()
-        record["graph_us"][name] = statistics.median(
-            elapsed_us(graph.replay) / 20 for _ in range(9)
+        record["graph_us"][name] = round(
+            statistics.median(elapsed_us(graph.replay) / 20 for _ in range(9)), 2
         )
     return record
 
@@ -271,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--only", default="", help="layers whose name contains this; or edges, gathered"
+        "--only", default="", help="layers whose name contains this; or edges, gathered, host"
     )
     parser.add_argument("--span", type=float, default=0.1, help="seconds a cell is timed")
     parser.add_argument("--shots", type=int, default=5, help="cool shots of uniform cells")

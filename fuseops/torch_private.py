@@ -83,6 +83,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+_expired: Any = torch.UntypedStorage._expired  # torch's own wrappers take thrice as long
+
+
 class WeakStorage:
     """A weak reference to a storage: its memory may go, its key is not given to another."""
 
@@ -92,7 +95,7 @@ class WeakStorage:
         self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
-        return bool(self._ref.expired())
+        return bool(_expired(self._ref.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         factory: Any = torch.UntypedStorage
@@ -103,6 +106,12 @@ class WeakStorage:
         """How many tensors (and others) hold the storage, not counting its Python object."""
         found = self.storage()
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
+
+
+def occupy_device(cycles: int) -> None:
+    """Have the current CUDA stream do nothing for so many cycles of its clock."""
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -313,3 +313,13 @@ def test_references_to_a_storage_are_counted() -> None:
     assert weak.holders() == 1
     del alias
     assert weak.expired() and weak.holders() == 0
+
+
+@pytest.mark.gpu
+def test_the_device_can_be_kept_busy() -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch_private.occupy_device(1_000_000)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) > 0.3  # ms, at up to 3 GHz

@@ -214,12 +214,16 @@ def compile_row(row: Row) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
-    return result | {
-        "regs": usage["REG"],
-        "stack": usage["STACK"],
-        "shared": compiled.metadata.shared,
-        "mma": mma,
-    } | ({"unsafe": unsafe[0]} if unsafe else {})
+    return (
+        result
+        | {
+            "regs": usage["REG"],
+            "stack": usage["STACK"],
+            "shared": compiled.metadata.shared,
+            "mma": mma,
+        }
+        | ({"unsafe": unsafe[0]} if unsafe else {})
+    )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -99,7 +99,7 @@ def grouped_swiglu(
     if index is not None and path != "gather":
         x, index = gather_rows.launcher(x, index, offs), None
     probs = None if probs is None else probs.contiguous()
-    return launch_swiglu(x, weight, offs.contiguous(), tiles, probs, index, need_h)
+    return launch_swiglu(x, weight, probs, offs.contiguous(), tiles, index, need_h)
 
 
 def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:

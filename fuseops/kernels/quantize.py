@@ -58,14 +58,8 @@ def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _column_square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Columnwise, alone or with the rowwise layout."""
-    if not _fits(dims, itemsize):
-        return [_square(16) | {"AGAIN": 0}]
-    return [_square(w) | {"AGAIN": a} for w in (8, 4, 16) for a in (0, 1)]
-
-
-def _tensor_both_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(8) if _fits(dims, itemsize) else _square(16)]
+    """Columnwise, alone or with the rowwise layout: four warps at a time, three times."""
+    return [_square(4) | {"maxnreg": 168} if _fits(dims, itemsize) else _square(16)]
 
 
 def _fits(dims: tuple[int, ...], itemsize: int) -> bool:
@@ -74,15 +68,20 @@ def _fits(dims: tuple[int, ...], itemsize: int) -> bool:
 
 
 def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64)| {"AGAIN": 0}, _square(4, 128, 32)| {"AGAIN": 0}]
+    return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
-def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64), _square(4, 128, 32), _square(8, 128, 128), _square(8, 128, 64)]
+def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(4, 128, 64), _square(8)]
 
 
-def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64)]
+def _column_amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Four warps hold 16 bytes a lane of one row, loads three or four steps ahead."""
+    n = pow2(dims[-1], most=2048 // itemsize)
+    return [
+        _square(4, 8, n) | {"STAGES": stages, "PER_SM": per_sm}
+        for stages, per_sm in ((4, 3), (3, 4), (5, 2))
+    ]
 
 
 def _amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -104,10 +103,10 @@ VECTORS = Space("quantize_vectors", _vector_candidates)
 SQUARES = Space("quantize_squares", _square_candidates)
 COLUMN_SQUARES = Space("quantize_column_squares", _column_square_candidates)
 COLUMN_BLOCKS = Space("quantize_column_blocks", _column_block_candidates)
-COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
-TENSOR_BOTH = Space("quantize_tensor_both", _tensor_both_candidates)
-COLUMNS = Space("quantize_columns", _transpose_candidates)
-GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates)
+COLUMN_AMAX = Space("column_amax", _column_amax_candidates)
+TENSOR_BOTH = Space("quantize_tensor_both", _column_candidates)
+COLUMNS = Space("quantize_columns", _column_candidates)
+GROUP_BLOCKS = Space("quantize_group_blocks", _column_block_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -241,7 +240,7 @@ def quantize_blocks(
     space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else COLUMN_SQUARES
     config = space.pick(rows, (n,), x)
     launch(
-        kernels.quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
+        device("quantize_columns").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
         x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form, SQUARE=block_rows == 128,
         ROW=layout == "both", ALIGN=_align(rows), **config,
     )  # fmt: skip
@@ -288,7 +287,7 @@ def quantize_group_blocks(
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
         POW2=pow2, ALIGN=_align(rows), LOG_E=(len(offs) - 1).bit_length(), **config,
     )  # fmt: skip
@@ -323,7 +322,7 @@ def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> Non
     both = one and bool(row.numel())
     config = (TENSOR_BOTH if both else COLUMNS).pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
+        device("quantize_columns").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
         x, inv, row, col, rows, n, x.stride(0),
         ONE=one, ROW=both, ALIGN=_align(rows), **chain(x.device)[1], **config,
     )  # fmt: skip

@@ -29,16 +29,12 @@ from fuseops.kernels.tiles import cdiv, pow2, require
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
-PROGRAMS = 512
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
-        {"PROGRAMS": p, "BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
-        for p, s, h, warps in (
-            (512, 64, 256, 4), (512, 128, 256, 4), (1024, 64, 256, 4), (1024, 128, 256, 4), (2048, 64, 128, 4), (2048, 128, 128, 4),
-            (2048, 64, 128, 2), (2048, 64, 128, 1), (2048, 32, 128, 2), (4096, 64, 64, 2), (4096, 64, 64, 4), (1024, 64, 256, 2),
-        )
+        {"PROGRAMS": programs, "BLOCK_S": s, "BLOCK_H": 256, "num_warps": warps}
+        for programs, s, warps in ((1024, 256, 1), (1024, 128, 1), (1024, 256, 2))
     ]
 
 
@@ -97,15 +93,15 @@ def route(
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
-            kernels.scan_kernel, (cdiv(num_experts, 8),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=8, num_warps=8 if programs > 512 else 4,
+            kernels.scan_kernel, (cdiv(num_experts, config.get("SCAN", 8)),), counts, total, programs, num_experts,
+            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=config.get("SCAN", 8), num_warps=8 if programs > 512 else 4,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (programs,),
         experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
         probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
         **(follows if counted else {"PDL": False}), BLOCK_E=block_e,
-        **{key: value for key, value in config.items() if key != "PROGRAMS"},
+        **{key: value for key, value in config.items() if key not in ("PROGRAMS", "SCAN")},
     )  # fmt: skip
     return offs, index, pos, probs
 

@@ -105,13 +105,15 @@ class Router(Op[RouterSaved]):
         self.reset_parameters()
 
     def _check(self) -> None:
+        if self.dim <= 0:
+            raise FuseOpsError(f"Router: dim must be positive, got {self.dim}.")
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(
                 f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
             )
         if self.score not in SCORES:
             raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
-        if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+        if not 1 <= self.top_groups <= self.groups or self.num_experts % self.groups:
             raise FuseOpsError(
                 f"Router: {self.top_groups} of {self.groups} groups of {self.num_experts} experts: groups must divide "
                 "the experts, and top_groups be 1 to groups."
@@ -155,8 +157,11 @@ class Router(Op[RouterSaved]):
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.tokens_per_expert is not None:
-            self.tokens_per_expert = fn(self.tokens_per_expert)
+        counted = self.tokens_per_expert
+        if counted is not None:
+            self.tokens_per_expert = fn(counted)
+            if counted.is_meta:  # `to_empty`: no state_dict will fill it
+                self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
         after = self.expert_bias
         if before is not None and after is not None and after.itemsize < before.itemsize:
             self.expert_bias = before.to(after.device)

@@ -322,3 +322,27 @@ def no_leftover_hooks() -> Iterator[None]:
     before = torch_private.top_saved_tensor_hooks()
     yield
     assert torch_private.top_saved_tensor_hooks() == before
+
+
+@pytest.mark.gpu
+def test_recorded_ops_do_not_carry_the_time_of_their_launch() -> None:
+    """A forward of short ops beside a long product: recorded by themselves, each took its launch."""
+    wide = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, device="cuda"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.mm(wide, wide)
+            for _ in range(20):
+                x = x * self.weight
+            return x
+
+    x = torch.ones(4, 8, device="cuda")
+    model = nn.Sequential(Short(), Short())
+    profile = record(Step(model, (x,), {}, layers_of(model, ("*",)), None, 1))
+    short = [op.seconds for op in profile.ops if "mul" in op.name]
+    assert len(short) >= 40 and sorted(short)[len(short) // 2] < 20e-6
+    assert sum(op.seconds for op in profile.ops if "mm" in op.name) > sum(short)

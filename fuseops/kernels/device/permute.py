@@ -56,12 +56,13 @@ def scatter_rows_kernel(
 @triton.jit(do_not_specialize=["R", "parts"])
 def gather_rows_kernel(
     x_ptr, index_ptr, offs_ptr, probs_ptr, y_ptr, R, N, E, parts, stride_x,
-    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, HINT: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program takes one of ``parts`` equal parts of one group, and its share of padding.
 
     Programs that run together take the same part of all groups. Where a group's rows are in order
-    of their tokens, these are the copies of the same tokens, which memory is read for once.
+    of their tokens, these are the copies of the same tokens, which memory is read for once: what is
+    written does not drive them out of L2.
     """
     num_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -81,7 +82,7 @@ def gather_rows_kernel(
         if SCALED:
             probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
             y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
-        tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask, eviction_policy=HINT)
+        tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask, eviction_policy="evict_first")
     store_zeros(y_ptr, used, R, N, program, parts * E, cols, BLOCK_R)
 
 
@@ -132,7 +133,9 @@ def combine_bwd_kernel(
             cols = start + tl.arange(0, BLOCK_N)
             at = cols[None, None, :]
             mask = here[:, None] & (cols < N)[None, :]
-            dy = tl.load(dy_ptr + (tokens * stride_dy)[:, None] + cols[None, :], mask=mask, other=0.0)
+            dy = tl.load(
+                dy_ptr + (tokens * stride_dy)[:, None] + cols[None, :], mask=mask, other=0.0
+            )
             dy = dy.to(tl.float32)[:, None, :]
             mask = kept[:, :, None] & (cols < N)[None, None, :]
             x = tl.load(x_ptr + (row * stride_x)[:, :, None] + at, mask=mask, other=0.0)
