@@ -22,6 +22,7 @@ def samples() -> dict[str, tuple]:
         "act_bwd": (dy, x, "swiglu"),
         "act_bwd_bias": (dy, x, "geglu"),
         "scaled_act_bwd": (dy, x, probs, "swiglu", True, True),
+        "act_dprobs": (dy, x, "swiglu"),
         "bias_fwd": (y, w),
         "bias_bwd": (y,),
         "grouped_bias_fwd": (y, bias, offs, probs),
