@@ -100,20 +100,22 @@ def launch_swiglu(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    need_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
     rows, n = x.shape[0] if index is None else index.numel(), weight.shape[1]
     where = places(x, weight, probs, offs, tiles, index)
     key = (
         "swiglu", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), probs is None, kind(offs),
-        way(index), rows_kind(rows), where[0],
+        way(index), rows_kind(rows), need_h, where[0],
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
-        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index)
-    h, a = x.new_empty(rows, n), x.new_empty(rows, n // 2)
-    where = *where, h.data_ptr(), a.data_ptr(), rows
-    plan(where, x, weight, None, offs, tiles, index, h, a, probs)
+        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index, need_h)
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    y = h if need_h else a
+    where = *where, y.data_ptr(), a.data_ptr(), rows
+    plan(where, x, weight, None, offs, tiles, index, y, a, probs)
     return h, a
 
 
@@ -124,12 +126,15 @@ def _swiglu_plan(
     tiles: Tensor,
     probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> Plan:
     path = swiglu_path(x, weight, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None)
+    return _ring_plan(
+        path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
+    )
 
 
 def _mm_plan(
@@ -169,7 +174,7 @@ def _ring_plan(
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
-    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
+    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,
