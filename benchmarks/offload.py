@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -39,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload_report import provenance, say, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fuseops as fo
 from fuseops import offload
 from fuseops.offload.lanes.devices import lanes_of
 from fuseops.offload.planning.hardware import Curve
@@ -52,13 +50,13 @@ from fuseops.offload.planning.simulate import DEFAULT
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
-START = time.perf_counter()
 GIB = 1 << 30
 LAYERS = "blocks.*"
 PEAKS = {"dense": "12.8,11,7,free", "moe": "free,link"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what the free bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
+LANES = ("compute", "d2h", "h2d")
 
 Row = dict[str, float]
 
@@ -110,11 +108,8 @@ class Bench:
             "recorded_peak_gib": self.above(free.before.peak),
             "free_at_55_gbs_gib": {k: p.bytes_of("offload") / GIB for k, p in carried.items()},
             "free_plan_gib": free.bytes_of("offload") / GIB,
-            "link_in_forward_gib": self.forward_seconds(free) * LINK * 1e9 / GIB,
+            "link_in_forward_gib": forward_seconds(free) * LINK * 1e9 / GIB,
         }
-
-    def forward_seconds(self, plan: OffloadPlan) -> float:
-        return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
 
     @contextlib.contextmanager
     def following(self, plan: OffloadPlan) -> Iterator[None]:
@@ -370,42 +365,8 @@ class Bench:
         return rest
 
 
-LANES = ("compute", "d2h", "h2d")
-
-
-def provenance(device: torch.device) -> dict[str, str]:
-    """When and with what a figure was measured."""
-    cuda = device.type == "cuda"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fuseops": fo.__version__,
-    }
-
-
-def say(what: str) -> None:
-    print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
-
-
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'quartiles':>16}{'peak':>7}{'moved':>7}"]
-    for way, row in found.items():
-        spread = "{:.4f}-{:.4f}".format(*row["quartiles"]) if "quartiles" in row else ""
-        lines.append(
-            f"{way:20}{row['ms']:9.2f}{row['host_ms']:8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
-            f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
-        )
-        if "predicted" in row:
-            guess = row["predicted"]
-            lines[-1] += (
-                f"  predicted {guess['peak_gib']:.2f} GiB ({row['peak_error']:+.4f}), "
-                f"{guess['ms']:.2f} ms ({row['time_error']:+.4f}), {guess['ratio']:.4f}; "
-                f"{len(guess['recomputed'])} recomputed; lower {row['lower_over_predicted']:.4f}, "
-                f"gone {row.get('gone_over_moved', 0):.4f}"
-            )
-    return "\n".join(lines)
+def forward_seconds(plan: OffloadPlan) -> float:
+    return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
 
 
 def main() -> int:
@@ -448,6 +409,7 @@ def main() -> int:
         "others": bench.others,
     }
     for part in args.parts.split(","):
+        bench.forget_gradients()
         try:
             for found in steps[part]():
                 write(part, found)
