@@ -101,8 +101,9 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     yield (
         "offload",
         f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
-        f"{size(after.host)} of host memory; the link carries {link} during the forward",
+        f"{size(after.host)} of host memory",
     )
+    yield "", f"the link carries {link} during the forward"
 
 
 def _carried(plan: Decided) -> str:
