@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fuseops.fusions.explain.layout import size
 from fuseops.torch_private import WeakStorage
 
 from .tokens import Item
@@ -109,16 +110,6 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: 1536 -> 1.5 KiB."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class Moves(Protocol):

@@ -127,7 +127,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     probability, where the probability is applied before the bias.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
     contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
-    delay_wgrad: the weight's gradient waits for `Sequential.backward_dw()`; the bias' does not.
+    delay_wgrad: the weight's gradient waits for `backward_dw()`, of the op or of a Sequential; the bias' does not.
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
     again, and counts it in `repacks`. torch.compile copies them in each call.

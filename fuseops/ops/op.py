@@ -177,6 +177,10 @@ class Op(nn.Module, Generic[S]):
         """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing."""
         return run_alone(self, *args, **side)
 
+    def backward_dw(self) -> int:
+        """Compute the gradients that `delays` has put off: see `Sequential.backward_dw`.   -> how many there were"""
+        return run_delayed(self)
+
     def parameter_names(self) -> tuple[str, ...]:
         """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
         names = []
@@ -282,6 +286,11 @@ class FusedOp:
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
+    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    raise NotImplementedError("import fuseops before calling an op")
+
+
+def run_delayed(module: nn.Module) -> int:
     """Bound by `fuseops.fusions`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 

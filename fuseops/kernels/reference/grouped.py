@@ -10,7 +10,7 @@ from .precision import wide
 def group_of_row(offs: Tensor, rows: int) -> Tensor:
     """Group index of every row; padding rows (at or beyond offs[-1]) get E.   -> (R,) int64"""
     row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
-    return torch.searchsorted(offs, row, right=True)
+    return torch.searchsorted(offs.contiguous(), row, right=True)
 
 
 def padding_mask(offs: Tensor, rows: int) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fuseops.fusions.explain.html import STYLE
+from fuseops.fusions.explain.layout import size
 from fuseops.offload.lanes.simulated import Level
-from fuseops.offload.report import size
 
 from .decided import Decided
 from .text import HEADER, facts, rows

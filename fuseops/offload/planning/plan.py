@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.explain.layout import size
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES
-from fuseops.offload.report import size
 from fuseops.offload.sizes import parse_bytes
 
 from . import html, text, trace

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fuseops.offload.report import size
+from fuseops.fusions.explain.layout import size
 
 from .decided import SCHEMA_VERSION, Decided, Planned
 
