@@ -28,7 +28,6 @@ import contextlib
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload_report import provenance, say, table
+from offload_report import GIB, Row, provenance, say, summary, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,15 +49,12 @@ from fuseops.offload.planning.simulate import DEFAULT
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
-GIB = 1 << 30
 LAYERS = "blocks.*"
 PEAKS = {"dense": "12.8,11,7,free", "moe": "free,link"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what the free bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
 LANES = ("compute", "d2h", "h2d")
-
-Row = dict[str, float]
 
 
 class Bench:
@@ -190,7 +186,10 @@ class Bench:
             for way in ways[turn:] + ways[:turn]:
                 found[way].append(self.visit(way, steps))
             number += 1
-            yield {way: self.summary(way, found) for way in ways}
+            yield {
+                way: summary(found[way], found["nothing"], self.plans.get(way), self.base)
+                for way in ways
+            }
 
     def warm_up(self) -> None:
         """Twice each: compiled kernels, the order of layers, pinned memory."""
@@ -318,52 +317,6 @@ class Bench:
         with scope():
             yield found | {"save_on_cpu": self.timed(1)}
 
-    # --- what came of it
-
-    def summary(self, way: str, rounds: dict[str, list[Row]]) -> dict[str, Any]:
-        mine, base = rounds[way], rounds["nothing"]
-        ratios = sorted(a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False))
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        found: dict[str, Any] = {
-            "rounds": len(mine),
-            "ratio": statistics.median(ratios),
-            "quartiles": [quartiles[0], quartiles[2]],
-            **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
-            "peak_gib": max(r["peak_gib"] for r in mine),
-            "resident_gib": mine[-1]["resident_gib"],
-        }
-        if way in self.plans:
-            found |= self.beside_plan(self.plans[way], found, mine[-1], base[-1])
-        return found
-
-    def beside_plan(
-        self, plan: OffloadPlan, found: dict[str, Any], mine: Row, base: Row
-    ) -> dict[str, Any]:
-        """What was predicted, and how near it came."""
-        before, after = plan.before, plan.after
-        lower = base["peak_gib"] - found["peak_gib"]
-        rest = {
-            "moved_gib": mine["moved_gib"],
-            "predicted": {
-                "before_gib": self.above(before.peak),
-                "peak_gib": self.above(after.peak),
-                "ms": after.seconds * 1e3,
-                "ratio": after.seconds / before.seconds,
-                "stall_ms": after.stall * 1e3,
-                "lag": plan.settings.lag,
-                "offload_gib": plan.bytes_of("offload") / GIB,
-                "recomputed": list(plan.recomputed),
-                "warnings": list(plan.warnings),
-            },
-            "lower_over_predicted": lower * GIB / max(before.peak - after.peak, 1),
-            "peak_error": found["peak_gib"] * GIB / max(after.peak - self.base, 1) - 1,
-            "time_error": found["ms"] / 1e3 / after.seconds - 1,
-            "schedule": dict(self.scheduler.report().schedule),
-        }
-        if mine["moved_gib"] and not plan.recomputed:
-            rest["gone_over_moved"] = lower / mine["moved_gib"]
-        return rest
-
 
 def forward_seconds(plan: OffloadPlan) -> float:
     return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
@@ -418,6 +371,7 @@ def main() -> int:
         if part in record:
             shown = table(record[part]) if part in ("rounds", "others") else record[part]
         say(f"{part}\n{shown if part in record else record[f'{part} failed']}")
+        write("schedule", dict(bench.scheduler.report().schedule))  # of all steps so far
     equal = record.get("exact", {}).values()
     return 0 if all(all(e.values()) if isinstance(e, dict) else e for e in equal) else 1
 
