@@ -237,3 +237,11 @@ def test_one_row_of_nan_stays_one_row(op: type[Op[Any]], data: st.DataObject) ->
     case.x[0] = float("nan")
     torch.manual_seed(0)
     assert torch.equal(y_of(case)[1:], before[1:])
+
+
+def test_an_op_without_fwd_says_so() -> None:
+    class Empty(fo.Op):
+        pass
+
+    with pytest.raises(fo.FuseOpsError, match=r"Empty defines no fwd"):
+        fo.Sequential(Empty())(torch.ones(2))

@@ -112,6 +112,8 @@ def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
         out: Out = step.target.fwd(x, members, calls, step.keep)
     else:
         out = step.target.fwd(x, members, calls)
+        if type(out) is not Out or out.saved is None or len(out.saved) != len(members):
+            raise checks.wrong_saved(step, out)
     return out
 
 

@@ -5,7 +5,7 @@ from types import CodeType
 from typing import Any
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import Grads
+from fuseops.ops.op import Grads, Out
 
 from .segment import Segment, Step
 
@@ -37,6 +37,15 @@ def bare_tensor(step: Step) -> FuseOpsError:
     return FuseOpsError(
         f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
         f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
+    )
+
+
+def wrong_saved(step: Step, out: Any) -> FuseOpsError:
+    fwd = f"{type(step.target).__name__}.fwd"
+    given = type(out).__name__ if not isinstance(out, Out) else f"saved={type(out.saved).__name__}"
+    return FuseOpsError(
+        f"{fwd} of a forward rule gave {given}; it must return Out(y, saved=(...)) with the Saved of each of its "
+        f"{len(step.members)} members."
     )
 
 
