@@ -11,13 +11,15 @@ sizes loses a third of the bandwidth. Small shapes: microseconds a call, eager o
 replay. A case whose results differ from its reference is reported as wrong, without times.
 ``--tune`` first writes the fastest configurations of this GPU to the user's cache; ``--warm 0/4`` only
 compiles every fourth case, so that four processes fill the compilers' caches. ``launch_us`` is what a
-graph takes for a kernel that does nothing: the floor of the tiny ones (route, router, one a launch).
+graph takes for a kernel that does nothing; the floor of a case is the copy, and one of these for each
+launch beyond the first: that of route and the router is made of little else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -31,9 +33,14 @@ from memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
 from fuseops.kernels import configs
+from fuseops.kernels.launch import recording
+from fuseops.kernels.registry import arch_of
 
-SMALL_ROWS = (64, 1024)
-SMALL_CASES = ("swiglu_fwd", "scaled_swiglu_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize_rows")
+SMALL_ROWS = (64, 256, 1024)
+SMALL_CASES = (
+    "swiglu_fwd", "scaled_swiglu_bwd", "bias_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize_rows",
+    "quantize_tensor", "quantize_1x128_both",
+)  # fmt: skip
 FOOTPRINT = 400 << 20
 
 
@@ -103,7 +110,14 @@ def round_robin(replays: dict[str, Replay], rounds: int) -> dict[str, list[float
     return times
 
 
-def bandwidth(case: Case, rows: int, n: int, rounds: int) -> dict[str, Any]:
+def launches(case: Case, args: tuple) -> int:
+    """How many kernels a call launches."""
+    with recording(arch_of(torch.device("cuda", 0))) as recorder:
+        case.op.launcher(*args)
+    return len(recorder.launches)
+
+
+def bandwidth(case: Case, rows: int, n: int, rounds: int, launch_us: float) -> dict[str, Any]:
     """One case at one shape: microseconds of every candidate and the share of copy bandwidth."""
     first = (*case.make(rows, n), *case.tail)
     problem = wrong(case, first)
@@ -139,12 +153,17 @@ def bandwidth(case: Case, rows: int, n: int, rounds: int) -> dict[str, Any]:
         if ours and peer in times and medians[peer] < quartiles["fuseops"][0]
     ]
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
+    kernels = launches(case, first)
+    floor = medians["copy"] + (kernels - 1) * launch_us
     return record | {
         "bytes": nbytes,
+        "launches": kernels,
         "us": {name: round(us, 2) for name, us in medians.items()},
         "quartiles_us": {name: [round(v, 2) for v in q] for name, q in quartiles.items()},
         "gb_s": ours and round(nbytes / ours / 1e3),
         "share_of_copy": ours and round(medians["copy"] / ours, 3),
+        "share_of_floor": ours and round(floor / ours, 3),
+        "bar": 0.75 if case.name.endswith("_both") else 0.9,
         "faster_peers": faster,
         "absent": absent,
     }
@@ -208,6 +227,20 @@ def tune(case: Case, rows: int, n: int) -> dict[str, Any]:
     return configs.tune(lambda: case.op(*sets[0]), time_us)
 
 
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """What is wrong, below its bar, or slower than a peer."""
+    cells = {f"{r['case']} {r['rows']}x{r['columns']}": r for r in report["bandwidth"]}
+    timed = {name: r for name, r in cells.items() if "us" in r}
+    shares = {name: r["share_of_copy"] or 0.0 for name, r in timed.items()}
+    return {
+        "cells": len(cells),
+        "wrong": {name: r["wrong"] for name, r in cells.items() if "wrong" in r},
+        "below_bar": {n: s for n, s in shares.items() if s < timed[n]["bar"]},
+        "faster_peers": {name: r["faster_peers"] for name, r in timed.items() if r["faster_peers"]},
+        "skipped": len(report["skipped"]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("memory_bound.json"))
@@ -234,29 +267,34 @@ def main() -> None:
             torch.cuda.empty_cache()
         return
     report: dict[str, Any] = {
-        "environment": measure.environment(), "launch_us": launch_us(), "bandwidth": [], "small": [],
-        "tuned": {},
+        "environment": measure.environment(), "launch_us": launch_us(), "summary": {}, "skipped": [],
+        "bandwidth": [], "small": [], "tuned": {},
     }  # fmt: skip
-    work: list[tuple] = [(tune, report["tuned"], *cell) for cell in large if options.tune]
-    work += [(bandwidth, report["bandwidth"], *cell) for cell in large]
-    work += [(small, report["small"], *cell) for cell in few]
-    for timed, place, case, shape in work:
+    timed = functools.partial(bandwidth, rounds=options.rounds, launch_us=report["launch_us"])
+    work: list[tuple] = [("tuned", tune, *cell) for cell in large if options.tune]
+    work += [("bandwidth", timed, *cell) for cell in large] + [
+        ("small", small, *cell) for cell in few
+    ]
+    for place, cell, case, shape in work:
         if time.perf_counter() - begun > options.budget:
-            report.setdefault("skipped", []).append([timed.__name__, case.name, *shape])
+            report["skipped"].append([place, case.name, *shape])
             continue
         torch.compiler.reset()
-        if timed is tune:
-            place.update(tune(case, *shape))
+        result = cell(case, *shape)
+        if place == "tuned":
+            report[place].update(result)
         else:
-            place.append(timed(case, *shape, *((options.rounds,) if timed is bandwidth else ())))
-            print(json.dumps(place[-1]), flush=True)
+            report[place].append(result)
+            print(json.dumps(result), flush=True)
         torch.cuda.empty_cache()
         save(report, options.out)
     save(report, options.out)
+    print(f"{time.perf_counter() - begun:.0f} s", json.dumps(report["summary"]))
 
 
 def save(report: dict[str, Any], out: Path) -> None:
     """After each case: a run that is cut off leaves what it has."""
+    report["summary"] = summary(report)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,10 +1,12 @@
 """The kernel tests under compute-sanitizer: out-of-bounds accesses and races on shared memory.
 
-    python benchmarks/sanitize.py --out benchmarks/results/sanitize_h200.json [--jobs 8] [--seconds 600]
+    python benchmarks/sanitize.py --out benchmarks/results/sanitize_h200.json [--jobs 10] [--only norm]
 
-Every test file runs once under memcheck and once under racecheck. torch's caching allocator is off, so
-that every tensor is an allocation of its own whose ends memcheck knows; what needs the allocator
-(graphs) or large tensors is left out. What the sanitizer prints is kept beside the JSON.
+Every test file runs once under memcheck and once under racecheck, small files together, since a
+process takes longer to start than they do. torch's caching allocator is off, so that every tensor is
+an allocation of its own whose ends memcheck knows; what needs the allocator (graphs) or large tensors
+is left out. With ``--only`` other runs of an older report of the same environment are kept. What the
+sanitizer prints is kept beside the JSON.
 """
 
 from __future__ import annotations
@@ -27,18 +29,14 @@ import torch
 from fuseops.kernels import configs
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [
-    "on_device",
-    "quantize",
-    "quantize_groups",
-    "activation",
-    "bias",
-    "norm",
-    "permute",
-    "router",
-    "routing",
-    "casts",
-]
+FILES = {
+    "on_device": ["on_device"],
+    "quantize_groups": ["quantize_groups"],
+    "quantize": ["quantize", "casts"],
+    "norm": ["norm", "bias", "activation"],
+    "permute": ["permute", "router", "routing"],
+}
+"""Test files of one process; the longest first."""
 LEFT_OUT = "not graph and not two_to_the_31 and not many_copies"
 SUMMARY = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
@@ -47,16 +45,17 @@ SUMMARY = {
 TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
-def run(tool: str, file: str, logs: Path, deadline: float, examples: int) -> dict[str, Any]:
-    """One test file under one tool: how many tests passed, what the tool found."""
-    record: dict[str, Any] = {"tool": tool, "tests": f"tests/kernels/test_{file}.py"}
+def run(tool: str, group: str, logs: Path, deadline: float, examples: int) -> dict[str, Any]:
+    """One group of test files under one tool: how many tests passed, what the tool found."""
+    files = [f"tests/kernels/test_{file}.py" for file in FILES[group]]
+    record: dict[str, Any] = {"tool": tool, "group": group, "tests": files}
     seconds = deadline - time.monotonic()
     if seconds < 1:
         return record | {"finished": False}
-    tests = ["-m", "gpu", "-k", LEFT_OUT, "-q", record["tests"]]
+    tests = ["-m", "gpu", "-k", LEFT_OUT, "-q", *files]
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     command = [TOOL, "--tool", tool, sys.executable, "-m", "pytest", *tests, *plugins]
-    log = logs / f"{tool}_{file}.log"
+    log = logs / f"{tool}_{group}.log"
     begun = time.monotonic()
     with log.open("w") as out:
         try:
@@ -81,27 +80,39 @@ def run(tool: str, file: str, logs: Path, deadline: float, examples: int) -> dic
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=600.0, help="for all of it together")
     parser.add_argument("--examples", type=int, default=10, help="of each property")
-    parser.add_argument("--only", default="", help="test files whose name contains this")
+    parser.add_argument("--only", nargs="*", default=list(FILES), choices=FILES)
     options = parser.parse_args()
     logs = options.out.with_suffix("")
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
-    work = [(tool, file) for file in FILES if options.only in file for tool in SUMMARY]
-    report: dict[str, Any] = {
-        "environment": environment(), "examples": options.examples, "clean": False, "runs": []
-    }  # fmt: skip
+    work = [(tool, group) for group in FILES if group in options.only for tool in SUMMARY]
+    head = {"environment": environment(), "examples": options.examples}
+    runs = earlier(options.out, head)
+
+    def save() -> bool:
+        clean = [r.get("found") == 0 == r.get("exit_status") for r in runs.values()]
+        done = all(clean) and len(runs) == len(FILES) * len(SUMMARY)
+        text = json.dumps({**head, "clean": done, "runs": list(runs.values())}, indent=1)
+        options.out.write_text(text + "\n")
+        return done
+
     with ThreadPoolExecutor(options.jobs) as pool:
         for record in pool.map(lambda pair: run(*pair, logs, deadline, options.examples), work):
-            report["runs"].append(record)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+            runs[record["tool"], record["group"]] = record
+            save()
             print(json.dumps(record), flush=True)
-    report["clean"] = all(r.get("found") == 0 == r.get("exit_status") for r in report["runs"])
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print("clean" if report["clean"] else "NOT clean")
-    return 0 if report["clean"] else 1
+    print("clean" if save() else "NOT clean")
+    return 0 if save() else 1
+
+
+def earlier(path: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What an older report of the same head has, by tool and group."""
+    report = json.loads(path.read_text()) if path.exists() else {}
+    same = all(report.get(key) == value for key, value in head.items())
+    return {(r["tool"], r["group"]): r for r in report["runs"]} if same else {}
 
 
 def environment() -> dict[str, Any]:

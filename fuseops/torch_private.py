@@ -22,6 +22,11 @@ def top_saved_tensor_hooks() -> tuple[object, object] | None:
     return pair
 
 
+def release_saved(ctx: Any) -> None:
+    """In a backward: have the node let go of its saved tensors now, where the graph is not retained."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def pop_saved_tensor_hooks() -> None:
     """Take the innermost pair off this thread's stack."""
     torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -104,6 +104,36 @@ def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
     assert torch_private.top_saved_tensor_hooks() is None
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_node_lets_go_of_what_it_saved_unless_the_graph_is_retained(retain: bool) -> None:
+    expired: list[bool] = []
+
+    class Releasing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            h = x + 1
+            ctx.save_for_backward(h)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            (h,) = ctx.saved_tensors
+            weak = torch_private.WeakStorage(h.untyped_storage())
+            torch_private.release_saved(ctx)
+            del h
+            expired.append(weak.expired())
+            return 2 * dy
+
+    y = Releasing.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=retain)
+    assert expired == [not retain]
+    if retain:
+        y.backward()
+        assert expired == [False, True]
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
 def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
     def first(t: Any) -> Any:
         return t

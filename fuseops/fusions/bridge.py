@@ -1,6 +1,6 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
 from . import checks, second_order, weight_grads
+from .key import autocast_dtype
 from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
 from .traced import TABLE
@@ -50,9 +51,18 @@ def run_forward(
     saved: list[Any] = [None] * len(seg.ops)
     entered: list[torch.dtype | None] = [None] * len(seg.ops)
     for step in seg.forward:
-        entered[step.members[0]] = x.dtype
+        first = step.members[0]
+        entered[first] = x.dtype
         if shapes is not None:
-            shapes.x[step.members[0]] = x.shape
+            shapes.x[first] = x.shape
+        if step.plain:  # most are: no call between here and there
+            keywords = {name: t[position] for name, position in step.args[0]}
+            out = step.target.fwd(x, **keywords, **step.keywords)
+            if type(out) is not Out:
+                out = _bare(step, out)
+            saved[first] = out.saved
+            x = out.y
+            continue
         if step.cast is not None:
             x = x.to(step.cast)
         if step.form is not None and quantize:
@@ -67,10 +77,8 @@ def run_forward(
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
-                if not step.pure and step.target.Saved._fields:
-                    raise checks.bare_tensor(step)
-                out = Out(out)
-            saved[step.members[0]] = _inputs_saved(step, x, keywords) if step.pure else out.saved
+                out = _bare(step, out)
+            saved[first] = _inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, scratch)
             for i, member in zip(
@@ -84,6 +92,13 @@ def run_forward(
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
     return x, saved, entered
+
+
+def _bare(step: Step, y: Any) -> Out:
+    """The Out that a bare tensor stands for."""
+    if not step.pure and step.target.Saved._fields:
+        raise checks.bare_tensor(step)
+    return Out(y)
 
 
 def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
@@ -132,26 +147,32 @@ def run_backward(
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
 
     Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
+    What an op saved leaves `saved` as the op takes it, so that it lives no longer than it is read.
     """
     grads: list[Any] = [None] * seg.size
     for position, d in zip(seg.export_positions, dsides, strict=True):
         grads[position] = d
     for step in seg.backward:
-        dside = {name: grads[position] for name, position in step.writes} if step.writes else None
-        if dy is None and (dside is None or all(d is None for d in dside.values())):
-            continue
-        partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
-        if step.form is not None and dy is not None:
-            dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
-        if step.plain:  # most are: no call between here and there
-            own = saved[step.members[0]] or step.empty[0]
+        if step.plain:
+            if dy is None:
+                continue
+            own, partly = saved[step.members[0]] or step.empty[0], False
+            saved[step.members[0]] = None
             results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
-        elif step.later is None and not step.main:
-            results = _results(step, None, saved, dy, dside, scratch)
-        else:  # what waits for backward_dw holds what this step saved, and no more
-            mine = {i: saved[i] for i in step.members}
-            run = partial(_results, saved=mine, dy=dy, dside=dside, scratch=scratch)
-            results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
+            del own
+        else:
+            dside = {name: grads[position] for name, position in step.writes} or None
+            if dy is None and (dside is None or all(d is None for d in dside.values())):
+                continue
+            partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
+            if step.form is not None and dy is not None:
+                dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
+            if step.later is None and not step.main:
+                results = _results(step, None, saved, dy, dside, scratch)
+            else:  # what waits for backward_dw holds what this step saved, and no more
+                mine = saved if step.later is None else {i: saved[i] for i in step.members}
+                run = partial(_results, saved=mine, dy=dy, dside=dside, scratch=scratch)
+                results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
         try:
             for member, name, position in step.params:
                 grads[position] = results[member].params[name]  # type: ignore[index]
@@ -180,8 +201,16 @@ def _results(
 ) -> Sequence[Grads]:
     """The Grads of every member of a step."""
     if step.kind == "op":
-        return (_op_bwd(step, saved[step.members[0]], dy, dside, scratch, out),)
+        return (_op_bwd(step, _taken(saved, step.members[0]), dy, dside, scratch, out),)
     return _fused_bwd(step, saved, dy, dside or {}, scratch, out)
+
+
+def _taken(saved: Saved, i: int) -> Any:
+    """What op i saved; the caller's list lets go of it."""
+    own = saved[i]
+    if type(saved) is list:
+        saved[i] = None
+    return own
 
 
 def _op_bwd(
@@ -206,12 +235,11 @@ def _fused_bwd(
     step: Step, saved: Saved, dy: Any, dside: dict[str, Any], scratch: Any, out: Any
 ) -> Sequence[Grads]:
     calls = _calls(step, scratch, out) if step.live else step.calls
-    if step.kind == "joint":
-        mine = saved[step.members[0]]
-    else:
-        mine = tuple(saved[i] or empty for i, empty in zip(step.members, step.empty, strict=True))
-    grads: Sequence[Grads] = step.target.bwd(mine, dy, calls, dside)
-    return grads
+    bwd: Callable[..., Sequence[Grads]] = step.target.bwd
+    if step.kind == "joint":  # no name here for what was saved: the op says when it goes
+        return bwd(_taken(saved, step.members[0]), dy, calls, dside)
+    mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
+    return bwd(tuple(mine), dy, calls, dside)
 
 
 def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: Any) -> Grads:
@@ -292,6 +320,9 @@ class Node(torch.autograd.Function):
         tensors = ctx.saved_tensors
         saved = unpack(seg, ctx.rows, tensors)
         if not torch.is_grad_enabled():
+            del tensors
+            if live is not None:
+                torch_private.release_saved(ctx)
             return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
         with torch.no_grad():
             grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
@@ -316,13 +347,6 @@ def _backward_in(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
         )
         raise
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 _apply = torch_private.direct_apply(Node)

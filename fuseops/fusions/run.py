@@ -7,6 +7,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from .bridge import Live, describe
 from .build import RunPlan, build
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
+from .key import Asked, Glance, Key, Tokens, key_of
 from .rule import Conditions, Place
 from .segment import Segment
 from .tables import TABLES
@@ -32,23 +34,7 @@ from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
 
-Tokens = tuple[int, int, int]  # process, model, scopes
 RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
-
-
-class Key(NamedTuple):
-    """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
-
-    ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
-    tokens: Tokens
-    live: tuple[str, ...]  # side names read after the run, or returned
-    dtype: torch.dtype
-    device: torch.device
-    x_needs: bool
-    x_class: type
-    autocast: torch.dtype | None
-    compiling: bool
 
 
 class Entry(NamedTuple):
@@ -78,26 +64,6 @@ def opaque_reason(op: Op[Any]) -> str | None:
     return None
 
 
-def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
-    own = op.__dict__
-    registered = own["_parameters"]
-    facts = [op.__class__, own["training"], op.alias]
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        facts.append("hooks")
-    if "forward" in own or "fwd" in own or "bwd" in own:
-        facts.append("a method of its own")
-    for name in parameters:
-        p = registered[name] if name in registered else op.sample(name)
-        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
-    return tuple(facts)
-
-
 class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
@@ -113,6 +79,7 @@ class Run:
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
+        self.last: tuple[Glance, Entry] | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
@@ -134,37 +101,15 @@ class Run:
                     )
                 written.add(w)
         self.reads, self.writes = tuple(reads), frozenset(written)
+        self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
-
-    def key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Key:
-        """The key of this call."""
-        grad = torch.is_grad_enabled()
-        kind = x.device.type
-        return Key(
-            tuple(
-                [
-                    op_facts(op, wanted, grad)
-                    for op, wanted in zip(self.ops, self.parameter_names, strict=True)
-                ]
-            ),
-            tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in self.reads]),
-            tokens,
-            live,
-            x.dtype,
-            x.device,
-            grad and x.requires_grad,
-            x.__class__,
-            None if x.dtype is torch.float64 else bridge.autocast_dtype(kind),  # torch's own rule
-            torch.compiler.is_compiling(),
-        )
 
     def plan(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
-        key = self.key(x, side, tokens, live)
-        entry = self.entries.get(key) or self.entry(key)
+        entry = self._entry_of(x, side, tokens, live)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         self._check_shape(x)
@@ -185,6 +130,19 @@ class Run:
                 self.shapes.add(shape)
         except TypeError:  # a symbolic size has no hash
             self._through(0, len(self.ops), tuple(x.shape), x)
+
+    def _entry_of(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> Entry:
+        """The entry of this call. Most are calls like the one before, which takes no key to tell."""
+        if self.last is not None and self.last[0].fits(x, side, tokens, live):
+            return self.last[1]
+        key = key_of(self.asked, x, side, tokens, live)
+        entry = self.entries.get(key) or self.entry(key)
+        self.last = None
+        with suppress(KeyError):
+            self.last = Glance(self.asked, key), entry
+        return entry
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -332,7 +290,7 @@ class Run:
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
-        key = tuple(self.key(x, env, tokens, live))
+        key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:
             x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)

@@ -17,7 +17,8 @@ from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
 from . import traced, weight_grads
-from .run import Run, Tokens
+from .key import Tokens
+from .run import Run
 from .sides import check_input, check_returns, described, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has

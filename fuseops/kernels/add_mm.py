@@ -24,15 +24,21 @@ from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
-MAX_K = 128
+MAX_K = 512
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": pow2(dims[0], least=16), "num_warps": 4}
-    return [
-        {"SPLITS": splits, "STAGES": stages, **tile} for splits, stages in ((2, 4), (2, 3), (4, 3))
-    ]
+    """All of K lies in one tile: the more experts, the smaller the others."""
+    k = pow2(dims[0], least=16)
+    if k <= 128:
+        tiles = [(2, 64, 64, 4), (2, 64, 64, 3), (4, 64, 64, 3)]
+    elif k <= 256:
+        tiles = [(2, 64, 64, 2), (2, 64, 32, 4)]
+    else:
+        tiles = [(2, 32, 32, 2), (4, 32, 32, 2)]
+    names = "SPLITS", "BLOCK_M", "BLOCK_N", "STAGES"
+    return [{**dict(zip(names, tile, strict=True)), "BLOCK_K": k, "num_warps": 4} for tile in tiles]
 
 
 ADD_MM = Space("add_mm", _candidates)
@@ -40,7 +46,7 @@ ADD_MM = Space("add_mm", _candidates)
 
 def _cases() -> Iterator[tuple[Any, ...]]:
     for dtype in HALVES:
-        for experts in (8, 64, 128) if dtype is torch.bfloat16 else (128,):
+        for experts in (8, 64, 128, 256, 384) if dtype is torch.bfloat16 else (128,):
             add = torch.empty(8192, 4096, dtype=dtype, device="meta")
             x = torch.empty(8192, experts, device="meta")
             yield add, x, torch.empty(experts, 4096, dtype=dtype, device="meta")

@@ -19,6 +19,7 @@ import inspect
 import json
 import multiprocessing
 import random
+import re
 import subprocess
 import tempfile
 import textwrap
@@ -211,13 +212,18 @@ def compile_row(row: Row) -> dict[str, Any]:
     compiled = triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
+    unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
-    return result | {
-        "regs": usage["REG"],
-        "stack": usage["STACK"],
-        "shared": compiled.metadata.shared,
-        "mma": mma,
-    }
+    return (
+        result
+        | {
+            "regs": usage["REG"],
+            "stack": usage["STACK"],
+            "shared": compiled.metadata.shared,
+            "mma": mma,
+        }
+        | ({"unsafe": unsafe[0]} if unsafe else {})
+    )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -241,6 +247,8 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
         return None
     if result["shared"] > SHARED_LIMIT[row.arch]:
         return f"needs {result['shared']} bytes of shared memory of {SHARED_LIMIT[row.arch]}"
+    if "unsafe" in result:
+        return f"converts to FP8 without saturation: {result['unsafe']}"
     if result["stack"] > SPILLS_ALLOWED.get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"
     return None

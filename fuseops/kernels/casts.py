@@ -56,7 +56,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     config = CAST.pick(rows, (n,), x)
     launch(
         device("casts").cast_kernel, tiles.tile_grid(rows, n, config),
-        x2, y, rows, n, x2.stride(0), LIMIT=_limit(dtype), **config,
+        x2, y, rows, n, x2.stride(0), **config,
     )  # fmt: skip
     return y
 
@@ -81,7 +81,7 @@ def cast_transpose(x: Tensor, dtype: torch.dtype, layout: str = "both") -> tuple
     config = TRANSPOSE.pick(rows, (n,), x)
     launch(
         device("casts").cast_transpose_kernel, (*tiles.tile_grid(rows, n, config), batch),
-        x3, row, col, rows, n, x3.stride(0), x3.stride(1), LIMIT=_limit(dtype),
+        x3, row, col, rows, n, x3.stride(0), x3.stride(1),
         ROW=layout != "col", COL=layout != "row", ALIGN=16 if rows % 16 == 0 else 1, **config,
     )  # fmt: skip
     return row, col
@@ -104,7 +104,3 @@ def _check(x: Tensor, dtype: torch.dtype) -> None:
         require(
             given in DTYPES, f"{name} is {given}, expected one of {', '.join(map(str, DTYPES))}."
         )
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max if dtype in FORMATS else 0.0

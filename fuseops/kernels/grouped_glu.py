@@ -93,7 +93,7 @@ def grouped_swiglu(
     if index is not None and path != "gather":
         x, index = gather_rows.launcher(x, index, offs), None
     probs = None if probs is None else probs.contiguous()
-    return launch_swiglu(x, weight, offs.contiguous(), tiles, probs, index)
+    return launch_swiglu(x, weight, probs, offs.contiguous(), tiles, index)
 
 
 def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:

@@ -8,8 +8,9 @@ Repaired, in triton 3.6 to 3.9:
   operands are decoded exactly and products are summed in float32 (float32 operands are not rounded
   to tf32);
 * integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
-  (hardware: the number);
-* loop bounds fail under numpy >= 2.4 in 3.6.
+  (hardware: the number), and those along an axis warn where all are NaN;
+* loop bounds fail under numpy >= 2.4 in 3.6;
+* ``tl.sort`` takes seconds: its exclusive ors along an axis go element by element.
 Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
 first.
 """
@@ -41,6 +42,8 @@ def install() -> None:
     builder.create_dot_scaled = _dot_scaled
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    tri.ReduceOps.apply_impl = functools.partialmethod(_reduce, original=tri.ReduceOps.apply_impl)
+    tri.ReduceOps.min_max = functools.partialmethod(_min_max, original=tri.ReduceOps.min_max)
     tri.TritonSemantic.dot_scaled = functools.partialmethod(
         _semantic_dot_scaled, original=tri.TritonSemantic.dot_scaled
     )
@@ -97,6 +100,20 @@ def _fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any, *, origina
     if narrows and rounding_mode not in (None, tri._ir.ROUNDING_MODE.RTNE):
         return original(self, src, dst_type, rounding_mode)
     return _cast(self, src, dst_type)
+
+
+def _reduce(self: Any, values: Any, *, original: Any) -> Any:
+    if self.combine_fn is not tl.standard._xor_combine:
+        return original(self, values)
+    data = np.bitwise_xor.reduce(values[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+    return self.to_tensor(data, values[0].dtype)
+
+
+def _min_max(
+    self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None, *, original: Any
+) -> Any:
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+    return original(self, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _dot(

@@ -28,7 +28,8 @@ from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
-MAX_K = 64
+MAX_BLOCK_K = 16
+"""How many of a token's K rows the kernels take at once: all of them, up to this many."""
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -42,7 +43,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
-    k, width = pow2(dims[0]), pow2(dims[-1])
+    k, width = pow2(dims[0], most=64), pow2(dims[-1])
     choices = []
     for total, warps, stages in ((2048, 4, 1), (4096, 8, 1), (4096, 8, 2)):
         n = min(width, max(total // k, 32), 1024)
@@ -52,7 +53,18 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 SCATTER = Space("scatter_rows", _candidates)
-GATHER = Space("gather_rows", _candidates)
+
+
+def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """As many rows as a program takes at once, a fourth more than it has: groups differ in size."""
+    n = pow2(dims[-1], most=1024 if itemsize == 4 else 2048)
+    return [
+        {"BLOCK_R": max(total // n, 1), "BLOCK_N": n, "num_warps": 4}
+        for total in (4096, 8192, 2048)
+    ]
+
+
+GATHER = Space("gather_rows", _gather_candidates)
 COMBINE = Space("combine_fwd", _candidates)
 COMBINE_BWD = Space("combine_bwd", _bwd_candidates)
 
@@ -104,7 +116,7 @@ def scatter_rows(
     launch(
         device("permute").scatter_rows_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
-        len(x), rows, n, len(offs), blocks, x2.stride(0), K=k, SCALED=probs is not None, **config,
+        len(x), rows, n, len(offs), blocks, x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
 
@@ -118,7 +130,8 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     rows, n = len(index), x.shape[1]
     y = x.new_empty(rows, n)
     config = GATHER.pick(rows, (n,), x)
-    parts = cdiv(rows, config["BLOCK_R"] * len(offs))
+    block_r = config["BLOCK_R"]
+    parts = cdiv(rows, len(offs) * (block_r - block_r // 4))
     launch(
         device("permute").gather_rows_kernel, (parts * len(offs) * cdiv(n, config["BLOCK_N"]),),
         x2, index.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
@@ -138,7 +151,7 @@ def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = Non
     launch(
         device("permute").combine_fwd_kernel, tiles.tile_grid(tokens, n, config),
         x2, pos.contiguous(), offs.contiguous(), x2 if probs is None else probs.contiguous(), y,
-        tokens, len(x), n, len(offs), x2.stride(0), K=k, SCALED=probs is not None, **config,
+        tokens, len(x), n, len(offs), x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
 
@@ -161,7 +174,7 @@ def combine_bwd(
         device("permute").combine_bwd_kernel, (max(cdiv(len(dy), config["BLOCK_R"]), 1),),
         dy2, x2, pos.contiguous(), offs.contiguous(), probs.contiguous(), dx, dprobs,
         len(dy), rows, n, len(offs), dy2.stride(0), x2.stride(0),
-        K=k, BLOCK_K=pow2(k), **config,
+        K=k, BLOCK_K=pow2(k, most=64), **config,
     )  # fmt: skip
     return dx, dprobs
 
@@ -171,11 +184,16 @@ def _checked(x: Tensor, name: str) -> Tensor:
     return as_rows(x)
 
 
+def _form(k: int) -> dict[str, int]:
+    """K, which is compiled into the kernels, and how many of the rows they take at once."""
+    return {"K": k, "BLOCK_K": k if k <= MAX_BLOCK_K else MAX_BLOCK_K // 2}
+
+
 def _check_pos(pos: Tensor, tokens: int | None) -> int:
-    """K, which is compiled into the kernels."""
+    """K."""
     fits = pos.dim() == 2 and (tokens is None or len(pos) == tokens)
     require(fits, f"pos is {tuple(pos.shape)}, expected ({'T' if tokens is None else tokens}, K).")
-    require(1 <= pos.shape[1] <= MAX_K, f"K is {pos.shape[1]}, expected 1 to {MAX_K}.")
+    require(pos.shape[1] > 0, "K is 0, expected at least 1.")
     return pos.shape[1]
 
 

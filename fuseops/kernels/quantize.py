@@ -58,12 +58,8 @@ def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _column_square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Columnwise, alone or with the rowwise layout."""
-    return [_square(4) if _fits(dims, itemsize) else _square(16)]
-
-
-def _tensor_both_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(8) if _fits(dims, itemsize) else _square(16)]
+    """Columnwise, alone or with the rowwise layout: four warps at a time, three times."""
+    return [_square(4) | {"maxnreg": 168} if _fits(dims, itemsize) else _square(16)]
 
 
 def _fits(dims: tuple[int, ...], itemsize: int) -> bool:
@@ -75,12 +71,17 @@ def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Confi
     return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
-def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return _column_block_candidates(dims, itemsize)[::-1]
+def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_square(4, 128, 64), _square(8)]
 
 
-def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64)]
+def _column_amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Four warps hold 16 bytes a lane of one row, loads three or four steps ahead."""
+    n = pow2(dims[-1], most=2048 // itemsize)
+    return [
+        _square(4, 8, n) | {"STAGES": stages, "PER_SM": per_sm}
+        for stages, per_sm in ((4, 3), (3, 4), (5, 2))
+    ]
 
 
 def _amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -102,10 +103,10 @@ VECTORS = Space("quantize_vectors", _vector_candidates)
 SQUARES = Space("quantize_squares", _square_candidates)
 COLUMN_SQUARES = Space("quantize_column_squares", _column_square_candidates)
 COLUMN_BLOCKS = Space("quantize_column_blocks", _column_block_candidates)
-COLUMN_AMAX = Space("column_amax", tiles.column_candidates, tiles.column_default)
-TENSOR_BOTH = Space("quantize_tensor_both", _tensor_both_candidates)
-COLUMNS = Space("quantize_columns", _transpose_candidates)
-GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates)
+COLUMN_AMAX = Space("column_amax", _column_amax_candidates)
+TENSOR_BOTH = Space("quantize_tensor_both", _column_candidates)
+COLUMNS = Space("quantize_columns", _column_candidates)
+GROUP_BLOCKS = Space("quantize_group_blocks", _column_block_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -171,7 +172,7 @@ def quantize_tensor(
         config = TENSOR.pick(rows, (n,), x)
         launch(
             device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
-            x, inv, row, rows, n, x.stride(0), LIMIT=_limit(dtype), **then, **config,
+            x, inv, row, rows, n, x.stride(0), **then, **config,
         )  # fmt: skip
     else:
         _columns(x, inv, row, col, one=True)
@@ -223,21 +224,25 @@ def quantize_blocks(
         dtype=torch.float32,
     )
     form = {"LIMIT": _limit(dtype), "POW2": pow2}
-    if (block_rows, layout) == (1, "row"):
-        config = VECTORS.pick(rows, (n,), x)
+    kernels = device("quantize")
+    if layout == "row":
+        space, kernel = (
+            (VECTORS, kernels.quantize_vectors_kernel)
+            if block_rows == 1
+            else (SQUARES, kernels.quantize_squares_kernel)
+        )
+        config = space.pick(rows, (n,), x)
         launch(
-            device("quantize").quantize_vectors_kernel, tiles.tile_grid(rows, n, config),
+            kernel, tiles.tile_grid(rows, n, config),
             x, row, row_scale, rows, n, x.stride(0), **form, **config,
         )  # fmt: skip
         return row, col, row_scale, col_scale
-    space = SQUARES if layout == "row" else COLUMN_SQUARES
-    if (block_rows, layout) == (1, "col"):
-        space = COLUMN_BLOCKS
+    space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else COLUMN_SQUARES
     config = space.pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
+        device("quantize_columns").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
         x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form, SQUARE=block_rows == 128,
-        ROW=layout != "col", COL=layout != "row", ALIGN=_align(rows), **config,
+        ROW=layout == "both", ALIGN=_align(rows), **config,
     )  # fmt: skip
     return row, col, row_scale, col_scale
 
@@ -252,11 +257,11 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
     scale = x.new_empty(n, dtype=torch.float32)
     config = dict(COLUMN_AMAX.pick(rows, (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
-    splits, each = tiles.row_splits(rows, blocks, config, x)
+    splits, _ = tiles.row_splits(rows, blocks, config, x)
     partial = x.new_empty(splits, n, dtype=torch.float32)
     launch(
         device("quantize").column_amax_kernel, (blocks, splits),
-        x, partial, rows, n, each, x.stride(0), **chain(x.device)[0], **config,
+        x, partial, rows, n, x.stride(0), **chain(x.device)[0], **config,
     )  # fmt: skip
     inv = _scales(partial, scale, torch.empty_like(scale), splits, n, dtype, pow2)
     _columns(x, inv, scale, col, one=False)
@@ -282,9 +287,9 @@ def quantize_group_blocks(
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
-        POW2=pow2, ALIGN=_align(rows), BLOCK_E=tiles.pow2(len(offs)), **config,
+        POW2=pow2, ALIGN=_align(rows), LOG_E=(len(offs) - 1).bit_length(), **config,
     )  # fmt: skip
     return col, scale
 
@@ -317,9 +322,9 @@ def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> Non
     both = one and bool(row.numel())
     config = (TENSOR_BOTH if both else COLUMNS).pick(rows, (n,), x)
     launch(
-        device("quantize").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
+        device("quantize_columns").quantize_columns_kernel, tiles.tile_grid(rows, n, config),
         x, inv, row, col, rows, n, x.stride(0),
-        LIMIT=_limit(col.dtype), ONE=one, ROW=both, ALIGN=_align(rows), **chain(x.device)[1], **config,
+        ONE=one, ROW=both, ALIGN=_align(rows), **chain(x.device)[1], **config,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def router_fwd(
         logits, logits if bias is None else bias.contiguous(), weights, chosen, scores,
         tokens, experts, logits.stride(0), float(scale), K=k, SOFTMAX=score == "softmax",
         NORMALIZE=normalize, BIASED=bias is not None, NEED_SCORES=need_scores,
-        BLOCK_K=pow2(k), BLOCK_E=pow2(experts), **config,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
     )  # fmt: skip
     return weights, chosen, scores
 

@@ -29,13 +29,12 @@ from fuseops.kernels.tiles import cdiv, pow2, require
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
-PROGRAMS = 512
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
-        {"BLOCK_S": s, "BLOCK_H": h, "num_warps": warps}
-        for s, h, warps in ((64, 256, 4), (128, 256, 4))
+        {"PROGRAMS": programs, "BLOCK_S": s, "BLOCK_H": 256, "num_warps": warps}
+        for programs, s, warps in ((1024, 256, 1), (1024, 128, 1), (1024, 256, 2))
     ]
 
 
@@ -94,14 +93,15 @@ def route(
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
-            kernels.scan_kernel, (cdiv(num_experts, 8),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(PROGRAMS), BLOCK_E=8, num_warps=4,
+            kernels.scan_kernel, (cdiv(num_experts, config.get("SCAN", 8)),), counts, total, programs, num_experts,
+            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=config.get("SCAN", 8), num_warps=8 if programs > 512 else 4,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (programs,),
         experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
         probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
-        **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
+        **(follows if counted else {"PDL": False}), BLOCK_E=block_e,
+        **{key: value for key, value in config.items() if key not in ("PROGRAMS", "SCAN")},
     )  # fmt: skip
     return offs, index, pos, probs
 
@@ -135,7 +135,7 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
 def _chunks(rows: int, num_experts: int, config: Config) -> tuple[int, int, int]:
     """(copies of a chunk, chunks, BLOCK_E)"""
     block_h = config["BLOCK_H"]
-    chunk = cdiv(cdiv(rows, PROGRAMS), block_h) * block_h or block_h
+    chunk = cdiv(cdiv(rows, config["PROGRAMS"]), block_h) * block_h or block_h
     return chunk, max(cdiv(rows, chunk), 1), pow2(num_experts + 1, least=16)
 
 

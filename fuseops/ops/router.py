@@ -37,7 +37,7 @@ class RouterSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
-    load: Tensor | None  # (E,): f_e, where there is a balance loss
+    load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
 
 
 class Router(Op[RouterSaved]):
@@ -213,10 +213,9 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        balances = self.balance_loss is not None
         if chosen is None and self.groups == 1:
-            weights, experts, scores = K.router_fwd(
-                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, balances
+            weights, experts, _ = K.router_fwd(
+                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias
             )
         else:
             scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
@@ -224,10 +223,10 @@ class Router(Op[RouterSaved]):
                 self._limited(scores, expert_bias) if chosen is None else self._given(x, chosen)
             )
             weights = self._weights(scores, experts)
-        load = self._load(experts, logits.dtype) if balances else None
+        load = K.expert_counts(experts, self.num_experts) if self.balance_loss is not None else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
-            side["router_loss"] = self._loss(logits, scores, load)
+            side["router_loss"] = K.router_loss(logits, load, *self._losses)
         if self._chosen_suffice and "logits" in call.keep:
             logits = logits.gather(-1, experts.long())
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
@@ -263,22 +262,10 @@ class Router(Op[RouterSaved]):
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.scale
 
-    def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """f_e: the share of the copies that each expert gets.   (E,)"""
-        return K.expert_counts(experts, self.num_experts).to(dtype) / max(experts.numel(), 1)
-
-    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor | None) -> Tensor:
-        tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
-        if self.balance_loss is not None and load is not None:
-            mean = self._shares(scores).sum(0) / tokens
-            loss = loss + self.balance_loss * self.num_experts * (load * mean).sum()
-        if self.z_loss is not None:
-            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
-        return loss
-
-    def _shares(self, scores: Tensor) -> Tensor:
-        """p: scores that sum to one."""
-        return scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
+    @property
+    def _losses(self) -> tuple[int, str, float, float]:
+        """What the kernels of the losses are told."""
+        return self.top_k, self.score, self.balance_loss or 0.0, self.z_loss or 0.0
 
     # --- backward
 
@@ -308,32 +295,18 @@ class Router(Op[RouterSaved]):
         dweights, dloss = dside["weights"], dside.get("router_loss")
         if dweights is None:
             dweights = torch.zeros_like(experts, dtype=logits.dtype)
-        if dloss is not None:
-            dloss = dloss.to(logits.dtype)
         form = self.score, self.normalize, self.scale
         if self._chosen_suffice:
             own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
             chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
             zeros = logits.new_zeros(len(logits), self.num_experts)
             return zeros.scatter(-1, experts.long(), chosen)
-        dscores = self._dscores(logits, load, dloss)  # type: ignore[arg-type]
-        dlogits = K.router_bwd(dweights, logits, experts, *form, dscores)
-        if dloss is None or self.z_loss is None:
-            return dlogits
-        slope = 2 * self.z_loss / max(logits.shape[0], 1) * logits.logsumexp(-1, keepdim=True)
-        return dlogits + dloss * slope * logits.softmax(-1)
-
-    def _dscores(self, logits: Tensor, load: Tensor, dloss: Tensor | None) -> Tensor | None:
-        """The balance loss' gradient of the scores, (T, E)."""
-        if dloss is None or self.balance_loss is None:
-            return None
-        slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
-        dshares = (dloss * slope * load).expand_as(logits)
-        if self.score == "softmax":
-            return dshares
-        scores = logits.sigmoid()
-        total = scores.sum(-1, keepdim=True) + TINY
-        return (dshares - (dshares * scores).sum(-1, keepdim=True) / total) / total
+        dlogits = K.router_bwd(dweights, logits, experts, *form)
+        return (
+            dlogits
+            if dloss is None
+            else K.router_loss_bwd(dlogits, logits, load, dloss, *self._losses)
+        )
 
 
 def _top(key: Tensor, k: int) -> Tensor:

@@ -29,6 +29,12 @@ def test_no_row_ships_with_a_problem():
         assert aot.problem_of(aot.Row(row["op"], kernel, "", arch, "", None), row) is None, key
 
 
+def test_a_conversion_that_does_not_saturate_may_not_ship():
+    row = aot.Row("op", "kernel", "variant", 90, "new", None)
+    result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "unsafe": "cvt.rn.e4m3x2.f32"}
+    assert "without saturation" in aot.problem_of(row, result)
+
+
 def test_changed_missing_and_unused_rows_are_named():
     row = aot.Row("op", "kernel", "variant", 90, "new", None)
     table = {row.key: {"hash": "old"}, "gone": {"hash": ""}}

@@ -14,7 +14,7 @@ from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TOKENS = st.sampled_from([0, 1, 2, 7, 33, 65])
-TOP_K = st.sampled_from([1, 2, 3, 8])
+TOP_K = st.sampled_from([1, 2, 3, 8, 17, 70])
 
 
 def routed(tokens, top_k, seed, lost=False, experts=5, padding=0):

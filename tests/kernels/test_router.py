@@ -10,6 +10,8 @@ from laws import DTYPES, SEEDS, assert_matches, few, reference, run, tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import router as k
+from fuseops.kernels import router_losses as losses_k
+from fuseops.kernels.routing import expert_counts
 
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
@@ -22,7 +24,12 @@ SCORE = st.sampled_from(k.SCORES)
 
 
 def logits_of(tokens, experts, dtype, seed, values, strided):
-    """``ties``: few distinct values, zeros of both signs and masked experts among them."""
+    """``ties``: few distinct values, zeros of both signs and masked experts among them; ``close``:
+    all differ, by the last bits of float32.
+    """
+    if values == "close":
+        bits = torch.ones(tokens, experts, dtype=torch.int32).cumsum(1)
+        return (1 + bits[:, torch.randperm(experts)] * 2**-23).to(dtype)
     if values != "ties":
         return tensor((tokens, experts), dtype, values, seed, strided)
     g = torch.Generator().manual_seed(seed)
@@ -35,7 +42,7 @@ def logits_of(tokens, experts, dtype, seed, values, strided):
     SIZES,
     DTYPES,
     SEEDS,
-    st.sampled_from(["normal", "large", "ties", "nonfinite"]),
+    st.sampled_from(["normal", "large", "ties", "close", "nonfinite"]),
     SCORE,
     st.booleans(),
     st.booleans(),
@@ -98,6 +105,37 @@ def test_twins_are_autograd(score, normalize):
     torch.testing.assert_close(got_scores.double(), scores.detach(), rtol=1e-5, atol=1e-6)
     got = k.router_bwd.twin(dw, logits, experts, score, normalize, 2.5, ds)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+
+
+LOSSES = st.sampled_from([(0.5, 0.25), (0.5, 0.0), (None, 0.25)])
+
+
+@given(TOKENS, SIZES, SEEDS, SCORE, LOSSES, st.booleans())
+@few
+def test_losses(tokens, sizes, seed, score, losses, strided):
+    (experts, top_k), (balance, z) = sizes, losses
+    x = tensor((tokens, experts), torch.float32, "normal", seed, strided)
+    chosen = k.router_fwd.twin(x, top_k, score)[1]
+    counts = None if balance is None else expert_counts.twin(chosen, experts)
+    args = counts, top_k, score, balance or 0.0, z
+    loss = assert_matches(losses_k.router_loss, x, *args, sums=True)
+    assert torch.equal(loss, run(losses_k.router_loss, x, *args))
+    d = tensor((tokens, experts), torch.float32, "normal", seed + 1)
+    dloss = torch.tensor(-1.5)
+    assert_matches(losses_k.router_loss_bwd, d, x, counts, dloss, *args[1:], sums=True)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("score", k.SCORES)
+def test_the_twin_of_the_losses_gradient_is_autograd(score, balanced):
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    counts = torch.randint(0, 9, (12,), dtype=torch.int32) if balanced else None
+    args = 3, score, 0.5 * balanced, 0.25
+    loss = losses_k.router_loss.twin(x, counts, *args)
+    (want,) = torch.autograd.grad(2 * loss, x)
+    d, dloss = torch.randn(9, 12, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    got = losses_k.router_loss_bwd.twin(d, x.detach(), counts, dloss, *args)
+    torch.testing.assert_close(got - d, want, rtol=1e-9, atol=1e-12)
 
 
 def test_more_experts_than_a_program_holds_run_the_twin():

@@ -7,7 +7,7 @@ Numerics: every GEMM and activation rounds as the op alone does; `a` of the back
 of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +25,9 @@ from fuseops.torch_private import is_fake
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
+Rows = tuple[
+    Tensor | None, Tensor | None
+]  # a tensor, and the index of its rows: None for all, in order
 WEIGHT = frozenset({"weight"})
 
 
@@ -96,7 +99,9 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        return self.gradients(saved, dy, calls)
+        rest, h = without_h(saved)
+        del saved
+        return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -156,12 +161,19 @@ class GroupedMLP(FusedOp):
     def gradients(
         self,
         s: GroupedMLPSaved,
+        held: list[Tensor | None],
         dy: Tensor,
         calls: tuple[Call, ...],
-        x_index: Tensor | None = None,
+        source: Callable[[int], Rows],
         dy_index: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] = lambda dx: dx,
     ) -> tuple[Grads, Grads, Grads]:
-        """Of fc1, the activation and fc2: what their calls need, and no work for anything else."""
+        """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
+
+        held: h, which is taken out. source: the rows of x, for a product of that many features. finish: what becomes
+        of dx (R, D). h goes before the gradients of weights are made, and the rows of dx before the last of them:
+        there the peak would be.
+        """
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
@@ -169,22 +181,29 @@ class GroupedMLP(FusedOp):
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
-        da, h, a, dh, dprobs = above.x, s.h, None, None, None
+        da, h, a, dh, dprobs = above.x, held.pop(), None, None, None
         above = above._replace(x=None)
         if h is None and (da is not None or "weight" in last.needs):
-            h = self.hidden(s, first, x_index)
+            x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
+            h = self.hidden(s._replace(x=x), first, x_index)
+            del x
         if da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
-            del da  # before the gradients of the weights, which are the peak
+            del da
+        if "weight" in last.needs and a is None:
+            a = self.activation(h, s.probs)  # type: ignore[arg-type]
+        del h
         if "weight" in last.needs:
-            a = self.activation(h, s.probs) if a is None else a  # type: ignore[arg-type]
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
         if dh is not None:
-            if "weight" in first.needs:
-                dw1 = _weight(fc1._replace(x=s.x), dh, first, x_index, None)
             below = grouped_linear_bwd(fc1, dh, _without_weight(first))
+            if below.x is not None:
+                below = below._replace(x=finish(below.x))
+            if "weight" in first.needs:
+                x, x_index = source(dh.shape[1])
+                dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
@@ -208,6 +227,11 @@ class GroupedMLP(FusedOp):
             da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
+
+
+def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | None]]:
+    """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
+    return saved._replace(h=None), [saved.h]
 
 
 def _without_weight(call: Call) -> Call:

@@ -3,15 +3,11 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.quantize import saturate
-
 
 @triton.jit
-def converted(x, y_ptr, LIMIT: tl.constexpr):
-    """x as y's type; LIMIT is the range of an FP8 type, 0 for others."""
-    if LIMIT > 0:
-        x = saturate(x.to(tl.float32), LIMIT)
-    elif x.dtype != y_ptr.dtype.element_ty:
+def converted(x, y_ptr):
+    """x as y's type. Conversions to FP8 saturate."""
+    if x.dtype != y_ptr.dtype.element_ty:
         x = x.to(tl.float32)
     return x.to(y_ptr.dtype.element_ty)
 
@@ -19,7 +15,7 @@ def converted(x, y_ptr, LIMIT: tl.constexpr):
 @triton.jit(do_not_specialize=["R"])
 def cast_kernel(
     x_ptr, y_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -27,13 +23,13 @@ def cast_kernel(
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < R)[:, None] & (cols < N)
     x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask)
-    tl.store(y_ptr + (rows * N)[:, None] + cols, converted(x, y_ptr, LIMIT), mask=mask)
+    tl.store(y_ptr + (rows * N)[:, None] + cols, converted(x, y_ptr), mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
 def cast_transpose_kernel(
     x_ptr, row_ptr, col_ptr, R, N, stride_b, stride_x,
-    LIMIT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ALIGN: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of one matrix of the batch, into both layouts. ALIGN divides R."""
@@ -47,7 +43,7 @@ def cast_transpose_kernel(
     x = tl.load(
         x_ptr + batch * stride_b + (rows * stride_x)[:, None] + cols[None, :], mask=mask, other=0.0
     )
-    y = converted(x, row_ptr, LIMIT)
+    y = converted(x, row_ptr)
     if ROW:
         tl.store(row_ptr + (batch * R + rows)[:, None] * N + cols[None, :], y, mask=mask)
     if COL:

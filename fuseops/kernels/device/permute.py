@@ -11,6 +11,13 @@ def rows_used(offs_ptr, E, R):
 
 
 @triton.jit
+def row_of(pos_ptr, tokens, k, here, used, K: tl.constexpr):
+    """(row of the k-th copy of each token, whether there is one)"""
+    row = tl.load(pos_ptr + tokens * K + k, mask=here & (k < K), other=-1).to(tl.int64)
+    return row, (row >= 0) & (row < used)
+
+
+@triton.jit
 def store_zeros(y_ptr, first, R, N, block, blocks, cols, BLOCK_R: tl.constexpr):
     """Zeros into these columns of rows first to R, shared by ``blocks`` programs."""
     for start in range(first + block * BLOCK_R, R, blocks * BLOCK_R):
@@ -22,7 +29,7 @@ def store_zeros(y_ptr, first, R, N, block, blocks, cols, BLOCK_R: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "R", "blocks"])
 def scatter_rows_kernel(
     x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, blocks, stride_x,
-    K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program reads a tile of tokens once and writes it K times, then its share of padding."""
     pid = tl.program_id(0)
@@ -35,14 +42,14 @@ def scatter_rows_kernel(
     x = tl.load(
         x_ptr + (tokens * stride_x)[:, None] + cols, mask=here[:, None] & (cols < N), other=0.0
     )
-    for k in tl.static_range(K):
-        row = tl.load(pos_ptr + tokens * K + k, mask=here, other=-1).to(tl.int64)
-        kept = (row >= 0) & (row < used)
-        y = x
-        if SCALED:
-            probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
-            y = (x.to(tl.float32) * probs[:, None]).to(x.dtype)
-        tl.store(y_ptr + (row * N)[:, None] + cols, y, mask=kept[:, None] & (cols < N))
+    for first in range(0, K, BLOCK_K):
+        for j in tl.static_range(BLOCK_K):
+            row, kept = row_of(pos_ptr, tokens, first + j, here, used, K)
+            y = x
+            if SCALED:
+                probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
+                y = (x.to(tl.float32) * probs[:, None]).to(x.dtype)
+            tl.store(y_ptr + (row * N)[:, None] + cols, y, mask=kept[:, None] & (cols < N))
     store_zeros(y_ptr, used, R, N, block, blocks, cols, BLOCK_R)
 
 
@@ -54,7 +61,8 @@ def gather_rows_kernel(
     """A program takes one of ``parts`` equal parts of one group, and its share of padding.
 
     Programs that run together take the same part of all groups. Where a group's rows are in order
-    of their tokens, these are the copies of the same tokens, which memory is read for once.
+    of their tokens, these are the copies of the same tokens, which memory is read for once: what is
+    written does not drive them out of L2.
     """
     num_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -74,14 +82,14 @@ def gather_rows_kernel(
         if SCALED:
             probs = tl.load(probs_ptr + rows, mask=kept, other=0.0)
             y = (y.to(tl.float32) * probs[:, None]).to(y.dtype)
-        tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask)
+        tl.store(y_ptr + (rows * N)[:, None] + cols, y, mask=mask, eviction_policy="evict_first")
     store_zeros(y_ptr, used, R, N, program, parts * E, cols, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["T", "R"])
 def combine_fwd_kernel(
     x_ptr, pos_ptr, offs_ptr, probs_ptr, y_ptr, T, R, N, E, stride_x,
-    K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The K rows of a token are added in the order of k."""
     pid = tl.program_id(0)
@@ -91,14 +99,15 @@ def combine_fwd_kernel(
     here = tokens < T
     used = rows_used(offs_ptr, E, R)
     total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(pos_ptr + tokens * K + k, mask=here, other=-1).to(tl.int64)
-        kept = (row >= 0) & (row < used)
-        mask = kept[:, None] & (cols < N)
-        x = tl.load(x_ptr + (row * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        if SCALED:
-            x *= tl.load(probs_ptr + row, mask=kept, other=0.0)[:, None]
-        total += x
+    for first in range(0, K, BLOCK_K):
+        for j in tl.static_range(BLOCK_K):
+            row, kept = row_of(pos_ptr, tokens, first + j, here, used, K)
+            mask = kept[:, None] & (cols < N)
+            x = tl.load(x_ptr + (row * stride_x)[:, None] + cols, mask=mask, other=0.0)
+            x = x.to(tl.float32)
+            if SCALED:
+                x *= tl.load(probs_ptr + row, mask=kept, other=0.0)[:, None]
+            total += x
     y = total.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (tokens * N)[:, None] + cols, y, mask=here[:, None] & (cols < N))
 
@@ -113,30 +122,27 @@ def combine_bwd_kernel(
     """A program owns whole tokens and their K rows, so that dprobs is one sum in a fixed order."""
     pid = tl.program_id(0)
     tokens = pid.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    k = tl.arange(0, BLOCK_K)
     here = tokens < T
     used = rows_used(offs_ptr, E, R)
-    row = tl.load(
-        pos_ptr + (tokens * K)[:, None] + k[None, :],
-        mask=here[:, None] & (k < K)[None, :],
-        other=-1,
-    ).to(tl.int64)
-    kept = (row >= 0) & (row < used)
-    probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
-    dot = tl.zeros((BLOCK_R, BLOCK_K, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_N)
-        dy = tl.load(
-            dy_ptr + (tokens * stride_dy)[:, None] + cols[None, :],
-            mask=here[:, None] & (cols < N)[None, :], other=0.0,
-        ).to(tl.float32)[:, None, :]  # fmt: skip
-        mask = kept[:, :, None] & (cols < N)[None, None, :]
-        at = cols[None, None, :]
-        x = tl.load(x_ptr + (row * stride_x)[:, :, None] + at, mask=mask, other=0.0).to(tl.float32)
-        dx = (dy * probs[:, :, None]).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + (row * N)[:, :, None] + at, dx, mask=mask)
-        dot += dy * x
-    tl.store(dprobs_ptr + row, tl.sum(dot, axis=2), mask=kept)
+    for first in range(0, K, BLOCK_K):
+        k = (first + tl.arange(0, BLOCK_K))[None, :]
+        row, kept = row_of(pos_ptr, tokens[:, None], k, here[:, None], used, K)
+        probs = tl.load(probs_ptr + row, mask=kept, other=0.0)
+        dot = tl.zeros((BLOCK_R, BLOCK_K, BLOCK_N), dtype=tl.float32)
+        for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_N)
+            at = cols[None, None, :]
+            mask = here[:, None] & (cols < N)[None, :]
+            dy = tl.load(
+                dy_ptr + (tokens * stride_dy)[:, None] + cols[None, :], mask=mask, other=0.0
+            )
+            dy = dy.to(tl.float32)[:, None, :]
+            mask = kept[:, :, None] & (cols < N)[None, None, :]
+            x = tl.load(x_ptr + (row * stride_x)[:, :, None] + at, mask=mask, other=0.0)
+            dx = (dy * probs[:, :, None]).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + (row * N)[:, :, None] + at, dx, mask=mask)
+            dot += dy * x.to(tl.float32)
+        tl.store(dprobs_ptr + row, tl.sum(dot, axis=2), mask=kept)
     step = tl.num_programs(0) * BLOCK_R
     for first in range(used + pid * BLOCK_R, R, step):  # padding rows have no gradient
         rows = (first + tl.arange(0, BLOCK_R)).to(tl.int64)

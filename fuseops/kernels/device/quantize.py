@@ -1,4 +1,4 @@
-"""Kernels of fuseops.kernels.quantize."""
+"""Kernels of fuseops.kernels.quantize: amaxes, scales and rowwise layouts."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,12 @@ import triton.language as tl
 from fuseops.kernels.device.reduce import after_launch, before_launch
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-PADDING: tl.constexpr = tl.constexpr(16)
-"""Rows of zeros that a program stores at once: more would cost the registers of its main work."""
 
 
 @triton.jit
-def magnitude(x):
-    """|x| for an amax: NaN does not count (the larger of NaN and 0 is 0)."""
-    return tl.maximum(tl.abs(x), 0.0)
+def amax_of(x, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN does not count (the larger of NaN and 0 is 0)."""
+    return tl.maximum(tl.max(tl.abs(x.to(tl.float32)), axis=axis), 0.0)
 
 
 @triton.jit
@@ -39,15 +37,20 @@ def vector_scales(amax, LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def saturate(x, LIMIT: tl.constexpr):
-    """x within the finite range of the format; NaN stays NaN."""
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+def widened(x):
+    """x as float32. bfloat16 by other instructions than ``.to`` takes: between two uses the compiler
+    then keeps x as it was loaded, in half of the registers.
+    """
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
-def converted(x, inv, like_ptr, LIMIT: tl.constexpr):
-    """x * inv in the FP8 format of ``like_ptr``."""
-    return saturate(x * inv, LIMIT).to(like_ptr.dtype.element_ty)
+def converted(x, inv, like_ptr):
+    """x * inv in the FP8 format of ``like_ptr``. The conversion saturates."""
+    return (widened(x) * inv).to(like_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -68,74 +71,6 @@ def store_tile(y_ptr, q, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.co
     tl.store(y_ptr + row0.to(tl.int64) * N + col0 + (r * N + c), q, mask=mask)
 
 
-@triton.jit
-def load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The float32 tile at (row0, col0) as four slices (BLOCK_R // 4, BLOCK_N): row 4 i + j is row i
-    of the j-th, so that four rows of one column meet in one thread.
-    """
-    base = x_ptr + row0.to(tl.int64) * stride_x + col0
-    a = load_slice(base, 0, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
-    b = load_slice(base, 1, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
-    c = load_slice(base, 2, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
-    d = load_slice(base, 3, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
-    return a, b, c, d
-
-
-@triton.jit
-def load_slice(
-    base, J: tl.constexpr, rows, cols, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
-    return tl.load(base + (r * stride_x + c), mask=(r < rows) & (c < cols), other=0.0).to(
-        tl.float32
-    )
-
-
-@triton.jit
-def byte_of(q, J: tl.constexpr):
-    return q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * J)
-
-
-@triton.jit
-def store_transposed(
-    col_ptr, a, b, c, d, row0, col0, end, R, N,
-    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """FP8 slices, rows row0 to end, into the transposed tensor (N, R). Where ALIGN, which divides R,
-    allows, four rows of a column are one word, if all of them are there: the exchange between
-    threads then moves words, and a thread stores 16 bytes. row0 is a multiple of four then.
-    """
-    if ALIGN % 4 == 0:
-        words = byte_of(a, 0) | byte_of(b, 1) | byte_of(c, 2) | byte_of(d, 3)
-        pitch = R // ALIGN * (ALIGN // 4)
-        n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :]
-        mask = (n < N - col0) & (r < end // 4 - row0 // 4)
-        at = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
-        tl.store(at + (n * pitch + r), tl.trans(words), mask=mask)
-    else:
-        base = col_ptr + col0.to(tl.int64) * R + row0
-        store_column_slice(base, 0, a, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 1, b, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 2, c, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
-        store_column_slice(base, 3, d, end - row0, N - col0, R, BLOCK_R, BLOCK_N)
-
-
-@triton.jit
-def store_column_slice(
-    base, J: tl.constexpr, q, rows, cols, R, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :] * 4 + J
-    tl.store(base + (n * R + r), tl.trans(q), mask=(n < cols) & (r < rows))
-
-
-@triton.jit
-def largest_of(a, b, c, d):
-    """Elementwise magnitude of four slices."""
-    return tl.maximum(
-        tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d))
-    )
-
-
 @triton.jit(do_not_specialize=["R"])
 def amax_kernel(
     x_ptr, partial_ptr, R, N, stride_x,
@@ -150,14 +85,14 @@ def amax_kernel(
         cols = (tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = (rows < R)[:, None] & (cols < N)
         x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(x))
+        largest = tl.maximum(largest, tl.abs(x))
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_tensor_kernel(
     x_ptr, inv_ptr, row_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rowwise. The last tiles come first: the pass for the amax left them in L2."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -165,7 +100,7 @@ def quantize_tensor_kernel(
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     after_launch(PDL)
-    q = converted(x, tl.load(inv_ptr), row_ptr, LIMIT)
+    q = converted(x, tl.load(inv_ptr), row_ptr)
     store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
 
 
@@ -178,9 +113,9 @@ def quantize_rows_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < R)[:, None] & (cols < N)
     x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-    inv = inverse_scale(tl.max(magnitude(x), axis=1), LIMIT, POW2)
+    inv = inverse_scale(amax_of(x, 1), LIMIT, POW2)
     tl.store(scale_ptr + rows, tl.div_rn(1.0, inv), mask=rows < R)
-    q = converted(x, inv[:, None], row_ptr, LIMIT)
+    q = converted(x, inv[:, None], row_ptr)
     tl.store(row_ptr + (rows * N)[:, None] + cols, q, mask=mask)
 
 
@@ -196,8 +131,8 @@ def quantize_vectors_kernel(
     WIDE: tl.constexpr = BLOCK_N // 128
     x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     x = tl.reshape(x, (BLOCK_R, WIDE, 128))
-    inv = inverse_scale(tl.max(magnitude(x), axis=2), LIMIT, POW2)
-    q = tl.reshape(converted(x, inv[:, :, None], row_ptr, LIMIT), (BLOCK_R, BLOCK_N))
+    inv = inverse_scale(amax_of(x, 2), LIMIT, POW2)
+    q = tl.reshape(converted(x, inv[:, :, None], row_ptr), (BLOCK_R, BLOCK_N))
     store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
     rows = row0 + tl.arange(0, BLOCK_R)[:, None]
     block = col0 // 128 + tl.arange(0, WIDE)[None, :]
@@ -206,73 +141,39 @@ def quantize_vectors_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def quantize_blocks_kernel(
-    x_ptr, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, SQUARE: tl.constexpr,
-    ROW: tl.constexpr, COL: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+def quantize_squares_kernel(
+    x_ptr, row_ptr, scale_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 rows: SQUARE, the tile is one block, or vectors along rows and columns.
-
-    For both layouts the tile is loaded again, from the cache, as the slices of the transposed store.
-    """
+    """Squares of 128 x 128, rowwise only; a tile is one of them."""
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
-    block_r, block_n = pid // num_n, pid % num_n
-    row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
-    if ROW:
-        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-        amax = tl.max(magnitude(x), axis=1)
-        if SQUARE:
-            inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
-            tl.store(row_scale_ptr + block_r * num_n + block_n, tl.div_rn(1.0, inv))
-            q = converted(x, inv, row_ptr, LIMIT)
-        else:
-            tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
-            row_inv, row_scale = vector_scales(amax, LIMIT, POW2, BLOCK_R)
-            rows = row0 + tl.arange(0, BLOCK_R)
-            at = row_scale_ptr + block_n.to(tl.int64) * R + rows
-            tl.store(at, row_scale, mask=rows < R)
-            q = converted(x, row_inv[:, None], row_ptr, LIMIT)
-        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    if COL:
-        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-        if SQUARE:
-            if not ROW:
-                amax = tl.max(largest_of(a, b, c, d), axis=1)
-                inv = inverse_scale(tl.max(amax, axis=0), LIMIT, POW2)
-            tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, tl.div_rn(1.0, inv))
-            scale = inv
-        else:
-            amax = tl.max(largest_of(a, b, c, d), axis=0)
-            col_inv, col_scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
-            cols = col0 + tl.arange(0, BLOCK_N)
-            at = col_scale_ptr + block_r.to(tl.int64) * N + cols
-            tl.store(at, col_scale, mask=cols < N)
-            scale = col_inv[None, :]
-        a, b = converted(a, scale, col_ptr, LIMIT), converted(b, scale, col_ptr, LIMIT)
-        c, d = converted(c, scale, col_ptr, LIMIT), converted(d, scale, col_ptr, LIMIT)
-        store_transposed(col_ptr, a, b, c, d, row0, col0, R, R, N, ALIGN, BLOCK_R, BLOCK_N)
+    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
+    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    inv = inverse_scale(tl.max(amax_of(x, 1), axis=0), LIMIT, POW2)
+    tl.store(scale_ptr + pid, tl.div_rn(1.0, inv))
+    store_tile(row_ptr, converted(x, inv, row_ptr), row0, col0, R, N, BLOCK_R, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["R", "ROWS"])
+@triton.jit(do_not_specialize=["R"])
 def column_amax_kernel(
-    x_ptr, partial_ptr, R, N, ROWS, stride_x,
+    x_ptr, partial_ptr, R, N, stride_x,
     PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ROWS rows of a block of columns: one row of ``partial``."""
+    """A program takes every num_programs-th tile of a block of columns: one row of ``partial``. All
+    programs go down the rows together, so that L2 holds the last ones in the end.
+    """
     before_launch(PDL)
     split = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = split * ROWS
-    last = tl.minimum(first + ROWS, R)
     largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in tl.range(0, ROWS, BLOCK_R, num_stages=STAGES):
-        rows = first + start + tl.arange(0, BLOCK_R)
-        mask = (rows < last)[:, None] & (cols < N)[None, :]
+    step = tl.num_programs(1) * BLOCK_R
+    for start in tl.range(split * BLOCK_R, R, step, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_R)
+        mask = (rows < R)[:, None] & (cols < N)[None, :]
         at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(magnitude(x), axis=0))
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
     tl.store(partial_ptr + split * N + cols, largest, mask=cols < N)
 
 
@@ -297,101 +198,3 @@ def column_scale_kernel(
     tl.store(amax_ptr + cols, amax, mask=cols < N)
     tl.store(inv_ptr + cols, inv, mask=cols < N)
     tl.store(scale_ptr + cols, tl.div_rn(1.0, inv), mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_columns_kernel(
-    x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One tile, the last first: the pass for the amax left it in L2. ONE scale, or one a column.
-    ROW: the rowwise layout too, as in ``quantize_blocks_kernel``.
-    """
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
-    cols = col0 + tl.arange(0, BLOCK_N)
-    if ROW:
-        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    else:
-        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    after_launch(PDL)
-    inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
-    if ROW:
-        q = converted(x, inv, row_ptr, LIMIT)
-        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-        a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
-    c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
-    store_transposed(col_ptr, a, b, c, d, row0, col0, R, R, N, ALIGN, BLOCK_R, BLOCK_N)
-
-
-@triton.jit
-def load_edge(x_ptr, first, last, cols, N, stride_x):
-    """The at most four rows from first to last, as float32."""
-    rows = (first + tl.arange(0, 4)).to(tl.int64)
-    mask = (rows < last)[:, None] & (cols < N)[None, :]
-    at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_edge(col_ptr, q, first, last, cols, R, N):
-    """FP8 rows first to last byte by byte: their words belong to two blocks."""
-    rows = first + tl.arange(0, 4)
-    mask = (rows < last)[:, None] & (cols < N)[None, :]
-    tl.store(col_ptr + (cols * R)[None, :] + rows[:, None], q, mask=mask)
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_group_blocks_kernel(
-    x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g.
-
-    Groups begin anywhere: the words of ``store_transposed`` begin at ``base``, the first multiple of
-    four, and the rows before and after them are edges.
-    """
-    pid = tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    block = pid // num_n
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + e, mask=e < E, other=0)
-    begins = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    firsts = tl.where(e < E, begins // BLOCK_R + e, 2147483647)
-    group = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
-    end = tl.sum(tl.where(e == group, ends, 0), axis=0)
-    row0 = tl.sum(tl.where(e == group, begins - firsts * BLOCK_R, 0), axis=0) + block * BLOCK_R
-    end = tl.minimum(row0 + BLOCK_R, end)
-    col0 = pid % num_n * BLOCK_N
-    cols = (col0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-    if row0 < end:
-        base = (row0 + 3) // 4 * 4
-        head_end = tl.minimum(base, end)
-        tail = tl.maximum(end // 4 * 4, base)
-        a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
-        head = load_edge(x_ptr, row0, head_end, cols, N, stride_x)
-        amax = tl.maximum(tl.max(largest_of(a, b, c, d), axis=0), tl.max(magnitude(head), axis=0))
-        inv, scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
-        tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
-        inv = inv[None, :]
-        a, b = converted(a, inv, col_ptr, LIMIT), converted(b, inv, col_ptr, LIMIT)
-        c, d = converted(c, inv, col_ptr, LIMIT), converted(d, inv, col_ptr, LIMIT)
-        store_transposed(col_ptr, a, b, c, d, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
-        store_edge(col_ptr, converted(head, inv, col_ptr, LIMIT), row0, head_end, cols, R, N)
-        if ALIGN % 4 == 0:
-            last = load_edge(x_ptr, tail, end, cols, N, stride_x)
-            store_edge(col_ptr, converted(last, inv, col_ptr, LIMIT), tail, end, cols, R, N)
-    else:
-        at = scale_ptr + block.to(tl.int64) * N + cols
-        tl.store(at, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
-    used = tl.load(offs_ptr + E - 1)
-    step = tl.num_programs(0) // num_n * PADDING
-    for start in range(used + block * PADDING, R, step):
-        rows = (start + tl.arange(0, PADDING)).to(tl.int64)
-        here = (cols < N)[:, None] & (rows < R)[None, :]
-        zeros = tl.zeros((BLOCK_N, PADDING), tl.float32).to(col_ptr.dtype.element_ty)
-        tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], zeros, mask=here)

@@ -37,14 +37,79 @@ def order_of(key):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def larger_first(a, b):
+    return tl.maximum(a, b), tl.minimum(a, b)
+
+
+@triton.jit
+def sorted4(keys, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Four slices (BLOCK_R, BLOCK_E // 4) of the keys, in descending order at every place."""
+    ac, bd = tl.split(tl.reshape(keys, (BLOCK_R, BLOCK_E // 4, 2, 2)))
+    a, c = tl.split(ac)
+    b, d = tl.split(bd)
+    a, b = larger_first(a, b)
+    c, d = larger_first(c, d)
+    a, c = larger_first(a, c)
+    b, d = larger_first(b, d)
+    b, c = larger_first(b, c)
+    return a, b, c, d
+
+
+@triton.jit
+def top_by_pieces(
+    keys, cols, E,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """(the K experts with the largest keys, the lower expert first among equals; whether that may be
+    wrong). Experts take the place of the lowest bits of their keys, which makes all keys different:
+    it may be wrong if two of the largest differ in those bits alone.
+    """
+    LOW: tl.constexpr = BLOCK_E - 1
+    unique = tl.where(cols < E, (keys & ~LOW) | (LOW - cols), LOWEST)
+    a, b, c, d = sorted4(unique, BLOCK_R, BLOCK_E)
+    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    alike = tl.zeros((BLOCK_R, 1), dtype=tl.int32)
+    before = tl.full((BLOCK_R, 1), LOWEST, dtype=tl.int32)
+    for k in tl.static_range(K + 1):
+        top = tl.max(a, axis=1)[:, None]
+        if k < K:
+            experts = tl.where(slots == k, LOW - (top & LOW), experts)
+            taken = a == top
+            a, b, c = tl.where(taken, b, a), tl.where(taken, c, b), tl.where(taken, d, c)
+            d = tl.where(taken, LOWEST, d)
+        alike = tl.where((top & ~LOW) == (before & ~LOW), 1, alike)
+        before = top
+    bits = tl.max(tl.where(cols < E, keys & LOW, 0), axis=1)[:, None]
+    return experts, tl.max(tl.where(bits != 0, alike, 0))
+
+
+@triton.jit
+def top_one_by_one(
+    keys, cols, E,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """K times the largest key that is left, the lower expert first among equals."""
+    left = tl.where(cols < E, keys, LOWEST)
+    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    for k in tl.static_range(K):
+        top = tl.max(left, axis=1)[:, None]
+        best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
+        experts = tl.where(slots == k, best, experts)
+        left = tl.where(cols == best, LOWEST, left)
+    return experts
+
+
 @triton.jit(do_not_specialize=["T"])
 def router_fwd_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, scores_ptr, T, E, stride_logits, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     NEED_SCORES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """K times the largest key that is left, the lower expert first among equals. The scores of the
-    chosen are computed again, from their logits: a sum over the row for each would cost more.
+    """The scores of the chosen are computed again, from their logits: a sum over the row for each
+    would cost more.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_E)[None, :]
@@ -58,14 +123,11 @@ def router_fwd_kernel(
         key = scores + tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
     else:
         key = logits
-    left = tl.where(cols < E, order_of(key), LOWEST)
+    keys = order_of(key)
+    experts, unsure = top_by_pieces(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
+    if unsure > 0:
+        experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
-    for k in tl.static_range(K):
-        top = tl.max(left, axis=1)[:, None]
-        best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
-        experts = tl.where(slots == k, best, experts)
-        left = tl.where(cols == best, LOWEST, left)
     mask = (tokens < T)[:, None] & (slots < K)
     chosen = tl.load(logits_ptr + (tokens * stride_logits)[:, None] + experts, mask=mask, other=0.0)
     weights = scores_of(chosen.to(tl.float32), largest, total, SOFTMAX)

@@ -51,7 +51,8 @@ def route_kernel(
     K: tl.constexpr, COUNTED: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A program gives rows to one chunk of copies (a multiple of BLOCK_H of them).
+    """A program gives rows to one chunk of copies (a multiple of BLOCK_H of them), BLOCK_S of them
+    at a time: sorted by expert, their rows are consecutive but for a step at each expert.
 
     It needs the copies of each expert in all chunks and in those before its own: from
     ``scan_kernel`` if COUNTED, otherwise it counts all copies itself, which saves two launches.
@@ -78,12 +79,14 @@ def route_kernel(
     used = tl.sum(total, axis=0)
     free = ends - total + before  # the row of the next copy of each expert
     for start in range(first, tl.minimum(first + chunk, R), BLOCK_S):
-        copies = start + tl.arange(0, BLOCK_S)
-        e = experts_of(experts_ptr, copies, R, E)
+        place = tl.arange(0, BLOCK_S)
+        e = experts_of(experts_ptr, start + place, R, E)
+        counts = tl.histogram(e, BLOCK_E)
+        keys = tl.sort(e * BLOCK_S + place)
+        e, copies = keys // BLOCK_S, start + keys % BLOCK_S
         kept = e < E
-        earlier = (e[None, :] == e[:, None]) & (copies[None, :] < copies[:, None])
-        row = tl.gather(free, e, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
-        free += tl.histogram(e, BLOCK_E)
+        row = place + tl.gather(free - (tl.cumsum(counts, axis=0) - counts), e, axis=0)
+        free += counts
         tl.store(pos_ptr + copies, tl.where(kept, row, -1), mask=copies < R)
         padding = (copies >= used) & (copies < R)  # here the copies' numbers stand for rows
         tl.store(index_ptr + row, (copies // K).to(tl.int64), mask=kept)

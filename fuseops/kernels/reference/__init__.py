@@ -46,6 +46,8 @@ from .quantize import quantize_tensor as quantize_tensor
 from .quantize import saturate as saturate
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
+from .router import router_loss as router_loss
+from .router import router_loss_bwd as router_loss_bwd
 from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route

@@ -55,6 +55,50 @@ def router_bwd(
     return d.to(logits.dtype)
 
 
+def router_loss(
+    logits: Tensor,
+    counts: Tensor | None,
+    k: int,
+    score: str = "softmax",
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> Tensor:
+    """The loss of a router, ().   logits (T, E), counts (E,) copies of each expert"""
+    tokens, experts = max(logits.shape[0], 1), logits.shape[1]
+    loss = z * wide(logits).logsumexp(-1).square().sum() / tokens
+    if counts is not None:
+        mean = _shares(logits, score).sum(0) / tokens
+        loss = loss + balance * experts * (counts.to(mean.dtype) / (tokens * k) * mean).sum()
+    return loss
+
+
+def router_loss_bwd(
+    dlogits: Tensor,
+    logits: Tensor,
+    counts: Tensor | None,
+    dloss: Tensor,
+    k: int,
+    score: str = "softmax",
+    balance: float = 0.0,
+    z: float = 0.0,
+) -> Tensor:
+    """dlogits (T, E), plus the gradient of the logits from that of the loss, ()."""
+    tokens, experts, full = max(logits.shape[0], 1), logits.shape[1], wide(logits)
+    d = 2 * z / tokens * full.logsumexp(-1, keepdim=True) * full.softmax(-1)
+    if counts is not None:
+        shares, scores = _shares(logits, score), _scores(logits, score)
+        slope = balance * experts / (tokens * k * tokens) * counts.to(full.dtype)
+        d_shares = shares * (slope - (slope * shares).sum(-1, keepdim=True))
+        d = d + (d_shares if score == "softmax" else d_shares * (1 - scores))
+    return dlogits + dloss.to(dlogits.dtype) * d.to(dlogits.dtype)
+
+
+def _shares(logits: Tensor, score: str) -> Tensor:
+    """Scores that sum to one."""
+    scores = _scores(logits, score)
+    return scores if score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
+
+
 def _scores(logits: Tensor, score: str) -> Tensor:
     """Scores of all experts, in the accumulator's dtype."""
     return torch.softmax(wide(logits), -1) if score == "softmax" else torch.sigmoid(wide(logits))

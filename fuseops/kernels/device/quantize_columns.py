@@ -1,0 +1,266 @@
+"""Kernels of fuseops.kernels.quantize: columnwise layouts, which are transposed.
+
+A tile is held as four slices, of every fourth row, so that four rows of one column meet in one thread
+and travel to their place in the transposed tensor as one word.
+"""
+
+import triton
+import triton.language as tl
+
+from fuseops.kernels.device.quantize import (
+    amax_of,
+    converted,
+    inverse_scale,
+    load_tile,
+    store_tile,
+    vector_scales,
+    widened,
+)
+from fuseops.kernels.device.reduce import after_launch
+
+PADDING: tl.constexpr = tl.constexpr(16)
+"""Rows of zeros that a program stores at once: more would cost the registers of its main work."""
+
+
+@triton.jit
+def load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile at (row0, col0) as four slices (BLOCK_R // 4, BLOCK_N): row 4 i + j is row i
+    of the j-th, so that four rows of one column meet in one thread.
+    """
+    base = x_ptr + row0.to(tl.int64) * stride_x + col0
+    a = load_slice(base, 0, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    b = load_slice(base, 1, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    c = load_slice(base, 2, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    d = load_slice(base, 3, R - row0, N - col0, stride_x, BLOCK_R, BLOCK_N)
+    return a, b, c, d
+
+
+@triton.jit
+def load_slice(
+    base, J: tl.constexpr, rows, cols, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
+    return tl.load(base + (r * stride_x + c), mask=(r < rows) & (c < cols), other=0.0)
+
+
+@triton.jit
+def column_amax(a, b, c, d):
+    """The largest magnitude of each column of four slices."""
+    a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
+    c, d = tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
+    return amax_of(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
+
+
+@triton.jit
+def join4(a, b, c, d):
+    """(..., 2, 2) of four (...), in this order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def split4(x):
+    """What ``join4`` has joined."""
+    ac, bd = tl.split(x)
+    a, c = tl.split(ac)
+    b, d = tl.split(bd)
+    return a, b, c, d
+
+
+@triton.jit
+def column_words(a, b, c, d, inv, col_ptr):
+    """Slices times inv as FP8, four rows of a column in one word: one conversion takes two of them."""
+    a, b, c, d = widened(a) * inv, widened(b) * inv, widened(c) * inv, widened(d) * inv
+    q = join4(a, b, c, d).to(col_ptr.dtype.element_ty)
+    a, b, c, d = split4(q.to(tl.uint8, bitcast=True).to(tl.uint32))
+    return a | (b << 8) | (c << 16) | (d << 24)
+
+
+@triton.jit
+def aligned(R, ALIGN: tl.constexpr):
+    """R, which ALIGN divides, in a form that says so to the compiler."""
+    return R // ALIGN * ALIGN
+
+
+@triton.jit
+def store_columns(
+    col_ptr, a, b, c, d, inv, row0, col0, end, R, N,
+    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Slices times inv as FP8, rows row0 to end, into the transposed tensor (N, R). Where ALIGN, which
+    divides R, allows, four rows of a column are one word, if all of them are there: the exchange
+    between threads then moves words, and a thread stores 16 bytes. row0 is a multiple of four then.
+    """
+    if ALIGN % 4 == 0:
+        words = tl.trans(column_words(a, b, c, d, inv, col_ptr))
+        pitch = R // ALIGN * (ALIGN // 4)
+        n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :]
+        mask = (n < N - col0) & (r < end // 4 - row0 // 4)
+        at = col_ptr.to(tl.pointer_type(tl.uint32)) + col0.to(tl.int64) * pitch + row0 // 4
+        tl.store(at + (n * pitch + r), words, mask=mask)
+    else:
+        base = col_ptr + col0.to(tl.int64) * R + row0
+        rows, cols = end - row0, N - col0
+        store_column_slice(base, 0, converted(a, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 1, converted(b, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 2, converted(c, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+        store_column_slice(base, 3, converted(d, inv, col_ptr), rows, cols, R, BLOCK_R, BLOCK_N)
+
+
+@triton.jit
+def store_column_slice(
+    base, J: tl.constexpr, q, rows, cols, R, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    n, r = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_R // 4)[None, :] * 4 + J
+    tl.store(base + (n * R + r), tl.trans(q), mask=(n < cols) & (r < rows))
+
+
+@triton.jit
+def store_slices(
+    row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Slices times inv as FP8 into the tile at (row0, col0) of y (R, N)."""
+    base = row_ptr + row0.to(tl.int64) * N + col0
+    rows, cols = R - row0, N - col0
+    store_slice(base, 0, converted(a, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 1, converted(b, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 2, converted(c, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+    store_slice(base, 3, converted(d, inv, row_ptr), rows, cols, N, BLOCK_R, BLOCK_N)
+
+
+@triton.jit
+def store_slice(
+    base, J: tl.constexpr, q, rows, cols, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
+    tl.store(base + (r * N + c), q, mask=(r < rows) & (c < cols))
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_blocks_kernel(
+    x_ptr, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, R, N, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columnwise, and rowwise too if ROW, tiles of 128 rows: SQUARE, the tile is one block, or vectors
+    along rows and columns. For vectors of both the tile is loaded again, from the cache, as slices:
+    it would take too many registers to keep.
+    """
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    block_r, block_n = pid // num_n, pid % num_n
+    row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
+    if ROW and not SQUARE:
+        tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
+        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+        inv, scale = vector_scales(amax_of(x, 1), LIMIT, POW2, BLOCK_R)
+        rows = row0 + tl.arange(0, BLOCK_R)
+        tl.store(row_scale_ptr + block_n.to(tl.int64) * R + rows, scale, mask=rows < R)
+        q = converted(x, inv[:, None], row_ptr)
+        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    if SQUARE:
+        inv = inverse_scale(tl.max(column_amax(a, b, c, d), axis=0), LIMIT, POW2)
+        scale = tl.div_rn(1.0, inv)
+        tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, scale)
+        if ROW:
+            tl.store(row_scale_ptr + pid, scale)
+            store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    else:
+        inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
+        cols = col0 + tl.arange(0, BLOCK_N)
+        tl.store(col_scale_ptr + block_r.to(tl.int64) * N + cols, scale, mask=cols < N)
+        inv = inv[None, :]
+    end = aligned(R, ALIGN)
+    store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_columns_kernel(
+    x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
+    ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columnwise, and rowwise too if ROW, with ONE scale, or one a column. The last tile comes first:
+    the pass for the amax left it in L2.
+    """
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
+    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
+    after_launch(PDL)
+    if ONE:
+        inv = tl.load(inv_ptr)
+    else:
+        cols = col0 + tl.arange(0, BLOCK_N)
+        inv = tl.load(inv_ptr + cols, mask=cols < N, other=1.0)[None, :]
+    if ROW:
+        store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
+    end = aligned(R, ALIGN)
+    store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
+
+
+@triton.jit
+def load_edge(x_ptr, first, last, cols, N, stride_x):
+    """The at most four rows from first to last."""
+    rows = (first + tl.arange(0, 4)).to(tl.int64)
+    mask = (rows < last)[:, None] & (cols < N)[None, :]
+    at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_edge(col_ptr, q, first, last, cols, R, N):
+    """FP8 rows first to last byte by byte: their words belong to two blocks."""
+    rows = first + tl.arange(0, 4)
+    mask = (rows < last)[:, None] & (cols < N)[None, :]
+    tl.store(col_ptr + (cols * R)[None, :] + rows[:, None], q, mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def quantize_group_blocks_kernel(
+    x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
+    LOG_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g.
+
+    Groups begin anywhere: the words of ``store_columns`` begin at ``base``, the first multiple of
+    four, and the rows before and after them are edges.
+    """
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    block, col0 = pid // num_n, pid % num_n * BLOCK_N
+    group = 0
+    for i in tl.static_range(LOG_E):  # a search for the group, in steps of halves
+        after = group + (1 << (LOG_E - 1 - i))
+        begin = tl.load(offs_ptr + after - 1, mask=after < E, other=0)
+        group = tl.where((after < E) & (begin // BLOCK_R + after <= block), after, group)
+    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+    row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
+    end = tl.minimum(row0 + BLOCK_R, tl.load(offs_ptr + group))
+    cols = (col0 + tl.arange(0, BLOCK_N)).to(tl.int64)
+    if row0 < end:
+        base = (row0 + 3) // 4 * 4
+        head_end = tl.minimum(base, end)
+        tail = tl.maximum(end // 4 * 4, base)
+        head = load_edge(x_ptr, row0, head_end, cols, N, stride_x)
+        last = load_edge(x_ptr, tail, end, cols, N, stride_x)
+        a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+        amax = tl.maximum(column_amax(a, b, c, d), amax_of(head, 0))
+        inv, scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
+        tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
+        inv = inv[None, :]
+        store_columns(col_ptr, a, b, c, d, inv, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
+        store_edge(col_ptr, converted(head, inv, col_ptr), row0, head_end, cols, R, N)
+        if ALIGN % 4 == 0:
+            store_edge(col_ptr, converted(last, inv, col_ptr), tail, end, cols, R, N)
+    else:
+        at = scale_ptr + block.to(tl.int64) * N + cols
+        tl.store(at, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
+    used = tl.load(offs_ptr + E - 1)
+    step = tl.num_programs(0) // num_n * PADDING
+    for start in range(used + block * PADDING, R, step):
+        rows = (start + tl.arange(0, PADDING)).to(tl.int64)
+        here = (cols < N)[:, None] & (rows < R)[None, :]
+        zeros = tl.zeros((BLOCK_N, PADDING), tl.float32).to(col_ptr.dtype.element_ty)
+        tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], zeros, mask=here)
