@@ -245,3 +245,13 @@ def test_an_op_without_fwd_says_so() -> None:
 
     with pytest.raises(fo.FuseOpsError, match=r"Empty defines no fwd"):
         fo.Sequential(Empty())(torch.ones(2))
+
+
+@pytest.mark.parametrize("y", [None, (torch.ones(2), torch.ones(2)), [1.0]])
+def test_an_op_that_returns_no_tensor_is_named(y: object) -> None:
+    class Odd(fo.Op):
+        def fwd(self, x: Tensor) -> Any:
+            return y
+
+    with pytest.raises(fo.FuseOpsError, match=rf"Odd\.fwd returned {type(y).__name__}"):
+        fo.Sequential(Odd(), fo.ops.SiLU())(torch.ones(2))

@@ -96,6 +96,8 @@ def run_forward(
 
 def _bare(step: Step, y: Any) -> Out:
     """The Out that a bare tensor stands for."""
+    if not isinstance(y, Tensor):
+        raise checks.no_tensor(step, y)
     if not step.pure and step.target.Saved._fields:
         raise checks.bare_tensor(step)
     return Out(y)

@@ -32,6 +32,12 @@ def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
     return None
 
 
+def no_tensor(step: Step, y: Any) -> FuseOpsError:
+    return FuseOpsError(
+        f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
+    )
+
+
 def bare_tensor(step: Step) -> FuseOpsError:
     op = type(step.target)
     return FuseOpsError(
