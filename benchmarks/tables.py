@@ -29,6 +29,14 @@ What is not built or not met is not here: a file holds what ran.
 """
 OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
 PARTS = ("plans", "exact", "fit", "dry", "beyond")  # of the offload benchmark
+WAY = {
+    "peak_gib": "peak GiB",
+    "moved_gib": "moved GiB",
+    "peak_error": "peak over predicted, less 1",
+    "time_error": "time over predicted, less 1",
+    "lower_over_predicted": "peak lower / predicted",
+    "rounds": "rounds",
+}
 Rows = list[list[str]]
 
 
@@ -54,11 +62,9 @@ def provenance(result: Mapping[str, Any]) -> str:
 
 def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     if isinstance(result.get("summary"), dict):
-        yield table(keyed("summary", result["summary"]))
+        yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
-        yield table(
-            [["", "us"], *([name, cell(us)] for name, us in result["microseconds"].items())]
-        )
+        yield table(facts("microseconds", result["microseconds"]))
     if isinstance(result.get("runs"), list):
         yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
     if isinstance(result.get("bandwidth"), list):
@@ -79,6 +85,15 @@ def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(part, f"{path}{key} ")
 
 
+def summary(found: Mapping[str, Any]) -> Rows:
+    of_rows = all(isinstance(value, dict) and value for value in found.values())
+    return keyed("summary", found) if of_rows else facts("summary", found)
+
+
+def facts(title: str, found: Mapping[str, Any]) -> Rows:
+    return [[title, ""], *([name, cell(value)] for name, value in found.items())]
+
+
 def keyed(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Rows:
     """A line a row, a column for every key that some row has."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
@@ -91,9 +106,10 @@ def keyed(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Rows:
 def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
     rows = [["case", "rows x columns", "us", "share of copy", "faster peers"]]
     for c in cells:
-        us = c["us"]
-        ours = us.get("fuseops", math.inf)
-        peers = [name for name, theirs in us.items() if name not in OURS and theirs < ours]
+        us = c.get("us") or {}
+        ours = us.get("fuseops") or math.inf
+        faster = [name for name, theirs in us.items() if name not in OURS and theirs < ours]
+        peers = c.get("faster_peers", faster)
         rows.append([
             c["case"], f"{c['rows']} x {c['columns']}", cell(us.get("fuseops")), cell(c.get("share_of_copy")),
             ", ".join(f"{peer} {us[peer]:g}" for peer in peers),
@@ -107,18 +123,12 @@ def is_way(value: Any) -> bool:
 
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
-    rows = [[name, "step ms", "ratio (quartiles)", "peak GiB", "moved GiB", "rounds"]]
-    guessed = any("predicted" in row for row in found.values())
-    rows[0] += ["predicted ms", "predicted peak", "peak lower / predicted"] if guessed else []
+    keys = [key for key in WAY if any(key in row for row in found.values())]
+    rows = [[name, "step ms", "ratio (quartiles)", *(WAY[key] for key in keys)]]
     for way, row in found.items():
         low, high = row.get("quartiles", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
-        figures = [cell(row.get(key)) for key in ("peak_gib", "moved_gib", "rounds")]
-        if guessed:
-            guess = row.get("predicted", {})
-            figures += [cell(guess.get("ms")), cell(guess.get("peak_gib"))]
-            figures.append(cell(row.get("lower_over_predicted")))
-        rows.append([way, f"{row['ms']:.0f}", ratio, *figures])
+        rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])
     return rows
 
 

@@ -268,6 +268,7 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert str(worst) in shown and "reference (needs sm_89)" in shown
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
+    assert "rmsnorm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

@@ -237,3 +237,21 @@ def test_one_row_of_nan_stays_one_row(op: type[Op[Any]], data: st.DataObject) ->
     case.x[0] = float("nan")
     torch.manual_seed(0)
     assert torch.equal(y_of(case)[1:], before[1:])
+
+
+def test_an_op_without_fwd_says_so() -> None:
+    class Empty(fo.Op):
+        pass
+
+    with pytest.raises(fo.FuseOpsError, match=r"Empty defines no fwd"):
+        fo.Sequential(Empty())(torch.ones(2))
+
+
+@pytest.mark.parametrize("y", [None, (torch.ones(2), torch.ones(2)), [1.0]])
+def test_an_op_that_returns_no_tensor_is_named(y: object) -> None:
+    class Odd(fo.Op):
+        def fwd(self, x: Tensor) -> Any:
+            return y
+
+    with pytest.raises(fo.FuseOpsError, match=rf"Odd\.fwd returned {type(y).__name__}"):
+        fo.Sequential(Odd(), fo.ops.SiLU())(torch.ones(2))

@@ -313,3 +313,41 @@ def test_a_rule_of_the_wrong_parts_says_which(wrong: dict[str, Any]) -> None:
     assert fo.Rule(**parts).pattern == (fo.ops.GELU,)
     with pytest.raises(fo.FuseOpsError, match="'mine'"):
         fo.Rule(**parts | wrong)
+
+
+class Doubled(fo.FusedOp):
+    """A forward op of SiLU and Bias; `gives` says what of its members it leaves out."""
+
+    gives: Any = None
+
+    def fwd(self, x: Tensor, t: Any, calls: Any) -> Any:
+        act, bias = self.members
+        y = torch.nn.functional.silu(x) + t[1]["bias"]
+        return {
+            None: fo.Out(y, (act.Saved(x), bias.Saved())),
+            "tensor": y,
+            "nothing": fo.Out(y),
+            "one": fo.Out(y, (act.Saved(x),)),
+        }[self.gives]
+
+
+def run_doubled(rule: fo.Rule) -> None:
+    with fo.rules(rule):
+        fo.Sequential(fo.ops.SiLU(), fo.ops.Bias(4))(torch.ones(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("gives", [None, "tensor", "nothing", "one"])
+def test_a_forward_rule_gives_what_every_member_saves(gives: str | None) -> None:
+    fused = type("Doubled", (Doubled,), {"gives": gives})
+    rule = fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), fused)
+    if gives is None:
+        return run_doubled(rule)
+    with pytest.raises(fo.FuseOpsError, match=r"Doubled\.fwd of a forward rule.*each of its 2"):
+        run_doubled(rule)
+
+
+@pytest.mark.parametrize("kind, missing", [("backward", "bwd"), ("joint", "bwd")])
+def test_a_fused_op_defines_what_the_kind_of_its_rule_asks_for(kind: str, missing: str) -> None:
+    rule = fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), Doubled, kind)
+    with pytest.raises(fo.FuseOpsError, match=f"'doubled' is a {kind} rule.*define {missing}"):
+        run_doubled(rule)

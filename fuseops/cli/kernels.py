@@ -36,8 +36,13 @@ def run(args: argparse.Namespace) -> int:
         return _check(args)
     if args.rebuild:
         return _rebuild(args)
-    rows = [r for r in described() if r["arch"] == (args.arch or r["arch"])]
-    rows = [r for r in rows if args.kernel in r["kernel"]]
+    every = described()
+    rows = [
+        r for r in every if args.kernel in r["kernel"] and r["arch"] == (args.arch or r["arch"])
+    ]
+    if not rows:
+        names = ", ".join(sorted({r["kernel"] for r in every}))
+        raise UsageError(f"no kernel's name contains {args.kernel!r}. There are {names}.")
     if args.json:
         as_json("kernels", triton=aot.table_version(), kernels=rows)
         return 0

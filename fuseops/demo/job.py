@@ -239,6 +239,7 @@ def as_json(o: Outcome, path: Path) -> dict[str, Any]:
     c = o.checked
     return {
         "schema_version": SCHEMA_VERSION,
+        "command": "demo",
         "passed": not o.failures,
         "failures": o.failures,
         "steps": o.args.steps,

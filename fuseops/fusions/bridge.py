@@ -107,6 +107,8 @@ def run_forward(
 
 def _bare(step: Step, y: Any) -> Out:
     """The Out that a bare tensor stands for."""
+    if not isinstance(y, Tensor):
+        raise checks.no_tensor(step, y)
     if not step.pure and step.target.Saved._fields:
         raise checks.bare_tensor(step)
     return Out(y)
@@ -127,6 +129,8 @@ def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
         out: Out = step.target.fwd(x, members, calls, step.keep)
     else:
         out = step.target.fwd(x, members, calls)
+        if type(out) is not Out or out.saved is None or len(out.saved) != len(members):
+            raise checks.wrong_saved(step, out)
     return out
 
 

@@ -59,12 +59,20 @@ def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Fac
     return plan
 
 
+_DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
+
+
 def _unit(c: Candidate, ops: Sequence[Op[Any]]) -> _Unit:
     target = c.rule.build(*ops[c.start : c.stop])
     if not isinstance(target, FusedOp):
         raise FuseOpsError(
             f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
         )
+    for name in _DEFINES[c.rule.kind]:
+        if getattr(type(target), name, None) is getattr(FusedOp, name, None):
+            raise FuseOpsError(
+                f"rule {c.rule.name!r} is a {c.rule.kind} rule: {type(target).__name__} must define {name}."
+            )
     if len(target.members) != c.stop - c.start:
         raise FuseOpsError(
             f"rule {c.rule.name!r}: {type(target).__name__}.members has {len(target.members)} ops, "

@@ -5,7 +5,7 @@ from types import CodeType
 from typing import Any
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import Grads
+from fuseops.ops.op import Grads, Out
 
 from .segment import Segment, Step
 
@@ -32,11 +32,26 @@ def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
     return None
 
 
+def no_tensor(step: Step, y: Any) -> FuseOpsError:
+    return FuseOpsError(
+        f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
+    )
+
+
 def bare_tensor(step: Step) -> FuseOpsError:
     op = type(step.target)
     return FuseOpsError(
         f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
         f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
+    )
+
+
+def wrong_saved(step: Step, out: Any) -> FuseOpsError:
+    fwd = f"{type(step.target).__name__}.fwd"
+    given = type(out).__name__ if not isinstance(out, Out) else f"saved={type(out.saved).__name__}"
+    return FuseOpsError(
+        f"{fwd} of a forward rule gave {given}; it must return Out(y, saved=(...)) with the Saved of each of its "
+        f"{len(step.members)} members."
     )
 
 

@@ -187,6 +187,10 @@ class Op(nn.Module, Generic[S]):
 
     def parameter_names(self) -> tuple[str, ...]:
         """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
+        if not hasattr(self, "signature"):
+            raise FuseOpsError(
+                f"{type(self).__name__} defines no fwd(self, x, *, <parameters>, <side inputs>)."
+            )
         names = []
         for name in self.signature.keywords:
             if name in self.reads:

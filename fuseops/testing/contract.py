@@ -335,41 +335,36 @@ def _check_every_field_matters(case: Case, need: str, vjp: Vjp) -> None:
 def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
     """The op, called as a module with just these gradients wanted."""
     op = copy.deepcopy(case.op)
-    x = case.x.clone().requires_grad_("x" in needs)
-    side = {
-        n: t.clone().requires_grad_(n in needs) if (t := case.keywords[n]) is not None else t
-        for n in case.sides
+    given = {
+        name: t if t is None else t.clone().requires_grad_(name in needs)
+        for name, t in {"x": case.x, **{n: case.keywords[n] for n in case.sides}}.items()
     }
     for name, p in op.named_parameters():
         p.requires_grad_(any(name in op.registered(need) for need in needs))
     torch.manual_seed(SEED)
     with torch.enable_grad():
-        out = op(x, **side)
-    results = (
-        {"y": out} if isinstance(out, Tensor) else dict(zip(("y", *op.writes), out, strict=True))
-    )
-    pairs = [
-        (t, d)
-        for name, t in results.items()
-        if (d := {"y": vjp.dy, **vjp.dside}.get(name)) is not None and t.requires_grad
-    ]
-    names = sorted(needs)
-    leaves: list[Any] = []
-    of: list[slice] = []  # the leaves of each name
-    for name in names:
-        given = {"x": x, **side}.get(name)
-        mine = [op.get_parameter(n) for n in op.registered(name)] if given is None else [given]
-        of.append(slice(len(leaves), len(leaves) + len(mine)))
-        leaves += mine
-    if not leaves:
-        return
-    found = torch.autograd.grad(
-        [t for t, _ in pairs], leaves, [d for _, d in pairs], materialize_grads=True
-    )
+        out = op(given["x"], **{name: given[name] for name in case.sides})
+    leaves: dict[str, list[Any]] = {
+        name: [given[name]] if name in given else [op.get_parameter(n) for n in op.registered(name)]
+        for name in sorted(needs)
+    }
+    found = iter(_module_grads(op, out, vjp, [leaf for mine in leaves.values() for leaf in mine]))
     words = ("the op as a module", "autograd over fwd")
-    for name, where in zip(names, of, strict=True):
-        parts = found[where]
-        packed = name not in side and name != "x" and op.registered(name) != (name,)
-        grad = torch.stack(parts) if packed else parts[0]
+    for name, mine in leaves.items():
+        parts = [next(found) for _ in mine]
+        whole = name in given or op.registered(name) == (name,)
+        grad = parts[0] if whole else torch.stack(parts)
         if wrong := difference(f"gradient of {name}", grad, vjp.grads[name], TOLERANCE, words):
             raise AssertionError(f"{type(op).__name__} with needs {sorted(needs)}: {wrong}")
+
+
+def _module_grads(op: Op[Any], out: Any, vjp: Vjp, leaves: list[Any]) -> tuple[Tensor, ...]:
+    """The gradients of what a call of the op returned."""
+    results = (out,) if isinstance(out, Tensor) else out
+    given = (vjp.dy, *(vjp.dside.get(name) for name in op.writes))
+    pairs = [
+        (t, d) for t, d in zip(results, given, strict=True) if d is not None and t.requires_grad
+    ]
+    return torch.autograd.grad(
+        [t for t, _ in pairs], leaves, [d for _, d in pairs], materialize_grads=True
+    )

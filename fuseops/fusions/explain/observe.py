@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -170,47 +171,69 @@ def _seen(x: Any) -> Seen | None:
 # --- from a call to its plan ----------------------------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """What one piece of a Sequential, a run of ops or a module, adds to its plan."""
+
+    forward: Sequence[Span]
+    backward: Sequence[Span]
+    misses: Sequence[Miss] = ()
+    edges: Sequence[Edge] = ()
+    segments: Sequence[tuple[int, int]] = ()
+    notes: Sequence[str] = ()
+    temporaries: int = 0
+
+
 def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
     """The public plan of a call."""
-    forward: list[Span] = []
-    backward: list[Span] = []
-    misses: list[Miss] = []
-    edges: list[Edge] = []
-    segments: list[tuple[int, int]] = []
-    notes: list[str] = []
-    mine = [t for owner, t in saved if _within(owner, call)]
-    kept = {t.name for t in mine}
-    offset, temporaries, runs = 0, 0, iter(call.runs)
+    mine = tuple(t for owner, t in saved if _within(owner, call))
+    parts = list(_parts(call, {t.name for t in mine}))
+
+    def every(field: str) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(getattr(part, field) for part in parts))
+
+    return FusionPlan(
+        path=call.path,
+        forward=every("forward"),
+        backward=every("backward"),
+        misses=every("misses"),
+        saved=mine,
+        edges=every("edges"),
+        segments=every("segments"),
+        notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
+        temporaries=max((part.temporaries for part in parts), default=0),
+        nested=tuple(plan_from(inner, saved) for inner in call.nested),
+    )
+
+
+def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
+    offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
-            what = "a Sequential of its own" if isinstance(piece, Sequential) else "plain module"
-            cls = type(piece).__name__
-            span = Span(offset, offset + 1, (name,), cls, None, "module", what, (cls,))
-            forward.append(span)
-            backward.append(span)
+            yield _of_module(name, piece, offset)
             offset += 1
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            forward += [_typed(s, piece) for s in plan.forward]
-            backward += [_typed(s, piece) for s in plan.backward]
-            misses += plan.misses
-            edges += plan.edges
-            segments += [(s.start + offset, s.stop + offset) for s in plan.segments]
-            notes += _notes_of(plan)
-            temporaries = max(temporaries, _largest_output(piece, plan, x, call.path, kept))
+            yield _of_run(piece, plan, _largest_output(piece, plan, x, call.path, kept))
         offset += len(piece.ops)
-    return FusionPlan(
-        path=call.path,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        misses=tuple(misses),
-        saved=tuple(mine),
-        edges=tuple(edges),
-        segments=tuple(segments),
-        notes=(*dict.fromkeys(notes), *dict.fromkeys(call.gemms), *_notes_on(call)),
+
+
+def _of_module(name: str, module: nn.Module, at: int) -> _Part:
+    what = "a Sequential of its own" if isinstance(module, Sequential) else "plain module"
+    cls = type(module).__name__
+    span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
+    return _Part([span], [span])
+
+
+def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
+    return _Part(
+        forward=[_typed(s, run) for s in plan.forward],
+        backward=[_typed(s, run) for s in plan.backward],
+        misses=plan.misses,
+        edges=plan.edges,
+        segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
+        notes=list(_notes_of(plan)),
         temporaries=temporaries,
-        nested=tuple(plan_from(inner, saved) for inner in call.nested),
     )
 
 
