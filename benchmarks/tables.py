@@ -28,6 +28,7 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 What is not built or not met is not here: a file holds what ran.
 """
 OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+PARTS = ("plans", "exact", "fit", "dry", "beyond")  # of the offload benchmark
 Rows = list[list[str]]
 
 
@@ -65,6 +66,17 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
+        elif name in PARTS and isinstance(value, dict):
+            yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
+
+
+def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Figures of nested dicts, but for a machine's and a schedule's own."""
+    for key, part in value.items():
+        if not isinstance(part, dict):
+            yield f"{path}{key}", part
+        elif key not in ("machine", "schedule"):
+            yield from flat(part, f"{path}{key} ")
 
 
 def keyed(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Rows:
@@ -96,10 +108,16 @@ def is_way(value: Any) -> bool:
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
     rows = [[name, "step ms", "ratio (quartiles)", "peak GiB", "moved GiB", "rounds"]]
+    guessed = any("predicted" in row for row in found.values())
+    rows[0] += ["predicted ms", "predicted peak", "peak lower / predicted"] if guessed else []
     for way, row in found.items():
         low, high = row.get("quartiles", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
         figures = [cell(row.get(key)) for key in ("peak_gib", "moved_gib", "rounds")]
+        if guessed:
+            guess = row.get("predicted", {})
+            figures += [cell(guess.get("ms")), cell(guess.get("peak_gib"))]
+            figures.append(cell(row.get("lower_over_predicted")))
         rows.append([way, f"{row['ms']:.0f}", ratio, *figures])
     return rows
 

@@ -70,9 +70,9 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans())
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
 @few
-def test_swiglu(problem, seed, with_probs, gather):
+def test_swiglu(problem, seed, with_probs, gather, need_h):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -82,7 +82,8 @@ def test_swiglu(problem, seed, with_probs, gather):
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    assert_matches(grouped_glu.grouped_swiglu, x, weight, offs, None, probs, index, sums=True)
+    args = x, weight, offs, None, probs, index, need_h
+    assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())
