@@ -131,7 +131,8 @@ def multiply_tiles(
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
         else:
             mbarrier.arrive(order.index(1 - WHICH), count=1)
-        at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
+        if COOPERATIVE:  # the next tile: found beside the last products, or beside the other's
+            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
@@ -162,6 +163,8 @@ def multiply_tiles(
             store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
             store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
             store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
+        if not COOPERATIVE:
+            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         first += TURNS * steps
         phase += 1
     tma.store_wait(0)
