@@ -22,6 +22,11 @@ def top_saved_tensor_hooks() -> tuple[object, object] | None:
     return pair
 
 
+def release_saved(ctx: Any) -> None:
+    """In a backward: have the node let go of its saved tensors now, where the graph is not retained."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def pop_saved_tensor_hooks() -> None:
     """Take the innermost pair off this thread's stack."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -41,6 +46,10 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the pass over all arguments that only `torch.func` transforms need."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+# the index of the current CUDA device, without the question whether CUDA has begun: some tensor is there already
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +87,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+_expired: Any = torch.UntypedStorage._expired  # torch's own wrappers take thrice as long
+
+
 class WeakStorage:
     """A weak reference to a storage: its memory may go, its key is not given to another."""
 
@@ -87,7 +99,7 @@ class WeakStorage:
         self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def expired(self) -> bool:
-        return bool(self._ref.expired())
+        return bool(_expired(self._ref.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         factory: Any = torch.UntypedStorage
@@ -98,6 +110,12 @@ class WeakStorage:
         """How many tensors (and others) hold the storage, not counting its Python object."""
         found = self.storage()
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
+
+
+def occupy_device(cycles: int) -> None:
+    """Have the current CUDA stream do nothing for so many cycles of its clock."""
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
 
 
 def never_compile(function: Callable[..., Any]) -> None:

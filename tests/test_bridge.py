@@ -236,6 +236,48 @@ def test_a_frozen_op_lets_go_of_its_input() -> None:
     y.sum().backward()
 
 
+class KeepsSaved(NamedTuple):
+    h: Tensor | None
+
+
+class Keeps(fo.Op[KeepsSaved]):
+    """y = 2x; saves a tensor of its own, and notes in the backward which of those of all still live."""
+
+    saves_for = {"x": ("h",)}
+    alive: dict[str, StorageWeakRef] = {}
+    seen: dict[str, set[str]] = {}
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def fwd(self, x: Tensor) -> fo.Out:
+        h = x + 1
+        Keeps.alive[self.name] = StorageWeakRef(h.untyped_storage())
+        return fo.Out(2 * x, KeepsSaved(h))
+
+    def bwd(self, saved: KeepsSaved, dy: Tensor) -> fo.Grads:
+        Keeps.seen[self.name] = {n for n, ref in Keeps.alive.items() if not ref.expired()}
+        assert saved.h is not None
+        return fo.Grads(2 * dy + 0 * saved.h)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_an_op_saved_goes_when_its_backward_has_run(retain: bool) -> None:
+    seq = fo.Sequential({name: Keeps(name) for name in "abc"})
+    for _ in range(2):  # the first looks at the gradients more closely
+        Keeps.alive, Keeps.seen = {}, {}
+        loss = seq(data()).sum()
+        loss.backward(retain_graph=retain)
+    every = {"a", "b", "c"}
+    assert Keeps.seen == (
+        dict.fromkeys("abc", every) if retain else {"c": every, "b": {"a", "b"}, "a": {"a"}}
+    )
+    if retain:
+        loss.backward()
+        assert Keeps.seen["a"] == {"a"}
+
+
 @pytest.mark.parametrize("trained_names", [(), ("1.weight",), ("1.bias", "4.weight"), ("3.bias",)])
 def test_gradients_go_only_where_requires_grad_wants_them(trained_names: tuple[str, ...]) -> None:
     seq, x = stack(), data()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -549,3 +550,12 @@ def test_every_built_in_rule_can_be_named() -> None:
     for rule in TABLES:
         with fo.fusion(disable=[rule.name]):
             block()(data())
+
+
+@pytest.mark.parametrize("call", [
+    lambda model: fo.configure(model, fusion=False), fo.explain, fo.plans,
+    fo.testing.assert_fused_matches_unfused, fo.testing.bisect,
+])  # fmt: skip
+def test_what_is_no_module_is_refused(call: Any) -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"expects an nn\.Module, got str"):
+        call("model")

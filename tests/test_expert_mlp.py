@@ -21,6 +21,7 @@ from fuseops.fusions.plan import FusionPlan
 from fuseops.fusions.rule import types_of
 from fuseops.fusions.tables import PLAIN, SCALED
 from fuseops.kernels import configs
+from fuseops.kernels.registry import as_if_on
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import GROUPS, Split, group_splits
 
@@ -201,6 +202,46 @@ def test_a_moe_layer_saves_no_routed_copy() -> None:
     router = 4 * TOKENS * GROUPS + 4 * ROWS  # logits, experts
     routing = 8 * ROWS + 4 * ROWS + 4 * GROUPS + 4 * ROWS  # index, pos, offs, probs
     assert plan.saved_bytes <= 2 * TOKENS * D + 4 * ROWS * F + router + routing
+
+
+# --- the peak
+
+
+T, WIDE, HIDDEN = 256, 128, 64
+
+
+WEIGHT = 2 * GROUPS * WIDE * HIDDEN  # bytes of fc2's, half of fc1's
+
+
+def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient() -> None:
+    """h goes when dh is there, and the rows of dx when they are summed: before the gradients of the weights."""
+    moe = fo.MoE(WIDE, HIDDEN, GROUPS, TOP_K, dtype=torch.bfloat16)
+    x = torch.randn(T, WIDE, dtype=torch.bfloat16, requires_grad=True)
+    tokens, rows, a = 2 * T * WIDE, 2 * T * TOP_K * WIDE, 2 * T * TOP_K * HIDDEN
+    making = 6 * a  # h, da, dh, a
+    summing = 2 * a + WEIGHT + rows + tokens
+    last = 2 * a + 3 * WEIGHT + tokens
+    with as_if_on(90):
+        plan = moe.plan(x)
+    least = 2 * tokens + max(making, summing, last)  # x and y live throughout
+    assert plan.rehearsed and least <= plan.peak_bytes <= least + 64 * T * (GROUPS + TOP_K)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_grouped_experts_need_h_once(main_grad: bool) -> None:
+    fc1 = fo.ops.GroupedLinear(GROUPS, WIDE, 2 * HIDDEN, False, accumulate_into_main_grad=main_grad)
+    fc2 = fo.ops.GroupedLinear(GROUPS, HIDDEN, WIDE, False, accumulate_into_main_grad=main_grad)
+    model = fo.Sequential(fc1, fo.ops.ScaledSwiGLU(), fc2).bfloat16()
+    for op in (fc1, fc2) if main_grad else ():
+        op.weight.main_grad = torch.zeros(op.weight.shape)
+    split = Split((200, 0, 100, 212), 0)
+    x = torch.randn(split.rows, WIDE, dtype=torch.bfloat16, requires_grad=True)
+    with as_if_on(90):
+        plan = model.plan(x, offs=split.offs, probs=torch.rand(split.rows).requires_grad_())
+    rows, a = 2 * split.rows * WIDE, 2 * split.rows * HIDDEN
+    last = 2 * a + rows + (0 if main_grad else 3 * WEIGHT)
+    least = 2 * rows + max(6 * a, last)  # x and y live throughout
+    assert plan.rehearsed and least <= plan.peak_bytes <= least + 32 * split.rows
 
 
 # --- every subset of needs runs and saves what it asks for

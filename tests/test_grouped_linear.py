@@ -395,3 +395,13 @@ def test_experts_over_more_axes_run_unfused_and_say_why() -> None:
     torch.testing.assert_close(model(x, routing).view(10, D), model(x.view(10, D), flat))
     with pytest.raises(fo.FuseOpsError, match=r"of shape \(\.\.\., rows, 6\)"):
         model(x[0, 0], routing)
+
+
+def test_offs_may_be_strided() -> None:
+    op, x = fo.ops.GroupedLinear(E, D, F), torch.randn(9, D, requires_grad=True)
+    ends = torch.arange(3, 3 + 2 * E, dtype=torch.int32)
+    results = []
+    for offs in (ends[::2], ends[::2].contiguous()):
+        y = op(x, offs=offs)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *op.parameters()])))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

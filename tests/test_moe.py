@@ -287,6 +287,13 @@ def test_the_expert_bias_stays_in_float32() -> None:
     assert moe.to("meta")["router"].expert_bias.device.type == "meta"
 
 
+def test_what_no_state_dict_fills_is_there_after_to_empty() -> None:
+    options: dict[str, Any] = {"expert_bias": True, "z_loss": 0.1, "aux": "inject"}
+    moe = fo.MoE(D, F, E, 2, **options, device="meta").to_empty(device="cpu")
+    moe.load_state_dict(fo.MoE(D, F, E, 2, **options).state_dict())
+    assert moe.loss_scale == 1 and not moe["router"].tokens_per_expert.any()
+
+
 # --- with the rest of the package
 
 
@@ -433,6 +440,9 @@ def test_a_dispatcher_of_your_own() -> None:
         ({"aux": "add"}, "aux is 'add'"),
         ({"score": "tanh"}, "score is 'tanh'"),
         ({"groups": 3}, "groups must divide"),
+        ({"groups": 0}, "groups must divide"),
+        ({"dim": 0}, "dim must be positive"),
+        ({"shared_experts": -1}, "shared_experts must not be negative"),
         ({"groups": 8, "top_groups": 1}, "hold 1 experts, fewer than top_k = 2"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
         ({"capacity_factor": 1.0, "dispatch": fo.ops.Dispatch(E)}, "its own capacity_factor"),
@@ -441,7 +451,7 @@ def test_a_dispatcher_of_your_own() -> None:
 )
 def test_options_that_cannot_be(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(fo.FuseOpsError, match=message):
-        fo.MoE(D, F, E, 2, **kwargs)
+        fo.MoE(**{"dim": D, "ffn": F, "num_experts": E, "top_k": 2, **kwargs})
 
 
 def test_what_is_not_there_is_said() -> None:
@@ -454,6 +464,11 @@ def test_what_is_not_there_is_said() -> None:
         moe(torch.randn(3, D), returns="router_loss")
     with pytest.raises(fo.FuseOpsError, match="Router expects x with 6 features"):
         moe(torch.randn(3, D + 1))
+    with pytest.raises(fo.FuseOpsError, match=r"Router expects x with 6 features.*\(\)"):
+        moe(torch.tensor(1.0))
+    moe = fo.MoE(D, F, E, 2, aux="inject", z_loss=0.1)
+    with pytest.raises(fo.FuseOpsError, match=r"scale of shape \(\), got \(3,\)"):
+        moe.loss_scale = torch.ones(3)
 
 
 def test_the_documented_layer_runs() -> None:

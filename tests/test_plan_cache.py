@@ -5,6 +5,7 @@ And what a plan does not depend on, the number of rows above all, makes no new p
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -353,6 +354,20 @@ def test_a_change_inside_a_nested_sequential() -> None:
 
 def when(condition: Callable) -> fo.Rule:
     return fo.Rule("conditional", (SiLU,), FusedScaled, when=(condition,))
+
+
+@pytest.mark.parametrize("op", [Bias(8), RMSNorm(8), Linear(8, 8), SiLU()])
+@pytest.mark.parametrize("shape", [(1,), (), (5, 1), (5, 3, 1), (5, 7)])
+def test_a_plan_takes_no_width_that_a_new_one_refuses(op: fo.Op, shape: tuple[int, ...]) -> None:
+    seq, x = fo.Sequential(op), torch.ones(shape)
+    seq(data())
+    try:
+        expected = fresh(seq)(x)
+    except fo.FuseOpsError as refusal:
+        with pytest.raises(type(refusal), match=re.escape(str(refusal))):
+            seq(x)
+    else:
+        assert torch.equal(seq(x), expected)
 
 
 @pytest.mark.parametrize(

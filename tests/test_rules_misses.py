@@ -303,3 +303,13 @@ def test_positions_count_from_the_start_of_the_sequential() -> None:
     with pytest.raises(fo.FusionMissError, match="at 4:6: overlaps 3:5 of norm_linear"):
         with fo.fusion(strict=["linear_act"]):
             model(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("wrong", [
+    {"build": None}, {"when": ("k > 3",)}, {"pattern": ()}, {"pattern": (3,)}, {"kind": "both"},
+])  # fmt: skip
+def test_a_rule_of_the_wrong_parts_says_which(wrong: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {"name": "mine", "pattern": fo.ops.GELU, "build": fo.FusedOp}
+    assert fo.Rule(**parts).pattern == (fo.ops.GELU,)
+    with pytest.raises(fo.FuseOpsError, match="'mine'"):
+        fo.Rule(**parts | wrong)

@@ -117,6 +117,14 @@ def test_a_wrong_width_names_the_op_and_the_shape() -> None:
     assert "'down'" in "".join(caught.value.__notes__)
 
 
+def test_an_error_of_torch_is_told_what_every_tensor_is() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fo.Sequential({"up": SiLU(), "down": Linear(8, 3)})(torch.ones(2, 8).bfloat16())
+    assert "'down' (Linear); x bfloat16[2, 8] on cpu, down.weight float32[3, 8] on cpu" in "".join(
+        caught.value.__notes__
+    )
+
+
 # --- structure --------------------------------------------------------------------------------
 
 

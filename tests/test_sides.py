@@ -1,7 +1,7 @@
 """Side inputs and outputs: who reads, who writes, what the caller passes, and fo.Routing."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -299,10 +299,32 @@ def test_from_counts_is_a_running_sum(counts: list[int], as_tensor: bool) -> Non
     assert offs.tolist() == naive_offs(counts) and offs.dtype is torch.int32
 
 
-@pytest.mark.parametrize("counts", [[1.5, 2.0], [[1], [2]], [3, -1], [True, False], 4])
+@pytest.mark.parametrize(
+    "counts",
+    [[1.5, 2.0], [[1], [2]], [3, -1], [True, False], 4, None, "12", [None], [2**31 - 1, 1], {0: 1}],
+)
 def test_from_counts_refuses_what_is_no_counts(counts: object) -> None:
     with pytest.raises(fo.FuseOpsError, match="from_counts"):
         fo.Routing.from_counts(counts)
+
+
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_from_counts_takes_every_integer_dtype(dtype: str) -> None:
+    counts = torch.tensor([100, 0, 100, 100]).to(getattr(torch, dtype))
+    assert fo.Routing.from_counts(counts).offs.tolist() == [100, 100, 200, 300]
+
+
+def test_from_counts_without_experts_has_no_ends() -> None:
+    assert fo.Routing.from_counts([]).offs.tolist() == []
+
+
+def test_from_counts_refuses_fewer_probs_than_rows() -> None:
+    fo.Routing.from_counts([2, 3], probs=torch.rand(6))  # the last row is padding
+    with pytest.raises(fo.FuseOpsError, match=r"5 rows.*\(4,\)"):
+        fo.Routing.from_counts([2, 3], probs=torch.rand(4))
 
 
 @st.composite
@@ -388,6 +410,28 @@ def test_probabilities_are_in_float32_and_never_rounded(dtype: torch.dtype) -> N
 def test_from_topk_counts_the_experts_where_nobody_says_how_many() -> None:
     routing = fo.Routing.from_topk(torch.tensor([[0, 2]]), torch.ones(1, 2))
     assert routing.offs.tolist() == [1, 1, 2]
+
+
+def test_from_topk_cannot_count_experts_that_nobody_chose() -> None:
+    with pytest.raises(fo.FuseOpsError, match="num_experts"):
+        fo.Routing.from_topk(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+
+
+@pytest.mark.parametrize(
+    "builder, given",
+    [
+        ("from_topk", ([[0, 1]], torch.ones(1, 2))),
+        ("from_topk", (torch.zeros(1, 2), torch.ones(1, 2))),
+        ("from_topk", (torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2))),
+        ("from_topk", (torch.tensor([[0, 1]]), torch.tensor([[1, 1]]))),
+        ("from_multihot", ([[True]], torch.ones(1, 1))),
+        ("from_multihot", (torch.ones(1, 1), torch.ones(1, 1))),
+        ("from_multihot", (torch.ones(1, 1, dtype=torch.bool), torch.tensor([[1]]))),
+    ],
+)
+def test_a_routing_of_the_wrong_kind_says_what_is_wanted(builder: str, given: Any) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"{builder} expects"):
+        getattr(fo.Routing, builder)(*given)
 
 
 @pytest.mark.parametrize("expert", [-2, 2])

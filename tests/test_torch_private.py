@@ -104,6 +104,36 @@ def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
     assert torch_private.top_saved_tensor_hooks() is None
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_node_lets_go_of_what_it_saved_unless_the_graph_is_retained(retain: bool) -> None:
+    expired: list[bool] = []
+
+    class Releasing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            h = x + 1
+            ctx.save_for_backward(h)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            (h,) = ctx.saved_tensors
+            weak = torch_private.WeakStorage(h.untyped_storage())
+            torch_private.release_saved(ctx)
+            del h
+            expired.append(weak.expired())
+            return 2 * dy
+
+    y = Releasing.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=retain)
+    assert expired == [not retain]
+    if retain:
+        y.backward()
+        assert expired == [False, True]
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
 def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
     def first(t: Any) -> Any:
         return t
@@ -283,3 +313,21 @@ def test_references_to_a_storage_are_counted() -> None:
     assert weak.holders() == 1
     del alias
     assert weak.expired() and weak.holders() == 0
+
+
+@pytest.mark.gpu
+def test_the_current_device_is_the_one_of_the_context() -> None:
+    torch.zeros(1, device="cuda")
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            assert torch_private.current_device() == torch.cuda.current_device() == index
+
+
+@pytest.mark.gpu
+def test_the_device_can_be_kept_busy() -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch_private.occupy_device(1_000_000)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) > 0.3  # ms, at up to 3 GHz

@@ -244,6 +244,16 @@ def test_the_queue_is_not_copied_and_not_pickled() -> None:
     assert fo.Sequential(op).backward_dw() == 1
 
 
+def test_an_op_that_is_called_alone_has_its_own_backward_dw() -> None:
+    routing, x = fo.Routing.from_counts([1, 1, 2]), torch.randn(4, D)
+    now, later = (fo.ops.GroupedLinear(E, D, D, delay_wgrad=delay) for delay in (False, True))
+    later.load_state_dict(now.state_dict())
+    for op in (now, later):
+        op(x, routing).square().sum().backward()
+    assert later.weight.grad is None and later.backward_dw() == 1
+    assert torch.equal(later.weight.grad, now.weight.grad) and now.backward_dw() == 0
+
+
 @pytest.mark.parametrize("option", ["delay_wgrad", "accumulate_into_main_grad"])
 def test_compile_is_refused_by_name(option: str) -> None:
     op: Op[Any] = fo.ops.GroupedLinear(E, D, D, **{option: True})

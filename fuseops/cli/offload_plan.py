@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import offload, ops
+from fuseops.fusions.explain.layout import size
 from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan
 from fuseops.offload.planning.text import HEADER, facts, rows
-from fuseops.offload.report import size
 
 from .show import as_json, table
 from .target import Target, UsageError, load

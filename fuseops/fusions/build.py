@@ -194,13 +194,15 @@ class _Builder:
         members = tuple(range(u.start - base, u.stop - base))
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
+        calls = tuple(self._call(i) for i in range(u.start, u.stop))
         input_format = self._input_format(u.start)
         return Step(
             members=members,
             target=u.target,
             kind=u.kind,
             args=args,
-            calls=tuple(self._call(i) for i in range(u.start, u.stop)),
+            calls=calls,
+            keywords={"call": calls[0]} if first.signature.fwd_call else {},
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
             form=input_format,

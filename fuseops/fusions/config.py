@@ -17,6 +17,7 @@ from fuseops.recipes import Recipe
 from .plan import Miss
 from .rule import Rule
 from .sequential import Sequential
+from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
 _UNSET: Any = object()
@@ -42,6 +43,7 @@ def configure(
     if model is None:
         scopes.process.token = _replaced(scopes.process.token, override)
         return
+    check_module("configure(model, ...)", model)
     set_root(model)
     for module in model.modules():
         if isinstance(module, (Sequential, Op)):

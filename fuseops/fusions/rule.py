@@ -71,7 +71,12 @@ class Rule:
             )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
+        if isinstance(self.pattern, type | types.UnionType | Maybe):
+            object.__setattr__(self, "pattern", (self.pattern,))
         object.__setattr__(self, "pattern", tuple(self.pattern))
+        for what, value in (("build", self.build), *(("a condition", c) for c in self.when)):
+            if not callable(value):
+                raise FuseOpsError(f"Rule {self.name!r}: {what} must be callable, got {value!r}.")
         if not any(not isinstance(element, Maybe) for element in self.pattern):
             raise FuseOpsError(
                 f"Rule {self.name!r}: the pattern needs at least one op that is not optional."

@@ -7,6 +7,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,13 @@ from fuseops.ops.op import Op, Shape
 from fuseops.ops.scopes import Settings
 from fuseops.torch_private import is_dtensor
 
-from . import bridge, traced
-from .bridge import Live, describe
+from . import bridge, buffers, traced
+from .bridge import Live, Once, describe
+from .buffers import Buffers
 from .build import RunPlan, build
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
+from .key import Asked, Glance, Key, Tokens, key_of
 from .rule import Conditions, Place
 from .segment import Segment
 from .tables import TABLES
@@ -32,23 +35,7 @@ from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
 
-Tokens = tuple[int, int, int]  # process, model, scopes
-RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
-
-
-class Key(NamedTuple):
-    """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
-
-    ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
-    tokens: Tokens
-    live: tuple[str, ...]  # side names read after the run, or returned
-    dtype: torch.dtype
-    device: torch.device
-    x_needs: bool
-    x_class: type
-    autocast: torch.dtype | None
-    compiling: bool
+RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
 
 class Entry(NamedTuple):
@@ -78,26 +65,6 @@ def opaque_reason(op: Op[Any]) -> str | None:
     return None
 
 
-def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
-    own = op.__dict__
-    registered = own["_parameters"]
-    facts = [op.__class__, own["training"], op.alias]
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        facts.append("hooks")
-    if "forward" in own or "fwd" in own or "bwd" in own:
-        facts.append("a method of its own")
-    for name in parameters:
-        p = registered[name] if name in registered else op.sample(name)
-        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
-    return tuple(facts)
-
-
 class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
@@ -112,6 +79,8 @@ class Run:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
+        self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
+        self.last: tuple[Glance, Entry] | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
@@ -133,47 +102,48 @@ class Run:
                     )
                 written.add(w)
         self.reads, self.writes = tuple(reads), frozenset(written)
+        self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
-
-    def key(self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Key:
-        """The key of this call."""
-        grad = torch.is_grad_enabled()
-        kind = x.device.type
-        return Key(
-            tuple(
-                [
-                    op_facts(op, wanted, grad)
-                    for op, wanted in zip(self.ops, self.parameter_names, strict=True)
-                ]
-            ),
-            tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in self.reads]),
-            tokens,
-            live,
-            x.dtype,
-            x.device,
-            grad and x.requires_grad,
-            x.__class__,
-            None if x.dtype is torch.float64 else bridge.autocast_dtype(kind),  # torch's own rule
-            torch.compiler.is_compiling(),
-        )
 
     def plan(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
-        key = self.key(x, side, tokens, live)
-        entry = self.entries.get(key) or self.entry(key)
+        entry = self._entry_of(x, side, tokens, live)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
+        self._check_shape(x)
         if plan is None:
-            self._through(0, len(self.ops), tuple(x.shape), x)
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
             misses = choose(entry.scan, reasons, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
+
+    def _check_shape(self, x: Tensor) -> None:
+        """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
+        shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        try:
+            if shape not in self.shapes:
+                self._through(0, len(self.ops), tuple(x.shape), x)
+                self.shapes.add(shape)
+        except TypeError:  # a symbolic size has no hash
+            self._through(0, len(self.ops), tuple(x.shape), x)
+
+    def _entry_of(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> Entry:
+        """The entry of this call. Most are calls like the one before, which takes no key to tell."""
+        if self.last is not None and self.last[0].fits(x, side, tokens, live):
+            return self.last[1]
+        key = key_of(self.asked, x, side, tokens, live)
+        entry = self.entries.get(key) or self.entry(key)
+        self.last = None
+        with suppress(KeyError):
+            self.last = Glance(self.asked, key), entry
+        return entry
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -293,15 +263,23 @@ class Run:
         live: tuple[str, ...],
         path: str,
         scratch: dict[str, Any],
+        out: Buffers | None = None,
     ) -> Any:
-        """Run the ops on x; side tensors are read from, and published to, `env`."""
+        """Run the ops on x; side tensors are read from, and published to, `env`.
+
+        out: the caller's buffers for "y" and "dx" of an op that is by itself.
+        """
         if torch.compiler.is_compiling():
+            if out is not None:
+                raise FuseOpsError(
+                    "out= is eager only: compile around the ops that write to buffers."
+                )
             return self._traced(x, env, tokens, live)
         for op in self.ops:
             if op.__dict__["_modules"]:  # parametrizations: computed once a forward
                 with parametrize.cached():
-                    return self._eager(x, env, tokens, live, path, scratch)
-        return self._eager(x, env, tokens, live, path, scratch)
+                    return self._eager(x, env, tokens, live, path, scratch, out)
+        return self._eager(x, env, tokens, live, path, scratch, out)
 
     def _eager(
         self,
@@ -311,17 +289,39 @@ class Run:
         live: tuple[str, ...],
         path: str,
         scratch: dict[str, Any],
+        out: Buffers | None = None,
     ) -> Any:
         plan = self.plan(x, env, tokens, live)
         for watcher in scopes.current().watchers:
             watcher(plan)
+        if out is not None:
+            self._check_buffers(plan, out, x, env, path)
         for seg in plan.segments:
-            x = run_segment(seg, x, env, Live(path, scratch))
+            x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
         return x
+
+    def _check_buffers(
+        self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
+    ) -> None:
+        """Raise FuseOpsError unless the op of this run, which has no other, can write to these buffers."""
+        seg = plan.segments[0]
+        op = bridge.where(seg, path)
+        if seg.kind != "node":
+            raise FuseOpsError(
+                f"{op} cannot write to a buffer of the caller, since it runs outside of fuseops' autograd node "
+                f"({plan.forward[0].note}): leave it out of `out`."
+            )
+        if "dx" in out and not (seg.needs_grad and "x" in seg.forward[0].calls[0].needs):
+            raise FuseOpsError(
+                f"dx of {op} is to be written to a buffer, but no gradient of its input is computed in this call: "
+                "leave it out of `out`."
+            )
+        shape = self._through(0, len(self.ops), tuple(x.shape), x)
+        buffers.check(op, out, x, shape, _inputs(seg, env))
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
-        key = tuple(self.key(x, env, tokens, live))
+        key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:
             x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
@@ -339,9 +339,16 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
         return _run(seg, x, env, live)
     except Exception as error:
         error.add_note(
-            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}"
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}{_others(seg, env)}"
         )
         raise
+
+
+def _others(seg: Segment, env: Mapping[str, Any]) -> str:
+    """What else a segment takes, in words."""
+    tensors = [(name, env.get(name)) for name in seg.reads]
+    tensors += [(f"{seg.names[i]}.{name}", getattr(seg.ops[i], name)) for i, name in seg.params]
+    return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
 
 
 def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
@@ -355,11 +362,7 @@ def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
 
 
 def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
-    inputs = [env[name] for name in seg.reads]
-    for i, name in seg.params:
-        op = seg.ops[i]
-        registered = op.__dict__["_parameters"]
-        inputs.append(registered[name] if name in registered else getattr(op, name))
+    inputs = _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
             y = bridge.run_traced_node(seg.number, x, inputs)
@@ -369,13 +372,23 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    scratch = None if live is None else live.scratch
+    once = Once() if live is None else live.once
     if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
-        y, _, _ = bridge.run_forward(seg, x, inputs, scratch)
+        y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, scratch, quantize=False)
+            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
+
+
+def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """Side inputs and parameters of a segment, as its node takes them."""
+    inputs = [env[name] for name in seg.reads]
+    for i, name in seg.params:
+        op = seg.ops[i]
+        registered = op.__dict__["_parameters"]
+        inputs.append(registered[name] if name in registered else getattr(op, name))
+    return inputs

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fuseops.kernels.registry import PLAIN
 from fuseops.ops.names import SavedName
 from fuseops.recipes import Quantized
 
 from .segment import Segment
 
-PLAIN = frozenset({Tensor, nn.Parameter})
 Row = tuple[Any, ...]  # int slots, None, Const or Parts
 
 
@@ -34,9 +34,13 @@ class Parts(NamedTuple):
 
 def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | None]]:
     """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
-    flat: list[Tensor] = []
     # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if torch.compiler.is_compiling() else {}
+    if slots is not None:  # the common case: plain tensors, each saved once
+        values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
+        if PLAIN.issuperset(map(type, values)) and len({*map(id, values)}) == len(values):
+            return values, seg.distinct
+    flat: list[Tensor] = []
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
         values = saved[slot.owner]
@@ -47,12 +51,7 @@ def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | N
             value = values[k]
             if value is None:
                 continue
-            if slots is not None and value.__class__ in PLAIN:  # the common case, inline
-                row[k] = place = slots.setdefault(id(value), len(flat))
-                if place == len(flat):
-                    flat.append(value)
-            else:
-                row[k] = _place(value, flat, slots)
+            row[k] = _place(value, flat, slots)
         rows[slot.owner] = tuple(row)
     return flat, rows
 
@@ -76,7 +75,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
         row = rows[slot.owner]
         if row is not None:
             values = [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in row]
-            saved[slot.owner] = slot.cls._make(values)
+            saved[slot.owner] = tuple.__new__(slot.cls, values)  # `_make`, which counts them again
     return saved
 
 

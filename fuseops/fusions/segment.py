@@ -39,7 +39,7 @@ class Step:
     offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
-    # backward: what a single op's bwd takes by keyword
+    # what the fwd or bwd of a single op takes by keyword, besides tensors
     keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
@@ -48,10 +48,11 @@ class Step:
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     later: Step | None = None  # the part that waits for backward_dw
-    plain: bool = field(init=False)  # backward: nothing but a call of one op's `bwd`
+    plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
     def __post_init__(self) -> None:
         odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
+        odd = bool(odd or self.writes) or self.form is not None or self.cast is not None
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
@@ -82,6 +83,17 @@ class Segment:
     autocast: bool = False  # autocast is on around it, and must be off inside
     checked: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
+    kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
+    # where the fields of every Saved are among the saved tensors, when no two are one tensor
+    distinct: list[tuple[int | None, ...] | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
+        places = {place: number for number, place in enumerate(self.kept)}
+        self.distinct = [None] * len(self.ops)
+        for slot in self.slots:
+            fields = range(len(slot.names))
+            self.distinct[slot.owner] = tuple(places.get((slot.owner, k)) for k in fields)
 
     @property
     def inputs(self) -> int:

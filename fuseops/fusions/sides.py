@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from fuseops.errors import SideInputError
+from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops.routing import Routing
 
 
@@ -19,6 +19,11 @@ class Sides(Protocol):
 def described(module: Any) -> str:
     path = module.__dict__.get("_path")
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+
+def check_module(caller: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(f"{caller} expects an nn.Module, got {type(model).__name__}.")
 
 
 def check_input(module: nn.Module, x: Any) -> None:

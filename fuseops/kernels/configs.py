@@ -23,6 +23,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
+from fuseops.kernels.plans import forget_plans, planning
 
 Config = dict[str, int]
 SCHEMA_VERSION = 1
@@ -30,8 +31,6 @@ SHIPPED = Path(__file__).with_name("configs.json")
 MAX_BUCKET = 1 << 18
 
 SPACES: dict[str, Space] = {}
-PLANS: dict[tuple[Any, ...], Any] = {}
-"""What launchers derived from configurations, forgotten with them."""
 _asked: list[tuple[Space, tuple[Any, ...]]] | None = None
 
 
@@ -147,7 +146,7 @@ def reload_tables() -> None:
     """Forget what was read, so that the next pick reads the files again."""
     cached_table.cache_clear()
     shipped_table.cache_clear()
-    PLANS.clear()
+    forget_plans()
     for space in SPACES.values():
         space._memo.clear()
 
@@ -182,23 +181,15 @@ def tune(
     return entries
 
 
-_forcing = 0
-
-
 @contextmanager
 def forced(space: Space, config: Config) -> Iterator[None]:
     """Inside, the space gives this configuration to everybody (for tuning and tests)."""
-    global _forcing
-    space.forced, _forcing = config, _forcing + 1
+    space.forced = config
     try:
-        yield
+        with planning((space.name, *config.items())):
+            yield
     finally:
-        space.forced, _forcing = None, _forcing - 1
-
-
-def disturbed() -> bool:
-    """Whether somebody notes or overrides what is picked, so that it may not be remembered."""
-    return _forcing > 0 or _asked is not None
+        space.forced = None
 
 
 @contextmanager
@@ -207,7 +198,8 @@ def asking() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
     global _asked
     outer, _asked = _asked, []
     try:
-        yield _asked
+        with planning():
+            yield _asked
     finally:
         _asked = outer
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.grouped_launch import launch_mm, launch_tiles, launch_wgrad, table_size
-from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.reference.grouped import group_of_row
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows
@@ -115,6 +114,12 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
     yield _meta(rows, 33), _meta(groups, 65, 33), offs, tiles
 
 
+def _into_cases() -> Iterator[tuple[Any, ...]]:
+    """One: the kernels are those of `grouped_mm`."""
+    x, weight, *rest = next(_mm_cases())
+    yield x.new_empty(len(x), weight.shape[1]), x, weight, *rest
+
+
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
@@ -146,13 +151,15 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
     and the same for 128, unused entries zero.
     """
+    return launch_tiles(offs, rows, _checked_tiles)
+
+
+def _checked_tiles(offs: Tensor, rows: int) -> tuple[Tensor, int]:
     if offs.dim() != 1 or not 0 < offs.shape[0] <= MAX_GROUPS or offs.dtype != torch.int32:
         raise FuseOpsError(
             f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
         )
-    tiles = torch.empty(table_size(rows, offs.shape[0]), dtype=torch.int32, device=offs.device)
-    launch_tiles(offs.contiguous(), tiles, rows)
-    return tiles
+    return offs.contiguous(), rows
 
 
 @kernel_op(
@@ -175,21 +182,62 @@ def grouped_mm(
     tiles: `group_tiles(offs, R)`, made here if not given.
     index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
     """
+    if tiles is None:
+        tiles = _tiles(offs, weight.shape[0], x, index)
+    return launch_mm(x, weight, bias, offs, tiles, index, None, _checked_mm)
+
+
+@kernel_op(
+    twin=reference.grouped_mm_into,
+    fake=lambda *args, **kwargs: None,
+    flops=lambda y, *args, **kwargs: _mm_flops(*args, **kwargs),
+    mutates=("y",),
+    traces_twin=False,
+    cases=_into_cases,
+)
+def grouped_mm_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
+    if tiles is None:
+        tiles = _tiles(offs, weight.shape[0], x, index)
+    launch_mm(x, weight, bias, offs, tiles, index, y, _checked_mm)
+
+
+def _checked_mm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    tiles: Tensor,
+    index: Tensor | None,
+    y: Tensor | None,
+) -> tuple[Any, ...]:
+    """Operands of `launch_mm`: x with contiguous columns, weight with a contiguous axis 1 or 2."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
         )
     if bias is not None and bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    _check(x, weight, offs, weight.shape[0])
     rows = _rows(x, index, "index")
-    if not rows or not weight.shape[1]:
-        return x.new_empty(rows, weight.shape[1])
+    _check(x, weight, offs, tiles, weight.shape[0], rows)
+    shape = (rows, weight.shape[1])
+    if y is not None and (y.shape != shape or y.dtype != x.dtype or not y.is_contiguous()):
+        raise FuseOpsError(
+            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
+        )
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    offs, tiles = offs.contiguous(), _tiles(tiles, offs, rows)
     bias = None if bias is None else bias.contiguous()
-    return launch_mm(as_rows(x), weight, bias, offs, tiles, index, gather_rows.launcher)
+    index = None if index is None else index.contiguous()
+    return as_rows(x), weight, bias, offs.contiguous(), tiles.contiguous(), index, y
 
 
 @kernel_op(
@@ -211,9 +259,10 @@ def grouped_wgrad(
 
     dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
     """
-    dw = torch.empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index)
-    return dw
+    dw = x.new_empty(offs.numel(), dy.shape[-1], x.shape[-1])
+    if tiles is None:
+        tiles = _tiles(offs, offs.numel(), dy, dy_index)
+    return launch_wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index, _checked_wgrad)
 
 
 @kernel_op(
@@ -240,37 +289,35 @@ def grouped_wgrad_into(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
             "expected a contiguous float32 buffer."
         )
-    _wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index)
+    if tiles is None:
+        tiles = _tiles(offs, offs.numel(), dy, dy_index)
+    launch_wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index, _checked_wgrad)
 
 
-def _wgrad(
+def _checked_wgrad(
     dw: Tensor,
     dy: Tensor,
     x: Tensor,
     offs: Tensor,
-    tiles: Tensor | None,
+    tiles: Tensor,
     accumulate: bool,
     dy_index: Tensor | None,
     x_index: Tensor | None,
-) -> None:
+) -> tuple[Any, ...]:
+    """Operands of `launch_wgrad`: dy and x with contiguous columns."""
     rows = _rows(dy, dy_index, "dy_index")
     if x.dim() != 2 or dy.dim() != 2 or rows != _rows(x, x_index, "x_index"):
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
             "or an index of R rows."
         )
-    shape = (offs.shape[0], dy.shape[1], x.shape[1])
+    shape = (offs.numel(), dy.shape[1], x.shape[1])
     if dw.shape != shape:
         raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {shape}.")
-    _check(x, dy, offs, offs.shape[0])
-    if not rows and not accumulate:
-        dw.zero_()
-    elif rows and dw.numel():
-        offs, tiles = offs.contiguous(), _tiles(tiles, offs, rows)
-        launch_wgrad(
-            dw, as_rows(dy), as_rows(x), offs, tiles, accumulate, dy_index, x_index,
-            gather_rows.launcher,
-        )  # fmt: skip
+    _check(x, dy, offs, tiles, offs.numel(), rows)
+    dy_index, x_index = (None if i is None else i.contiguous() for i in (dy_index, x_index))
+    operands = as_rows(dy), as_rows(x), offs.contiguous(), tiles.contiguous()
+    return dw, *operands, accumulate, dy_index, x_index
 
 
 def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
@@ -284,23 +331,24 @@ def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
     return index.shape[0]
 
 
-def _check(x: Tensor, other: Tensor, offs: Tensor, groups: int) -> None:
-    if offs.shape != (groups,):
-        raise FuseOpsError(f"offs is {tuple(offs.shape)}, expected ({groups},).")
+def _check(x: Tensor, other: Tensor, offs: Tensor, tiles: Tensor, groups: int, rows: int) -> None:
+    if offs.shape != (groups,) or offs.dtype != torch.int32:
+        raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
     if x.dtype not in DTYPES or other.dtype != x.dtype:
         raise FuseOpsError(
             f"operands are {x.dtype} and {other.dtype}, expected one of bfloat16, float16, float32."
         )
-
-
-def _tiles(tiles: Tensor | None, offs: Tensor, rows: int) -> Tensor:
-    if tiles is None:
-        return group_tiles(offs, rows)
-    if tiles.shape[0] != table_size(rows, offs.shape[0]) or tiles.dtype != torch.int32:
+    if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
         )
-    return tiles
+
+
+def _tiles(offs: Tensor, groups: int, x: Tensor, index: Tensor | None) -> Tensor:
+    """The table, where the caller brings none."""
+    if offs.shape != (groups,):
+        raise FuseOpsError(f"offs is {tuple(offs.shape)}, expected ({groups},).")
+    return group_tiles(offs, x.shape[0] if index is None else index.numel())
 
 
 def scaled_grouped_mm(

@@ -1,44 +1,62 @@
 """How a grouped GEMM is launched.
 
 Everything but addresses and row counts is decided once for a kind of call (shapes of the weight,
-strides, dtypes, alignment, rows to a power of two) and kept as a `Plan`: a call looks it up, makes
-the output and the descriptors, and launches.
+strides, dtypes, alignment, rows to a power of two) and kept as a `Plan`, which keeps its launches in
+turn: a call makes the output and looks both up. What a caller gives as `check` raises for operands that
+nothing can take, and returns the others as plans want them. It reads nothing that the key of the plan
+does not hold, so operands of a known kind are not checked again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuseops.kernels import configs, grouped_paths
+from fuseops.kernels import configs
 from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
-from fuseops.kernels.launch import Prepared, device, num_sms, recorded
+from fuseops.kernels.launch import Prepared, device, num_sms
+from fuseops.kernels.permute import gather_rows
+from fuseops.kernels.plans import (
+    Again,
+    Plan,
+    kept,
+    kind,
+    misaligned,
+    places,
+    planned,
+    rows_kind,
+    way,
+)
 from fuseops.kernels.tiles import cdiv, pow2
 
-MOST_DESCRIPTORS = 256  # of an operand of one kind of call
 TILE_ROWS = (64, 128)  # the row blocks a tile table knows
 
-
-class Plan(NamedTuple):
-    """path, and what runs a call of this kind."""
-
-    path: str
-    run: Callable[..., None]
+Check = Callable[..., tuple[Any, ...]]
 
 
-def plan_of(key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    """The plan of this kind of call, made anew while somebody watches or overrides configurations."""
-    if recorded() or configs.disturbed() or grouped_paths.forced_path is not None:
-        return make()
-    plan = configs.PLANS.get(key)
+def launch_tiles(offs: Tensor, rows: int, check: Check | None = None) -> Tensor:
+    """The table of `group_tiles`."""
+    groups, where = offs.numel(), offs.data_ptr()
+    key = "tiles", offs.device, kind(offs), where % 16
+    plan = planned.now.get(key)
     if plan is None:
-        plan = configs.PLANS[key] = make()
-    return plan
+        if check is not None:
+            return launch_tiles(*check(offs, rows))
+        plan = planned.now[key] = _tiles_plan(offs)
+    tiles = offs.new_empty(table_size(rows, groups))
+    plan((where, tiles.data_ptr(), rows), offs, tiles, rows, groups)
+    return tiles
+
+
+def _tiles_plan(offs: Tensor) -> Plan:
+    kernel, block = device("grouped_mm").group_tiles_kernel, pow2(len(offs))
+    prepared = Prepared(kernel, not misaligned(offs), BLOCK_E=block, num_warps=4)
+    return Plan("", lambda *operands: prepared((len(offs),), *operands))
 
 
 def launch_mm(
@@ -48,59 +66,56 @@ def launch_mm(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
-    copy: Callable[..., Tensor],
+    y: Tensor | None = None,
+    check: Check | None = None,
 ) -> Tensor:
-    """The output of `grouped_mm`; x has contiguous columns, weight a contiguous axis 1 or 2.
-
-    copy: makes the rows of x by index where no kernel gathers.
-    """
-    rows = (x if index is None else index).shape[0]
+    """The output of `grouped_mm`, in y if given."""
+    rows = x.shape[0] if index is None else index.numel()
+    where = places(x, weight, bias, offs, tiles, index, y)
     key = (
-        "mm", x.dtype, x.device, x.shape[1], x.stride(), weight.shape, weight.stride(),
-        (rows - 1).bit_length(), bias is None,
-        None if index is None else index.dtype,
-        _misaligned(x, weight, bias, offs, tiles, index), precision(x),
+        "mm", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), kind(bias), kind(offs),
+        tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()), way(index), rows_kind(rows),
+        where[0], precision(x), None if y is None else (*way(y), y.shape[1:], y.shape[0] - rows),
     )  # fmt: skip
-    plan = plan_of(key, lambda: _mm_plan(x, weight, bias, offs, tiles, index))
+    plan = planned.now.get(key)
+    if plan is None:
+        if check is not None:
+            return launch_mm(*check(x, weight, bias, offs, tiles, index, y))
+        if not rows or not weight.shape[1]:
+            return x.new_empty(rows, weight.shape[1]) if y is None else y
+        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index, y)
     if index is not None and plan.path != "gather":
-        return launch_mm(copy(x, index, offs), weight, bias, offs, tiles, None, copy)
-    y = torch.empty(rows, weight.shape[1], dtype=x.dtype, device=x.device)
-    plan.run(x, weight, bias, offs, tiles, index, y, None, None)
+        copied = gather_rows.launcher(x, index, offs)
+        return launch_mm(copied, weight, bias, offs, tiles, None, y)
+    if y is None:
+        y = x.new_empty(rows, weight.shape[1])
+    plan((*where, y.data_ptr(), rows), x, weight, bias, offs, tiles, index, y, None, None)
     return y
-
-
-def launch_tiles(offs: Tensor, tiles: Tensor, rows: int) -> None:
-    """Fill the table of `group_tiles`."""
-    groups = offs.shape[0]
-    plan_of(("tiles", offs.device, groups, _misaligned(offs)), lambda: _tiles_plan(offs)).run(
-        (groups,), offs, tiles, rows, groups
-    )
-
-
-def _tiles_plan(offs: Tensor) -> Plan:
-    kernel, block = device("grouped_mm").group_tiles_kernel, pow2(len(offs))
-    return Plan("", Prepared(kernel, not _misaligned(offs), BLOCK_E=block, num_warps=4))
 
 
 def launch_swiglu(
     x: Tensor,
     weight: Tensor,
+    probs: Tensor | None,
     offs: Tensor,
     tiles: Tensor,
-    probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
-    rows, n = (x if index is None else index).shape[0], weight.shape[1]
+    rows, n = x.shape[0] if index is None else index.numel(), weight.shape[1]
+    where = places(x, weight, probs, offs, tiles, index)
     key = (
-        "swiglu", x.dtype, x.device, x.shape[1], x.stride(), weight.shape, (rows - 1).bit_length(),
-        probs is None, None if index is None else index.dtype,
-        _misaligned(x, weight, probs, offs, tiles, index),
+        "swiglu", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), probs is None, kind(offs),
+        way(index), rows_kind(rows), need_h, where[0],
     )  # fmt: skip
-    plan = plan_of(key, lambda: _swiglu_plan(x, weight, offs, tiles, probs, index))
-    h = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    a = torch.empty(rows, n // 2, dtype=x.dtype, device=x.device)
-    plan.run(x, weight, None, offs, tiles, index, h, a, probs)
+    plan = planned.now.get(key)
+    if plan is None:
+        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index, need_h)
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    y = h if need_h else a
+    where = *where, y.data_ptr(), a.data_ptr(), rows
+    plan(where, x, weight, None, offs, tiles, index, y, a, probs)
     return h, a
 
 
@@ -111,12 +126,15 @@ def _swiglu_plan(
     tiles: Tensor,
     probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> Plan:
     path = swiglu_path(x, weight, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not _misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None)
+    aligned = not misaligned(x, weight, probs, offs, tiles, index)
+    return _ring_plan(
+        path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
+    )
 
 
 def _mm_plan(
@@ -126,11 +144,12 @@ def _mm_plan(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None,
 ) -> Plan:
-    path = mm_path(x, weight, bias, index)
+    path = "pointer" if misaligned(y) else mm_path(x, weight, bias, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = MM_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not _misaligned(x, weight, bias, offs, tiles, index)
+    aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
     if path in ("gather", "pingpong"):
         return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
     return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
@@ -155,7 +174,7 @@ def _ring_plan(
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
-    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
+    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,
@@ -166,10 +185,10 @@ def _ring_plan(
     w_shape = groups * n * k // inner, inner
     w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
     y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
-    x_of = _kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
-    w_of = _kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
-    y_of = _kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
-    act_of = _kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
+    x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
+    w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
+    y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
+    act_of = kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
 
     def run(
         x: Any,
@@ -181,26 +200,14 @@ def _ring_plan(
         y: Any,
         act: Any,
         probs: Any,
-    ) -> None:
+    ) -> Again | None:
         grid, numbers = sizes(y.shape[0])
         left, index = (x_of(x), offs) if index is None else (x, index)
         bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
         act, act_out = (y, out) if act is None else (act, act_of(act))
-        prepared(
-            grid,
-            y,
-            left,
-            index,
-            w_of(weight),
-            out,
-            bias,
-            act,
-            act_out,
-            probs,
-            offs,
-            tiles,
-            *numbers,
-        )
+        return prepared(
+            grid, y, left, index, w_of(weight), out, bias, act, act_out, probs, offs, tiles, *numbers
+        )  # fmt: skip
 
     return Plan(path, run)
 
@@ -231,7 +238,7 @@ def _triton_plan(
         y: Any,
         act: Any,
         probs: Any,
-    ) -> None:
+    ) -> Again | None:
         grid, numbers = sizes(y.shape[0])
         operands = (x, weight, y)
         if path == "tma":
@@ -241,7 +248,7 @@ def _triton_plan(
                 module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
             )
         bias = y if bias is None else bias
-        prepared(grid, y, *operands, bias, offs, tiles, *numbers, *w_strides)
+        return prepared(grid, y, *operands, bias, offs, tiles, *numbers, *w_strides)
 
     return Plan(path, run)
 
@@ -255,31 +262,34 @@ def launch_wgrad(
     accumulate: bool,
     dy_index: Tensor | None,
     x_index: Tensor | None,
-    copy: Callable[..., Tensor],
-) -> None:
-    """Write or, in float32, add the weight gradient; dy and x have contiguous columns.
-
-    copy: makes the rows by index where no kernel gathers them.
-    """
+    check: Check | None = None,
+) -> Tensor:
+    """dw, with the weight gradient written to it or, in float32, added."""
     if dy_index is not None and x_index is not None:
-        x, x_index = copy(x, x_index, offs), None
+        x, x_index = gather_rows.launcher(x, x_index, offs), None
+    rows = dy.shape[0] if dy_index is None else dy_index.numel()
+    others = x.shape[0] if x_index is None else x_index.numel()
     index = x_index if dy_index is None else dy_index
-    rows = (dy if dy_index is None else dy_index).shape[0]
+    where = places(dw, dy, x, offs, tiles, index)
     key = (
-        "wgrad", x.dtype, dw.dtype, x.device, offs.shape[0], dy.shape[1], x.shape[1], dy.stride(),
-        x.stride(), (rows - 1).bit_length(), accumulate, dy_index is None, x_index is None,
-        None if index is None else index.dtype,
-        _misaligned(dw, dy, x, offs, tiles, index), precision(x),
+        "wgrad", x.device, x.dtype, dy.dtype, dy.shape[-1], x.shape[-1], dy.stride(), x.stride(),
+        kind(dw), kind(offs), tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()),
+        rows - others, accumulate, way(dy_index), way(x_index), rows_kind(rows), where[0], precision(x),
     )  # fmt: skip
-    plan = plan_of(
-        key, lambda: _wgrad_plan(dw, dy, x, offs, tiles, accumulate, dy_index, x_index, rows)
-    )
+    plan = planned.now.get(key)
+    if plan is None:
+        if check is not None:
+            return launch_wgrad(*check(dw, dy, x, offs, tiles, accumulate, dy_index, x_index))
+        if not rows or not dw.numel():
+            return dw if accumulate else dw.zero_()
+        plan = _wgrad_plan(dw, dy, x, offs, tiles, accumulate, dy_index, x_index, rows)
+        planned.now[key] = plan
     if index is not None and plan.path != "gather":
-        dy = dy if dy_index is None else copy(dy, dy_index, offs)
-        x = x if x_index is None else copy(x, x_index, offs)
-        launch_wgrad(dw, dy, x, offs, tiles, accumulate, None, None, copy)
-    else:
-        plan.run(dw, dy, x, offs, tiles, index, rows)
+        dy = dy if dy_index is None else gather_rows.launcher(dy, dy_index, offs)
+        x = x if x_index is None else gather_rows.launcher(x, x_index, offs)
+        return launch_wgrad(dw, dy, x, offs, tiles, accumulate, None, None)
+    plan((*where, rows), dw, dy, x, offs, tiles, index, rows)
+    return dw
 
 
 def _wgrad_plan(
@@ -297,7 +307,7 @@ def _wgrad_plan(
     n, k, groups = dy.shape[1], x.shape[1], len(offs)
     config = dict(WGRAD_SPACES[path].pick(rows, (groups, n, k), x))
     block_m, most = config["BLOCK_M"], config.pop("PER_SM", 1) * num_sms(x.device)
-    aligned = not _misaligned(dw, dy, x, offs, tiles, dy_index if x_index is None else x_index)
+    aligned = not misaligned(dw, dy, x, offs, tiles, dy_index if x_index is None else x_index)
     strides = dy.stride(0), x.stride(0)
 
     if path in ("gather", "pingpong"):
@@ -312,17 +322,17 @@ def _wgrad_plan(
         )  # fmt: skip
         m, width = (k, n) if swap else (n, k)
         grid = (min(most, groups * cdiv(m, block_m) * cdiv(width, 256)),)
-        a_of, b_of = _kept(module.describe_rows), _kept(module.describe_rows)
-        dw_of = _kept(module.describe_weight)
+        a_of, b_of = kept(module.describe_rows), kept(module.describe_rows)
+        dw_of = kept(module.describe_weight)
         by_pointer, numbers = dw.dtype == torch.float32, (groups, m, width, strides[swap])
 
         def run_rings(
             dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int
-        ) -> None:
+        ) -> Again | None:
             a, b = (x, dy) if swap else (dy, x)
             left, index = (a_of(a), offs) if index is None else (a, index)
             out = dw if by_pointer else dw_of(dw)
-            prepared(grid, dw, left, index, b_of(b), out, offs, tiles, rows, *numbers)
+            return prepared(grid, dw, left, index, b_of(b), out, offs, tiles, rows, *numbers)
 
         return Plan(path, run_rings)
 
@@ -333,7 +343,7 @@ def _wgrad_plan(
     )  # fmt: skip
     grid = (min(most, groups * cdiv(n, block_m) * cdiv(k, block_n)),)
 
-    def run(dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int) -> None:
+    def run(dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int) -> Again | None:
         operands = (dy, x, dw)
         if path == "tma":
             operands = (
@@ -343,35 +353,9 @@ def _wgrad_plan(
                 if accumulate
                 else module.describe(dw, [1, block_m, block_n // config["SUBTILES"]]),
             )
-        prepared(grid, dw, *operands, offs, tiles, rows, groups, n, k, *strides)
+        return prepared(grid, dw, *operands, offs, tiles, rows, groups, n, k, *strides)
 
     return Plan(path, run)
-
-
-def _kept(describe: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`describe` that remembers the descriptors of the last addresses and row counts: weights stay
-    where they are, and activations come back to where they were in the step before.
-    """
-    found: dict[tuple[int, int], Any] = {}
-
-    def described(t: Tensor) -> Any:
-        key = t.data_ptr(), t.shape[0]
-        descriptor = found.get(key)
-        if descriptor is None:
-            if len(found) >= MOST_DESCRIPTORS:
-                found.clear()
-            descriptor = found[key] = describe(t)
-        return descriptor
-
-    return described
-
-
-def _misaligned(*tensors: Tensor | None) -> bool:
-    """Whether some address is no multiple of 16, which Triton compiles other code for."""
-    bits = 0
-    for t in tensors:
-        bits |= 0 if t is None else t.data_ptr()
-    return bits % 16 != 0
 
 
 def table_size(rows: int, groups: int) -> int:

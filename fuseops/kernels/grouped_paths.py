@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space, versions
 from fuseops.kernels.launch import current_arch
+from fuseops.kernels.plans import planning
 from fuseops.kernels.registry import INTERPRET
 
 TMA_ARCHS = (90, 100)
@@ -133,7 +134,8 @@ def on_path(path: str) -> Iterator[None]:
     global forced_path
     forced_path = path
     try:
-        yield
+        with planning(path):
+            yield
     finally:
         forced_path = None
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fuseops import torch_private
+from fuseops.kernels.plans import Again, planning
 from fuseops.kernels.registry import INTERPRET, arch_of
 
 NUM_SMS_INTERPRETED = 3
@@ -78,11 +80,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
         return kernel[grid](*args, **options)
 
 
-def recorded() -> bool:
-    """Whether launches are recorded and not run."""
-    return _recorder is not None
-
-
 class Prepared:
     """A kernel with its options, for launches that differ in nothing that its code depends on: types,
     alignment, and the integers that Triton specializes.
@@ -94,52 +91,45 @@ class Prepared:
 
     def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
         self.kernel, self.aligned, self.options = kernel, aligned, options
-        self.again: Callable[..., None] | None = None
+        self.bind: Callable[..., Again] | None = None
 
-    def __call__(self, grid: tuple[int], *args: Any) -> None:
-        if self.again is None or _recorder is not None:
-            compiled = launch(self.kernel, grid, *args, **self.options)
-            if self.aligned and compiled is not None:
-                names = self.kernel.arg_names[len(args) :]
-                self.again = _relauncher(compiled, tuple(self.options[name] for name in names))
-        elif args[0].device.index == torch.cuda.current_device():
-            self.again(grid, args)
-        else:
-            with torch.cuda.device(args[0].device):
-                self.again(grid, args)
+    def __call__(self, grid: tuple[int], *args: Any) -> Again | None:
+        """Launch.   -> what launches the same again, addresses and integers included, if anything can"""
+        if self.bind is not None:
+            again = self.bind(grid, args)
+            again()
+            return again
+        compiled = launch(self.kernel, grid, *args, **self.options)
+        if self.aligned and compiled is not None:
+            names = self.kernel.arg_names[len(args) :]
+            self.bind = _binder(compiled, tuple(self.options[name] for name in names))
+        return None
 
 
-def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """What launches a compiled kernel, given (grid, args).
+def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] | None:
+    """What makes launches of a compiled kernel from (grid, args); None where Triton has to see each.
 
     Triton 3.6 encodes every tensor descriptor, asks the driver about every pointer and calls its hooks
-    at each launch. Here descriptors are encoded once (`flat`), pointers are numbers, and hooks
-    are called only where somebody has set one.
+    at each launch. Here all of that is done once: pointers are numbers, descriptors are encoded, and
+    hooks are called only where somebody has set one. A launch holds none of its tensors.
     """
-
     import triton
     from triton import knobs
 
     run, hooks = compiled.run, knobs.runtime.launch_enter_hook
-
-    def plainly(grid: tuple[int], args: tuple[Any, ...]) -> None:
-        compiled[(*grid, 1, 1)](*args, *constants)
-
     if not triton.__version__.startswith("3.6.") or run.global_scratch_size:
-        return plainly
+        return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
     from triton.runtime import driver
 
     wrapped = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
     raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
-    stream_of = driver.active.get_current_stream
-    # cooperative, PDL, two scratch buffers, metadata, then what hooks would be told, and hooks
-    head = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
+    stream_of, current = driver.active.get_current_stream, torch_private.current_device
+    # cooperative, PDL, two scratch buffers, metadata; then what hooks would be told, and hooks
+    head = compiled.function, False, False, None, None, compiled.packed_metadata
+    quiet = None, None, None
 
-    def directly(grid: tuple[int], args: tuple[Any, ...]) -> None:
-        if hooks.calls:
-            plainly(grid, args)
-            return
+    def bind(grid: tuple[int], args: tuple[Any, ...]) -> Again:
         flat: list[Any] = []
         number = 0
         for arg in args:
@@ -150,12 +140,28 @@ def _relauncher(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None
                 flat.append(arg.data_ptr())
             else:
                 if arg.flat is None:
+                    torch.cuda.is_current_stream_capturing()  # gives a new thread its context
                     arg.flat = make_tensordesc_arg(arg, metas[number])
                 flat += arg.flat
                 number += 1
-        raw(*grid, 1, 1, stream_of(args[0].device.index), *head, *flat, *constants)
+        (width,), where = grid, args[0].device.index
+        rest = (*head, *quiet, *flat, *constants)
 
-    return directly
+        def again() -> None:
+            if where != current():
+                with torch.cuda.device(where):
+                    again()
+            elif hooks.calls:
+                stream = stream_of(where)
+                told = compiled.launch_metadata((width, 1, 1), stream), hooks
+                raw(width, 1, 1, stream, *head, *told, knobs.runtime.launch_exit_hook,
+                    *flat, *constants)  # fmt: skip
+            else:
+                raw(width, 1, 1, stream_of(where), *rest)
+
+        return again
+
+    return bind
 
 
 @contextmanager
@@ -164,7 +170,8 @@ def recording(arch: int) -> Iterator[Recorder]:
     global _recorder
     outer, _recorder = _recorder, Recorder(arch)
     try:
-        yield _recorder
+        with planning():
+            yield _recorder
     finally:
         _recorder = outer
 

@@ -147,7 +147,7 @@ class KernelOp(Generic[P, R]):
             torch.compiler.is_compiling()
             or torch_private.num_dispatch_modes()
             or torch_private.num_function_modes()
-            or _any_fake(args)
+            or not (_ORDINARY.issuperset(map(type, args)) or _none_fake(args))
         ):
             return self.op(*args, **kwargs)
         if _watched is not None:
@@ -172,10 +172,11 @@ class KernelOp(Generic[P, R]):
             return False
         grad, where = torch.is_grad_enabled(), first.device
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor):
+            plain = type(value) in PLAIN
+            if plain or isinstance(value, Tensor):
                 if value.dtype not in DTYPES or value.device != where:
                     return False
-                if (grad and value.requires_grad) or not _known(value):
+                if (grad and value.requires_grad) or not (plain or torch_private.is_fake(value)):
                     return False
         return True
 
@@ -244,20 +245,15 @@ def arch_of(device: torch.device) -> int:
     return found
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
+PLAIN = frozenset((Tensor, nn.Parameter))  # torch's own types: no subclass sees their operations
 
 
-def _any_fake(args: tuple[Any, ...]) -> bool:
-    """Whether a known tensor is not one of torch's own types."""
-    for value in args:
-        if type(value) not in _PLAIN and isinstance(value, Tensor):
-            return True
-    return False
+_ORDINARY = PLAIN | {type(None), bool, int, float, str, torch.dtype}
 
 
-def _known(t: Tensor) -> bool:
-    """A tensor that the registered op takes: torch's own types and fake tensors. Other subclasses see plain torch."""
-    return type(t) in _PLAIN or torch_private.is_fake(t)
+def _none_fake(args: tuple[Any, ...]) -> bool:
+    """Whether every tensor is one of torch's own types. Others are fake here: nothing else launches."""
+    return not any(isinstance(value, Tensor) and type(value) not in PLAIN for value in args)
 
 
 def _traced(args: tuple[Any, ...]) -> bool:
@@ -265,8 +261,7 @@ def _traced(args: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling():
         return True
     return any(
-        isinstance(t, Tensor)
-        and (t.is_meta or (type(t) not in _PLAIN and torch_private.is_fake(t)))
+        isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
 

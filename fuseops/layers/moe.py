@@ -114,7 +114,8 @@ class MoE(Sequential):
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
         router = self._counting()
         asked = returns if router is None else (*returns, "experts")
-        rows = x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and x.dim() != 2 else x
+        flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # what is no input is refused below
+        rows = x if flat else x.reshape(-1, x.shape[-1])
         out = super().forward(rows, *args, returns=tuple(dict.fromkeys(asked)), **side)
         y, *published = out if asked else (out,)
         if router is not None:
@@ -193,6 +194,8 @@ def _shared(
         return shared
     if shared == 0:
         return None
+    if shared < 0:
+        raise FuseOpsError(f"MoE: shared_experts must not be negative, got {shared}.")
     if not isinstance(activation, str):
         raise FuseOpsError(
             "MoE: with an activation op of your own, pass shared_experts as a module."

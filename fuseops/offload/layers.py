@@ -126,10 +126,12 @@ class LayerScope(Scope):
                 node.register_prehook(_Begin(self.mover, call))
         self.mover.leave(call)
 
-    def follow(self, decisions: Mapping[str, Decision], recomputed: Iterable[str]) -> None:
-        """What a plan decided: by name, and the layers that are recomputed as a whole."""
+    def follow(
+        self, decisions: Mapping[str, Decision], recomputed: Iterable[str], lag: int
+    ) -> None:
+        """What a plan decided: by name, the layers that are recomputed as a whole, and the lag."""
         if self._mover is not None:
-            self._mover.schedule.decisions = decisions
+            self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
         self._recomputed = {path: [] for path in recomputed}
         self._dropping = set()
         for path in self._layers.values():
@@ -200,7 +202,8 @@ class LayerScope(Scope):
                 return Moved(t, Label(named.name, named.op), found, call, self._ledger)
             reason = found
         self.names[named.name] = "keep"
-        self._resident.set(storage, named.name)
+        if self._policy is not None:
+            self._resident.set(storage, named.name)
         return self._keep_counted(t, named, reason)
 
     def _by_policy(self, t: Tensor, named: Named, quota: Quota) -> str | None:

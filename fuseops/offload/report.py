@@ -6,12 +6,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .records import Record
+from fuseops.fusions.explain.layout import size
+from fuseops.torch_private import WeakStorage
+
+from .tokens import Item
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"
@@ -110,14 +112,13 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people: 1536 -> 1.5 KiB."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+class Moves(Protocol):
+    """A storage that leaves."""
+
+    name: str
+    nbytes: int
+    item: Item
+    origin: WeakStorage
 
 
 class Ledger:
@@ -130,7 +131,7 @@ class Ledger:
         self.parent: Ledger | None = None
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: weakref.WeakSet[Record] = weakref.WeakSet()
+        self.records: weakref.WeakSet[Moves] = weakref.WeakSet()
         self._backward_seen = False
         self._lock = threading.Lock()
 
@@ -145,7 +146,7 @@ class Ledger:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
-    def moved(self, record: Record) -> None:
+    def moved(self, record: Moves) -> None:
         for ledger in self._chain():
             with ledger._lock:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)

@@ -18,6 +18,8 @@ from .globs import as_globs, matches
 from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
+from .planning.plan import plan
+from .planning.simulate import DEFAULT
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
@@ -41,7 +43,7 @@ class Scheduler:
              `policy` and `plan`
     hardware for that plan; default: this machine's, measured
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
-    lag      how many layers later the device bytes are let go
+    lag      how many layers later the device bytes are let go; default: what the plan was made for, or 2
     ahead    how many layers before their backward they are brought back
     manual   nothing moves but by offload_layer, release_layer and reload_layer
 
@@ -58,7 +60,7 @@ class Scheduler:
         peak: int | str | None = None,
         host: int | str | None = None,
         hardware: Any = None,
-        lag: int = 2,
+        lag: int | None = None,
         ahead: int = 1,
         manual: bool = False,
     ) -> None:
@@ -87,9 +89,15 @@ class Scheduler:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         lanes = make_lanes(device, self._host)
         schedule = Schedule(
-            lanes, self._decisions, lag=self._lag, ahead=self._ahead, manual=self._manual
+            lanes, self._decisions, lag=self.lag, ahead=self._ahead, manual=self._manual
         )
         return Mover(schedule, lanes)
+
+    @property
+    def lag(self) -> int:
+        """How many layers later the device bytes are let go."""
+        planned: int = getattr(getattr(self.plan, "settings", None), "lag", DEFAULT.lag)
+        return planned if self._lag is None else self._lag
 
     @property
     def _decisions(self) -> Mapping[str, Decision]:
@@ -120,15 +128,13 @@ class Scheduler:
         again = [
             path for path in self.layers if path in layers or decisions.get(path) == "recompute"
         ]
-        self._scope.follow(decisions, again)
+        self._scope.follow(decisions, again, self.lag)
         self._recomputed += [recompute_whole(self.layers[path]) for path in again]
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan a step for these arguments of the model: recorded, or, where the device has no room for
         it as it is, run dry.
         """
-        from .planning.plan import plan
-
         self._scope.paused = True
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
         limits = {"peak": self._peak, "host": self._host, "hardware": self._hardware}

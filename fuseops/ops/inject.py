@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.errors import ShapeError
+
 from .op import Call, Grads, Op, Out
 
 
@@ -36,12 +38,21 @@ class InjectLoss(Op[InjectLossSaved]):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.scale = fn(self.scale)
+        before, self.scale = self.scale, fn(self.scale)
+        if before.is_meta:  # `to_empty`: no state_dict will fill it
+            self.scale = torch.ones_like(self.scale)
         return self
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """The weight of the loss in the forwards to come: a number, or a () tensor on the device."""
+        """The weight of the loss in the forwards to come: a number, or a () tensor on the device.
+
+        Raises ShapeError for a tensor of another shape.
+        """
         if isinstance(scale, Tensor):
+            if scale.dim():
+                raise ShapeError(
+                    f"InjectLoss expects a scale of shape (), got {tuple(scale.shape)}."
+                )
             self.scale = scale.detach()
         else:
             self.scale = torch.full_like(self.scale, scale)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import InPlaceError
-
-PLAIN = frozenset({Tensor, nn.Parameter})
+from fuseops.kernels.registry import PLAIN
 
 
 def alias_of(parts: Sequence[Tensor]) -> Tensor | None:

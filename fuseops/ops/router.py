@@ -37,7 +37,7 @@ class RouterSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
-    load: Tensor | None  # (E,): f_e, where there is a balance loss
+    load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
 
 
 class Router(Op[RouterSaved]):
@@ -105,13 +105,15 @@ class Router(Op[RouterSaved]):
         self.reset_parameters()
 
     def _check(self) -> None:
+        if self.dim <= 0:
+            raise FuseOpsError(f"Router: dim must be positive, got {self.dim}.")
         if not 1 <= self.top_k <= self.num_experts:
             raise FuseOpsError(
                 f"Router: top_k is {self.top_k}, expected 1 to {self.num_experts}, the number of experts."
             )
         if self.score not in SCORES:
             raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
-        if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+        if not 1 <= self.top_groups <= self.groups or self.num_experts % self.groups:
             raise FuseOpsError(
                 f"Router: {self.top_groups} of {self.groups} groups of {self.num_experts} experts: groups must divide "
                 "the experts, and top_groups be 1 to groups."
@@ -155,8 +157,11 @@ class Router(Op[RouterSaved]):
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.tokens_per_expert is not None:
-            self.tokens_per_expert = fn(self.tokens_per_expert)
+        counted = self.tokens_per_expert
+        if counted is not None:
+            self.tokens_per_expert = fn(counted)
+            if counted.is_meta:  # `to_empty`: no state_dict will fill it
+                self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
         after = self.expert_bias
         if before is not None and after is not None and after.itemsize < before.itemsize:
             self.expert_bias = before.to(after.device)
@@ -208,23 +213,20 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        balances = self.balance_loss is not None
-        if chosen is None and self.groups == 1:
-            weights, experts, scores = K.router_fwd(
-                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias, balances
-            )
+        form = self.score, self.normalize, self.scale
+        if chosen is None:
+            groups = self.groups, self.top_groups
+            weights, experts, picked = K.router_fwd(logits, self.top_k, *form, expert_bias, *groups)
         else:
-            scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
-            experts = (
-                self._limited(scores, expert_bias) if chosen is None else self._given(x, chosen)
-            )
-            weights = self._weights(scores, experts)
-        load = self._load(experts, logits.dtype) if balances else None
+            experts = self._given(x, chosen)
+            weights = self._weights(logits, experts)
+            picked = logits.gather(-1, experts.long())
+        load = K.expert_counts(experts, self.num_experts) if self.balance_loss is not None else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
-            side["router_loss"] = self._loss(logits, scores, load)
-        if self._chosen_suffice and "logits" in call.keep:
-            logits = logits.gather(-1, experts.long())
+            side["router_loss"] = K.router_loss(logits, load, *self._losses)
+        if self._chosen_suffice:
+            logits = picked
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
 
     @property
@@ -241,39 +243,17 @@ class Router(Op[RouterSaved]):
             )
         return chosen.to(torch.int32)
 
-    def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
-        """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
-        key = scores if expert_bias is None else scores + expert_bias
-        grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
-        best, at = grouped.max(-1)
-        if grouped.shape[-1] > 1:  # topk would sort
-            best = best + grouped.scatter(-1, at.unsqueeze(-1), -math.inf).amax(-1)
-        groups = _top(best, self.top_groups).long()
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
-        return _top(grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2), self.top_k)
-
-    def _weights(self, scores: Tensor, experts: Tensor) -> Tensor:
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
         weights = scores.gather(-1, experts.long())
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.scale
 
-    def _load(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """f_e: the share of the copies that each expert gets.   (E,)"""
-        return K.expert_counts(experts, self.num_experts).to(dtype) / max(experts.numel(), 1)
-
-    def _loss(self, logits: Tensor, scores: Tensor, load: Tensor | None) -> Tensor:
-        tokens, loss = max(logits.shape[0], 1), logits.new_zeros(())
-        if self.balance_loss is not None and load is not None:
-            mean = self._shares(scores).sum(0) / tokens
-            loss = loss + self.balance_loss * self.num_experts * (load * mean).sum()
-        if self.z_loss is not None:
-            loss = loss + self.z_loss * logits.logsumexp(-1).square().sum() / tokens
-        return loss
-
-    def _shares(self, scores: Tensor) -> Tensor:
-        """p: scores that sum to one."""
-        return scores if self.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + TINY)
+    @property
+    def _losses(self) -> tuple[int, str, float, float]:
+        """What the kernels of the losses are told."""
+        return self.top_k, self.score, self.balance_loss or 0.0, self.z_loss or 0.0
 
     # --- backward
 
@@ -283,7 +263,12 @@ class Router(Op[RouterSaved]):
         x, weight, logits, experts, load = saved
         if dside["weights"] is None and dside.get("router_loss") is None:
             return Grads(dy, {"weight": None, "bias": None})
-        dlogits = self._dlogits(logits, experts, load, dside)  # type: ignore[arg-type]
+        dloss = dside.get("router_loss")
+        exact = dloss is not None or "bias" in call.needs
+        dtype = None if exact else _common_dtype(x, weight)
+        dlogits = self._dlogits(dside["weights"], logits, experts, dtype)  # type: ignore[arg-type]
+        if dloss is not None:
+            dlogits = K.router_loss_bwd(dlogits, logits, load, dloss, *self._losses)  # type: ignore[arg-type]
         params: dict[str, Tensor | None] = {}
         if "bias" in call.needs:
             params["bias"] = dlogits.sum(0)
@@ -294,46 +279,23 @@ class Router(Op[RouterSaved]):
 
     def _dlogits(
         self,
+        dweights: Tensor | None,
         logits: Tensor,
         experts: Tensor,
-        load: Tensor | None,
-        dside: dict[str, Tensor | None],
+        dtype: torch.dtype | None,
     ) -> Tensor:
-        """The gradient of the logits.   (T, E) float32"""
-        dweights, dloss = dside["weights"], dside.get("router_loss")
+        """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""
         if dweights is None:
-            dweights = torch.zeros_like(experts, dtype=logits.dtype)
-        if dloss is not None:
-            dloss = dloss.to(logits.dtype)
+            return torch.zeros_like(logits)
+        width = self.num_experts if self._chosen_suffice else 0
         form = self.score, self.normalize, self.scale
-        if self._chosen_suffice:
-            own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
-            chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
-            zeros = logits.new_zeros(len(logits), self.num_experts)
-            return zeros.scatter(-1, experts.long(), chosen)
-        dscores = self._dscores(logits, load, dloss)  # type: ignore[arg-type]
-        dlogits = K.router_bwd(dweights, logits, experts, *form, dscores)
-        if dloss is None or self.z_loss is None:
-            return dlogits
-        slope = 2 * self.z_loss / max(logits.shape[0], 1) * logits.logsumexp(-1, keepdim=True)
-        return dlogits + dloss * slope * logits.softmax(-1)
-
-    def _dscores(self, logits: Tensor, load: Tensor, dloss: Tensor | None) -> Tensor | None:
-        """The balance loss' gradient of the scores, (T, E)."""
-        if dloss is None or self.balance_loss is None:
-            return None
-        slope = self.balance_loss * self.num_experts / max(logits.shape[0], 1)
-        dshares = (dloss * slope * load).expand_as(logits)
-        if self.score == "softmax":
-            return dshares
-        scores = logits.sigmoid()
-        total = scores.sum(-1, keepdim=True) + TINY
-        return (dshares - (dshares * scores).sum(-1, keepdim=True) / total) / total
+        return K.router_bwd(dweights, logits, experts, *form, width, dtype)
 
 
-def _top(key: Tensor, k: int) -> Tensor:
-    """Where the k largest of each row are, the first of equal ones first.   (T, k) int32"""
-    return K.router_fwd(key, k)[1]
+def _common_dtype(x: Tensor | None, weight: Tensor | None) -> torch.dtype | None:
+    """The dtype of the products of dlogits, None where they have two."""
+    found = {t.dtype for t in (x, weight) if t is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import ShapeError
 
 
 class Routing(NamedTuple):
@@ -34,25 +34,15 @@ class Routing(NamedTuple):
         """From rows per expert: a tensor of any int dtype, or a list of ints (which is copied to `device`).
 
         The rows are there already, so there is neither index nor pos.
-        Raises ShapeError when the counts are not a 1-d sequence of integers, or are negative (checked on the CPU only,
-        in eager mode: a look at device memory would synchronise, and one in traced code would be a guard).
+        Raises ShapeError when the counts are not a 1-d sequence of integers; and when one is negative, or they are more
+        than an int32 or `probs` holds (checked on the CPU only, in eager mode: a look at device memory would
+        synchronise, and one in traced code would be a guard).
         """
-        counts = torch.as_tensor(tokens_per_expert)
-        if (
-            counts.dim() != 1
-            or counts.is_floating_point()
-            or counts.is_complex()
-            or counts.dtype is torch.bool
-        ):
-            raise ShapeError(
-                f"from_counts expects the rows of each expert as a 1-d sequence of ints, got {counts.dtype} of shape "
-                f"{tuple(counts.shape)}."
-            )
-        if _checkable(counts) and int(counts.min()) < 0:
-            raise ShapeError(
-                f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
-            )
-        return cls(counts.cumsum(0).to(device=device or counts.device, dtype=torch.int32), probs)
+        counts = _as_counts(tokens_per_expert)
+        ends = counts.cumsum(0, dtype=torch.int64)
+        if _checkable(counts):
+            _check_counts(counts.long(), int(ends[-1]), probs)
+        return cls(ends.to(device=device or counts.device, dtype=torch.int32), probs)
 
     @classmethod
     def from_topk(
@@ -65,13 +55,21 @@ class Routing(NamedTuple):
         num_experts: E. None takes the largest chosen expert for the last one, which synchronises a CUDA device.
         Raises ShapeError for an expert that is not there (checked on the CPU only: it would synchronise).
         """
+        _check_tensors("from_topk", experts=experts, weights=weights)
         if experts.dim() != 2 or experts.shape != weights.shape:
             raise ShapeError(
                 f"from_topk expects experts and weights of one shape (tokens, k), got {tuple(experts.shape)} and "
                 f"{tuple(weights.shape)}."
             )
+        if not _integers(experts) or not weights.is_floating_point():
+            raise ShapeError(
+                "from_topk expects experts of an int dtype and weights of a float dtype, got "
+                f"{experts.dtype} and {weights.dtype}."
+            )
         if num_experts is None:
             num_experts = int(experts.max()) + 1 if experts.numel() else 0
+            if num_experts == 0:
+                raise ShapeError("from_topk: no copy has an expert, so pass num_experts.")
         if _checkable(experts):
             for expert in (int(experts.min()), int(experts.max())):
                 if not -1 <= expert < num_experts:
@@ -88,12 +86,14 @@ class Routing(NamedTuple):
 
         rows: how many rows to make room for (tokens times top-k); the unused ones are padding. None counts them, which
         synchronises a CUDA device. `pos` is (T, E), -1 where an expert was not chosen.
-        Raises FuseOpsError when `chosen` is not boolean.
+        Raises ShapeError when `chosen` is not boolean.
         """
-        if chosen.dtype is not torch.bool or chosen.shape != probs.shape or chosen.dim() != 2:
-            raise FuseOpsError(
-                f"from_multihot expects chosen (tokens, experts) bool and probs of that shape, got {chosen.dtype} "
-                f"{tuple(chosen.shape)} and {tuple(probs.shape)}."
+        _check_tensors("from_multihot", chosen=chosen, probs=probs)
+        wrong = chosen.dtype is not torch.bool or not probs.is_floating_point()
+        if wrong or chosen.shape != probs.shape or chosen.dim() != 2:
+            raise ShapeError(
+                "from_multihot expects chosen (tokens, experts) bool and probs of that shape and a float dtype, got "
+                f"{chosen.dtype} {tuple(chosen.shape)} and {probs.dtype} {tuple(probs.shape)}."
             )
         by_expert = chosen.t()
         size = int(chosen.sum()) if rows is None else rows
@@ -104,6 +104,42 @@ class Routing(NamedTuple):
         index = torch.nonzero_static(by_expert, size=size, fill_value=0)[:, 1]
         pos = torch.where(chosen, place.t() - 1, -1).to(torch.int32)
         return cls(offs.to(torch.int32), _of_rows(probs, pos, index), index, pos)
+
+
+def _as_counts(given: Any) -> Tensor:
+    """The rows of each expert as a tensor.  Raises ShapeError for what is no 1-d sequence of integers."""
+    expected = "from_counts expects the rows of each expert as a 1-d sequence of ints, got"
+    empty = isinstance(given, list | tuple) and not given  # of which torch makes floats
+    try:
+        counts = torch.as_tensor(given, dtype=torch.int64 if empty else None)
+    except (TypeError, ValueError, RuntimeError):
+        raise ShapeError(f"{expected} {type(given).__name__}: {given!r}.") from None
+    if counts.dim() != 1 or not _integers(counts):
+        raise ShapeError(f"{expected} {counts.dtype} of shape {tuple(counts.shape)}.")
+    return counts
+
+
+def _integers(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
+def _check_counts(counts: Tensor, total: int, probs: Tensor | None) -> None:
+    if int(counts.min()) < 0:
+        raise ShapeError(
+            f"from_counts: expert {int(counts.argmin())} has {int(counts.min())} rows."
+        )
+    if total > torch.iinfo(torch.int32).max:
+        raise ShapeError(f"from_counts: {total} rows in all, more than offs, an int32, can say.")
+    if probs is not None and probs.numel() < total:
+        raise ShapeError(
+            f"from_counts: the experts have {total} rows, probs is of shape {tuple(probs.shape)}: one a row."
+        )
+
+
+def _check_tensors(builder: str, **given: Any) -> None:
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise ShapeError(f"{builder} expects {name} to be a tensor, got {type(t).__name__}.")
 
 
 def _checkable(t: Tensor) -> bool:
@@ -131,10 +167,11 @@ def check_offs(offs: Tensor, groups: int) -> None:
 
 
 def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
-    """Raise ShapeError unless there is one probability a row of x."""
-    if probs.shape != x.shape[:-1]:
+    """Raise ShapeError unless there is one probability, a fraction, a row of x."""
+    if probs.shape != x.shape[:-1] or not probs.is_floating_point():
         raise ShapeError(
-            f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, got {tuple(probs.shape)}."
+            f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, of a float dtype, got {probs.dtype} of "
+            f"shape {tuple(probs.shape)}."
         )
 
 

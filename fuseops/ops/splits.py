@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import ShapeError
+from fuseops.kernels.registry import PLAIN
 
 from . import scopes
-
-PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:

@@ -86,7 +86,6 @@ def _norm(w: Wanted) -> Op[Any]:
 
 
 def _grouped(w: Wanted) -> Op[Any]:
-    # Most without a bias: no rule takes a grouped one with a bias.
     bias, scaled = w.choose(False, False, True), w.choose(False, True)
     packed = w.choose(True, True, False)
     return ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, scale_bias=scaled, packed=packed)

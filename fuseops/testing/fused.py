@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fuseops.fusions.sequential import Sequential
+from fuseops.fusions.sides import check_module
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
@@ -90,6 +91,7 @@ Found = list[Difference]
 def _differences(
     model: nn.Module, inputs: tuple[Any, ...], side: dict[str, Any], tol: float | None
 ) -> tuple[Found, tuple[Fired, ...]]:
+    check_module("assert_fused_matches_unfused(model, ...)", model)
     given = [t for _, t in tensors((inputs, side), "")]
     if tol is None:
         tol = tolerance([*given, *model.parameters()])

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @given(
-    ROWS, WIDTHS, st.sampled_from([1, 8, 17, 130, 300]), DTYPES, SEEDS, st.booleans(), st.booleans()
+    ROWS,
+    WIDTHS,
+    st.sampled_from([1, 8, 17, 130, 300, 513]),
+    DTYPES,
+    SEEDS,
+    st.booleans(),
+    st.booleans(),
 )
 @few
 def test_add_mm(m, n, inner, dtype, seed, half, strided):

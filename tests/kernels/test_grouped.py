@@ -1,5 +1,7 @@
 """Grouped GEMMs equal their twins for any split, on every path, and repeat bit for bit."""
 
+from types import FunctionType, SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_paths
+from fuseops.kernels.launch import device
 
 pytestmark = pytest.mark.usefixtures("kernels")
 ROWS = st.sampled_from([0, 1, 63, 65, 127, 200])
@@ -66,9 +69,9 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans())
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
 @few
-def test_swiglu(problem, seed, with_probs, gather):
+def test_swiglu(problem, seed, with_probs, gather, need_h):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -78,7 +81,8 @@ def test_swiglu(problem, seed, with_probs, gather):
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    assert_matches(grouped_glu.grouped_swiglu, x, weight, offs, None, probs, index, sums=True)
+    args = x, weight, offs, None, probs, index, need_h
+    assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())
@@ -175,6 +179,25 @@ def test_a_group_does_not_see_its_neighbours_nan():
 def test_tile_table(data, rows):
     offs = data.draw(ends(rows))
     assert torch.equal(run(k.group_tiles, offs, rows), k.group_tiles.twin(offs, rows))
+
+
+@given(st.integers(1, 70), st.integers(1, 9), st.sampled_from([1, 2, 8, 16]))
+@few
+def test_tiles_come_in_bands(num_m, num_n, group):
+    """Every tile once, in bands of one height and a shorter last one, row blocks fastest."""
+    code = device("grouped_mm").swizzle.fn.__code__
+    language = SimpleNamespace(maximum=max, minimum=min)
+    swizzle = FunctionType(code, {"tl": language})  # on Python's integers
+    found = [swizzle(tile, num_m, num_n, group) for tile in range(num_m * num_n)]
+    bands = max((num_m + group // 2) // group, 1)
+    height = -(-num_m // bands)
+    want = [
+        (row, column)
+        for first in range(0, num_m, height)
+        for column in range(num_n)
+        for row in range(first, min(first + height, num_m))
+    ]
+    assert found == want and height < 2 * group
 
 
 def test_most_groups():

@@ -2,6 +2,8 @@
 fault of the barriers shows from the third tile on.
 """
 
+import threading
+
 import pytest
 import torch
 from laws import splits
@@ -9,6 +11,7 @@ from laws import splits
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_paths
 from fuseops.kernels.configs import forced
+from fuseops.kernels.plans import planned, planning
 
 pytestmark = pytest.mark.gpu
 
@@ -103,6 +106,8 @@ def test_many_tiles_with_an_activation(path, number, with_probs):
         for _ in range(3):
             again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
             assert torch.equal(h, again[0]) and torch.equal(a, again[1])
+        none, alone = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index, False)
+    assert len(none) == 0 and torch.equal(alone, a)
     assert torch.equal(h, k.grouped_mm(full, weight, offs))
     gate, up = h.double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
@@ -176,3 +181,102 @@ def test_a_graph_replays_other_splits():
         offs.copy_(splits(2000, 9, seed, padding))
         graph.replay()
         assert all(map(torch.equal, captured, layer()))
+
+
+def test_kept_launches_take_what_lies_at_an_address_now():
+    """Buffers stay where they are; values, row counts and group ends change between calls."""
+    buffers = [torch.empty(2000 * 512, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    weight = torch.randn(9, 512, 256, device="cuda", dtype=torch.bfloat16)
+    ends = torch.empty(9, device="cuda", dtype=torch.int32)
+    for seed, rows in enumerate([2000, 1999, 1100, 1999, 2000, 1025, 2000]):
+        torch.manual_seed(seed)
+        x, dy = (b[: rows * n].view(rows, n) for b, n in zip(buffers, (256, 512), strict=True))
+        x.normal_(), dy.normal_(), weight.normal_()
+        offs = splits(rows, 9, seed, padding=seed)
+        ends.copy_(offs)
+        tiles = k.group_tiles(ends, rows)
+        y, dw = k.grouped_mm(x, weight, ends, tiles), k.grouped_wgrad(dy, x, ends, tiles)
+        copies = [t.clone() for t in (x, weight, ends, dy)]
+        with planning():  # made anew
+            assert torch.equal(y, k.grouped_mm(*copies[:3]))
+            assert torch.equal(dw, k.grouped_wgrad(copies[3], copies[0], copies[2]))
+        for e, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+            close(y[start:end], x[start:end].float() @ weight[e].float().t())
+            close(dw[e], dy[start:end].float().t() @ x[start:end].float())
+
+
+def test_kept_launches_hold_no_memory_and_follow_the_stream():
+    from triton import knobs
+
+    x, weight = (
+        torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((640, 256), (3, 128, 256))
+    )
+    offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
+    tiles = k.group_tiles(offs, 640)
+    want = k.grouped_mm(x, weight, offs, tiles)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        k.grouped_mm(x, weight, offs, tiles)
+    assert torch.cuda.memory_allocated() == before
+    side, told = torch.cuda.Stream(), []
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = x * 2
+        y = k.grouped_mm(late, weight, offs, tiles)  # would read `late` too early on another stream
+    torch.cuda.synchronize()
+    assert torch.equal(y, 2 * want)
+
+    def hook(metadata):
+        told.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        again = k.grouped_mm(x, weight, offs, tiles)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(told) == 1 and "grouped_mm" in told[0] and torch.equal(again, want)
+
+
+def test_a_new_thread_launches_a_known_kind():
+    """It has no CUDA context yet, and encoding a descriptor takes one: autograd's threads begin so."""
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    pairs = [(make(640, 256), make(3, 128, 256)) for _ in range(2)]
+    offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
+    tiles, found = k.group_tiles(offs, 640), []
+    for _ in range(2):
+        k.grouped_mm(*pairs[0], offs, tiles)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: found.append(k.grouped_mm(*pairs[1], offs, tiles)))
+    thread.start(), thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], k.grouped_mm(*pairs[1], offs, tiles))
+
+
+def test_launches_are_kept():
+    """By the second call of a kind; the third makes no descriptor and looks at no argument."""
+    x, weight = (
+        torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((640, 256), (3, 128, 256))
+    )
+    offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
+    with planning():
+        tiles = k.group_tiles(offs, 640)
+        for _ in range(3):
+            k.grouped_mm(x, weight, offs, tiles)
+        plan = next(plan for key, plan in planned.now.items() if key[0] == "mm")
+        if not plan.launches:
+            pytest.skip("this Triton looks at each launch")
+        plan.run = None
+        k.grouped_mm(x, weight, offs, tiles)
+
+
+def test_a_strided_index_gathers_the_right_rows():
+    needs_gluon("gather")
+    x, dy, weight, offs, _ = many_tiles()
+    tokens, index, _ = by_index(x, offs)
+    strided = torch.stack([index, torch.zeros_like(index)], 1)[:, 0]
+    with grouped_paths.on_path("gather"):
+        y = k.grouped_mm(tokens, weight, offs, None, None, strided)
+        assert torch.equal(y, k.grouped_mm(tokens, weight, offs, None, None, index))
+        dw = k.grouped_wgrad(dy, tokens, offs, None, None, strided)
+        assert torch.equal(dw, k.grouped_wgrad(dy, tokens, offs, None, None, index))

@@ -92,3 +92,33 @@ def test_explain_names_the_op_and_the_path(fused):
     assert "N 33, K 24: pointer (rows of y are 66 bytes, not a multiple of 16)" in said[1]
     ops = ("'fc1..fc2'",) * 2 if fused else ("'fc1'", "'fc2'")
     assert all(note.startswith(op) for note, op in zip(said, ops, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("triton", "path"),
+    [
+        ("3.6.0", "pingpong"),
+        ("3.8.1", "pingpong"),
+        ("3.7.0", "tma"),
+        ("3.9.0", "tma"),
+        ("4", "tma"),
+    ],
+)
+def test_gluon_is_chosen_for_the_triton_that_it_was_tested_with(monkeypatch, triton, path):
+    """A version that compiles none of it takes the plain kernels, and is told so."""
+    for module in (grouped_paths, grouped_why):
+        monkeypatch.setattr(module, "INTERPRET", False)
+        monkeypatch.setattr(module, "versions", lambda: {"triton": triton})
+    x, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((8, 64), (3, 64, 64)))
+    with recording(90):
+        found = grouped_paths._mm_path.__wrapped__(
+            90, 2, 64, x.stride(), weight.shape, weight.stride(), False
+        )
+        assert found == path
+        grouped_paths._mm_path.cache_clear()
+        words = mm_words(x, weight)
+    grouped_paths._mm_path.cache_clear()
+    version = ".".join(triton.split(".")[:2])
+    assert words == (
+        path if path == "pingpong" else f"tma (pingpong is not tested with triton {version})"
+    )

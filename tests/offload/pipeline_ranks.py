@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 import fuseops as fo
 from fuseops import offload
@@ -38,7 +43,8 @@ def schedule(kind: str, model: nn.ModuleList, rank: int) -> Any:
     ]
     if kind == "1f1b":
         return Schedule1F1B(made[0], MICROBATCHES, loss_fn=loss)
-    return ScheduleInterleaved1F1B(made, MICROBATCHES, loss_fn=loss)
+    make = ScheduleInterleaved1F1B if kind == "interleaved" else ScheduleInterleavedZeroBubble
+    return make(made, MICROBATCHES, loss_fn=loss)
 
 
 def train(kind: str, model: nn.ModuleList, rank: int, steps: int) -> list[list[Tensor]]:

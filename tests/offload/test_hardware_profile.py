@@ -113,3 +113,5 @@ def test_measuring_a_device() -> None:
     here = Hardware.measure()
     assert Hardware.from_json(here.to_json()) == here
     assert here.both.peak >= max(here.d2h.peak, here.h2d.peak) * 0.9
+    assert here.attention in ATTENTION_SAVES and here.attention_rate > 0
+    assert all(rate > 0 for rate in here.matmul.values())

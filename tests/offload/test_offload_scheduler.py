@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.errors import DoubleBackwardError, FuseOpsError, InPlaceError
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
 
@@ -70,10 +70,12 @@ def facts(scheduler: offload.Scheduler) -> dict[str, int]:
     return dict(scheduler.report().schedule)
 
 
-def compare(run: Callable[[Model], Any], steps: int = 4, **options: Any) -> offload.Scheduler:
+def compare(
+    run: Callable[[Model], Any], steps: int = 4, layers: str = "blocks.*", **options: Any
+) -> offload.Scheduler:
     """Runs steps with a scheduler and without; gradients are equal to the bit."""
     plain, model = Model(), Model()
-    with offload.Scheduler(model, "blocks.*", **{"policy": ALL, **options}) as scheduler:
+    with offload.Scheduler(model, layers, **{"policy": ALL, **options}) as scheduler:
         for _ in range(steps):
             run(model)
             run(plain)
@@ -179,6 +181,36 @@ def checkpoint_around(model: Model) -> None:
     x.sum().backward()
 
 
+def checkpoint_of_keywords(model: Model) -> None:
+    """Saved-tensor hooks do not see what comes into a checkpoint by keyword."""
+    for block in model.blocks[1::2]:
+        inner = type(block.out).forward.__get__(block.out)
+        block.out.forward = lambda input, inner=inner: checkpoint(
+            inner, input=input, use_reentrant=False
+        )
+    one_step(model)
+    for block in model.blocks[1::2]:
+        del block.out.forward
+
+
+def backward_in_another_thread(model: Model) -> None:
+    losses = [model(inputs(seed)).sum() for seed in range(2)]
+    for loss in losses:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+
+def gradient_penalty(model: Model) -> None:
+    """A backward through the backward, of layers of plain modules."""
+    x = inputs()
+    y = x
+    for block in model.blocks:
+        y = y + block.out(y)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.sum() + dx.square().sum()).backward()
+
+
 def unused_branches(model: Model) -> None:
     x = inputs()
     kept = [block(x) for block in model.blocks]
@@ -189,6 +221,7 @@ SHAPES = [
     *(one_step, accumulate, forwards_first, forwards_first_newest_first),
     *(one_forward_one_backward, two_losses, retain_graph, subset, a_layer_twice),
     *(evaluation_between, errors_between, checkpoint_around, unused_branches),
+    *(checkpoint_of_keywords, backward_in_another_thread),
 ]
 
 
@@ -197,6 +230,16 @@ SHAPES = [
 def test_every_shape_of_training_is_exact(shape: Any, lag: int, ahead: int) -> None:
     scheduler = compare(shape, lag=lag, ahead=ahead)
     assert facts(scheduler)["out_bytes"] > 0
+
+
+def test_a_second_derivative_is_exact_where_it_exists_and_refused_where_not() -> None:
+    scheduler = compare(gradient_penalty, layers="blocks.*.out")
+    assert facts(scheduler)["out_bytes"] > 0
+    model, x = Model(), inputs()
+    with offload.Scheduler(model, "blocks.*", policy=ALL):
+        (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(DoubleBackwardError):
+            dx.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +291,10 @@ def test_a_change_of_order_is_reported_and_exact() -> None:
     assert facts(scheduler)["mispredicted"] >= 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.slow])],
+)
 def test_compiled_parts_inside_layers(backend: str) -> None:
     torch._dynamo.reset()
 

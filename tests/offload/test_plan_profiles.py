@@ -98,6 +98,13 @@ def test_positions_are_in_the_order_of_the_step(profile: Profile) -> None:
             assert profile.calls[call].backward <= read
 
 
+def test_what_autograd_alone_held_is_gone_once_its_layer_went_backward(profile: Profile) -> None:
+    for saved in profile.saved:
+        if saved.call > 0 and saved.nbytes and not saved.again:
+            assert saved.held <= profile.calls[saved.call].backward
+            assert saved.freed <= profile.calls[saved.call - 1].backward + 1
+
+
 def test_a_storage_that_two_layers_save_is_one(profile: Profile) -> None:
     """The output of a Tanh is saved by itself and by the next layer, whose backward comes first."""
     (tanh,) = [s for s in profile.saved if s.name == "blocks.0.2.TanhBackward0.0"]
@@ -235,7 +242,8 @@ def test_fields_that_an_op_can_do_without_are_a_choice(run: Any) -> None:
     for k, group in enumerate(fields):
         assert [profile.saved[n].name for n in group.saved] == [f"blocks.{k}.1.x"]
         assert group.seconds >= 0
-    assert sum(group.seconds for group in fields) > 0
+    # Measured on a busy machine, the longer backward may be the faster one.
+    assert profile.kind == "recorded" or sum(group.seconds for group in fields) > 0
 
 
 def test_a_plan_that_recomputes_fields_runs() -> None:
@@ -322,3 +330,27 @@ def no_leftover_hooks() -> Iterator[None]:
     before = torch_private.top_saved_tensor_hooks()
     yield
     assert torch_private.top_saved_tensor_hooks() == before
+
+
+@pytest.mark.gpu
+def test_recorded_ops_do_not_carry_the_time_of_their_launch() -> None:
+    """A forward of short ops beside a long product: recorded by themselves, each took its launch."""
+    wide = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, device="cuda"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.mm(wide, wide)
+            for _ in range(20):
+                x = x * self.weight
+            return x
+
+    x = torch.ones(4, 8, device="cuda")
+    model = nn.Sequential(Short(), Short())
+    profile = record(Step(model, (x,), {}, layers_of(model, ("*",)), None, 1))
+    short = [op.seconds for op in profile.ops if "mul" in op.name]
+    assert len(short) >= 40 and sorted(short)[len(short) // 2] < 20e-6
+    assert sum(op.seconds for op in profile.ops if "mm" in op.name) > sum(short)

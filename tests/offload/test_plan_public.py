@@ -25,7 +25,7 @@ from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
-from fuseops.offload.planning.simulate import Cost, simulate
+from fuseops.offload.planning.simulate import Cost, Settings, simulate
 from fuseops.offload.planning.trace import trace
 
 D = 64
@@ -115,6 +115,31 @@ def test_equal_layers_share_a_line(tight: OffloadPlan) -> None:
     assert len(text.splitlines()) < len(tight.explain(every=True).splitlines())
     assert "blocks.{" in text
     assert len(tight.explain(every=True).splitlines()) >= len(tight.tensors)
+
+
+GOLDEN = """\
+model     drawn, recorded of one step
+hardware  ten (given)
+budget    194.5 MiB; host without limit
+peak      324.2 MiB in the forward of blocks.5, nothing moved
+          190.7 MiB in the forward of blocks.3, by this plan
+step      72.00 ms -> 72.00 ms (+0.00 %): stalls 0.00 ms, recomputation 0.00 ms
+offload   133.5 MiB leave and are let go 2 layers later, 133.5 MiB of host memory
+          the link carries 228.9 MiB during the forward
+tensor           bytes          decision  reason                   window                                   slack
+blocks.{0-3}.x0  114.4 MiB (4)  offload   the link has room        out 1.33-4.33 ms, back 56.00-59.00 ms    3.67 ms
+blocks.{4-5}.x0  57.2 MiB (2)   keep      read again too soon      -                                        -
+blocks.{0-1}.x1  19.1 MiB (2)   keep      not needed for the peak  -                                        -
+blocks.{2-3}.x1  19.1 MiB (2)   offload   the link has room        out 12.33-13.33 ms, back 40.00-41.00 ms  2.67 ms
+blocks.{4-5}.x1  19.1 MiB (2)   keep      read again too soon      -                                        -
+"""
+
+
+def test_the_whole_text_of_a_plan() -> None:
+    """Six layers of 4 ms that save 30 and 10 MB each; 10 GB/s carry 40 MB in that time."""
+    profile = profile_of(6, 2, lambda layer, n: (30, 10)[n] * MB, lambda layer: 4e-3, groups=True)
+    plan = plan_profile(profile, LINK, Limits(profile.peak * 6 // 10))
+    assert plan.explain() == GOLDEN.rstrip()
 
 
 def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
@@ -214,6 +239,46 @@ def test_the_decisions_run_as_they_are(record: bool) -> None:
     scheduler.assert_matched(plan)
     moved = {e.name for e in scheduler.report().entries if e.decision == "moved"}
     assert moved >= {t.name for t in plan.tensors if t.decision == "offload"}
+
+
+def test_a_plan_chooses_its_lag_and_the_scheduler_follows_it() -> None:
+    """A copy takes 7.5 ms, and begins when 6.7 ms of two layers are left."""
+    profile = profile_of(12, 1, lambda layer, n: 75 * MB, lambda layer: 4e-3)
+    plans = {lag: plan_profile(profile, LINK, settings=Settings(lag=lag)) for lag in (2, 3, 4)}
+    chosen = plan_profile(profile, LINK)
+    assert plans[2].bytes_of("offload") < max(p.bytes_of("offload") for p in plans.values())
+    assert chosen.bytes_of("offload") == max(p.bytes_of("offload") for p in plans.values())
+    assert chosen.settings.lag > 2 and chosen.after.stall == 0
+    assert offload.Scheduler(Model(), "blocks.*", plan=chosen).lag == chosen.settings.lag
+    assert offload.Scheduler(Model(), "blocks.*", plan=chosen, lag=1).lag == 1
+    assert offload.Scheduler(Model(), "blocks.*").lag == 2
+
+
+def test_without_a_budget_a_plan_spares_some_of_the_link() -> None:
+    """Copies that take a hundredth longer than planned stall nothing."""
+    plan = plan_profile(transformer(12, 6), LINK)
+    leave = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
+    late = simulate(plan.profile, leave, LINK.slower(1.015), plan.settings)
+    assert leave and plan.after.stall == late.stall == 0
+
+
+def test_one_scheduler_follows_plans_in_turn() -> None:
+    """With one arena, and the decisions and the lag of whichever it is attached with."""
+    free = planned()
+    names = [t.name for t in free.tensors if t.decision == "offload"]
+    few = dict.fromkeys(names[::2], "offload")
+    model, x = Model(), torch.randn(256, D)
+    scheduler = offload.Scheduler(model, "blocks.*", plan=free)
+    reserved = []
+    for plan in (free, few, free, few):
+        scheduler.plan = plan
+        with scheduler:
+            for _ in range(2):
+                model(x).sum().backward()
+        scheduler.assert_matched()
+        assert scheduler._scope.mover.schedule.lag == (free.settings.lag if plan is free else 2)
+        reserved.append(dict(scheduler.report().schedule)["host_reserved"])
+    assert len(set(reserved)) == 1
 
 
 def test_a_different_plan_is_not_matched() -> None:

@@ -61,7 +61,7 @@ def at_peak(plan: FusionPlan) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that a reader wants."""
+    """Bytes for people: 1536 -> 1.5 KiB."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

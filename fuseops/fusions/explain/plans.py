@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from fuseops.fusions.config import WRAPPERS, set_root
 from fuseops.fusions.plan import FusionPlan, SavedTensor
 from fuseops.fusions.sequential import Sequential
+from fuseops.fusions.sides import check_module
 from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Op
@@ -52,6 +53,7 @@ def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
     What is saved outside of all of them comes last, as a plan without spans. The `saved_bytes` add
     up to the model's.
     """
+    check_module("explain(model, ...)", model)
     if not isinstance(model, (Sequential, Op)):
         _see_root(model)
     return _observe(model, args, kwargs)

@@ -7,7 +7,7 @@ Numerics: every GEMM and activation rounds as the op alone does; `a` of the back
 of the forward, so it may differ in the last place, and fc2's weight gradient by as much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,14 +25,18 @@ from fuseops.torch_private import is_fake
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
+Rows = tuple[
+    Tensor | None, Tensor | None
+]  # a tensor, and the index of its rows: None for all, in order
 WEIGHT = frozenset({"weight"})
 
 
 EPILOGUE = Space(
-    # of fc1: (groups, 2F, D, by index). On an H200 it gains 1 % where rows are read by index, and loses elsewhere.
+    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 1 to 8 % where h is not written, and a little where
+    # rows are read by index; elsewhere it loses.
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3])},
+    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4])},
 )
 
 
@@ -86,7 +90,7 @@ class GroupedMLP(FusedOp):
         self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
-        h, a = self.activated(saved, calls[0])
+        h, a = self.activated(saved, calls[0], "h" in keep)
         return Out(self.output(saved, a, calls[2]), saved._replace(h=h))
 
     def bwd(
@@ -96,7 +100,9 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        return self.gradients(saved, dy, calls)
+        rest, h = without_h(saved)
+        del saved
+        return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -116,20 +122,27 @@ class GroupedMLP(FusedOp):
         return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)  # type: ignore[arg-type]
 
     def activated(
-        self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """fc1 and the activation of it, in one kernel where that is faster."""
+        self, s: GroupedMLPSaved, call: Call, need_h: bool, index: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
         x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
         probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
-        if self._in_epilogue(s, x, weight, index, rows):
+        if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
-            return K.grouped_swiglu(x, weight, offs, tiles_of(call, offs, rows), probs, index)
+            tiles = tiles_of(call, offs, rows)
+            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h)
         h = self.hidden(s, call, index)
-        return h, self.activation(h, s.probs)
+        return h if need_h else None, self.activation(h, s.probs)
 
     def _in_epilogue(
-        self, s: GroupedMLPSaved, x: Tensor, weight: Tensor, index: Tensor | None, rows: int
+        self,
+        s: GroupedMLPSaved,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor | None,
+        rows: int,
+        need_h: bool,
     ) -> bool:
         """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
         if self.kind != "swiglu" or any(self.form) or s.bias1 is not None:
@@ -140,7 +153,8 @@ class GroupedMLP(FusedOp):
             return False
         if not K.grouped_swiglu.launches((x, weight), {}) or not swiglu_path(x, weight, index):
             return False
-        return bool(EPILOGUE.pick(rows, (*weight.shape, index is not None), x)["EPILOGUE"])
+        dims = (*weight.shape, index is not None, need_h)
+        return bool(EPILOGUE.pick(rows, dims, x)["EPILOGUE"])
 
     def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
         """fc2."""
@@ -156,12 +170,19 @@ class GroupedMLP(FusedOp):
     def gradients(
         self,
         s: GroupedMLPSaved,
+        held: list[Tensor | None],
         dy: Tensor,
         calls: tuple[Call, ...],
-        x_index: Tensor | None = None,
+        source: Callable[[int], Rows],
         dy_index: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] = lambda dx: dx,
     ) -> tuple[Grads, Grads, Grads]:
-        """Of fc1, the activation and fc2: what their calls need, and no work for anything else."""
+        """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
+
+        held: h, which is taken out. source: the rows of x, for a product of that many features. finish: what becomes
+        of dx (R, D). h goes before the gradients of weights are made, and the rows of dx before the last of them:
+        there the peak would be.
+        """
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
@@ -169,22 +190,29 @@ class GroupedMLP(FusedOp):
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
-        da, h, a, dh, dprobs = above.x, s.h, None, None, None
+        da, h, a, dh, dprobs = above.x, held.pop(), None, None, None
         above = above._replace(x=None)
         if h is None and (da is not None or "weight" in last.needs):
-            h = self.hidden(s, first, x_index)
+            x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
+            h = self.hidden(s._replace(x=x), first, x_index)
+            del x
         if da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
-            del da  # before the gradients of the weights, which are the peak
+            del da
+        if "weight" in last.needs and a is None:
+            a = self.activation(h, s.probs)  # type: ignore[arg-type]
+        del h
         if "weight" in last.needs:
-            a = self.activation(h, s.probs) if a is None else a  # type: ignore[arg-type]
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
         if dh is not None:
-            if "weight" in first.needs:
-                dw1 = _weight(fc1._replace(x=s.x), dh, first, x_index, None)
             below = grouped_linear_bwd(fc1, dh, _without_weight(first))
+            if below.x is not None:
+                below = below._replace(x=finish(below.x))
+            if "weight" in first.needs:
+                x, x_index = source(dh.shape[1])
+                dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
@@ -208,6 +236,11 @@ class GroupedMLP(FusedOp):
             da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
+
+
+def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | None]]:
+    """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
+    return saved._replace(h=None), [saved.h]
 
 
 def _without_weight(call: Call) -> Call:

@@ -19,7 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine, check_pos, check_rows
 
-from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Tensors
+from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
 class RoutedMLPSaved(NamedTuple):
@@ -39,8 +39,7 @@ def _copy_from(name: str, width: int) -> Space:
     """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are.
 
     By default from a weight's width on: a GEMM that gathers loses a share of its time, which grows with its width, and
-    a copy costs the same for any. Measured on an H200 over the shapes of benchmarks/moe_layer.py, where fc1's weight
-    gradient never gains by a copy.
+    a copy costs the same for any. Measured on an H200 over the shapes of benchmarks/moe_layer.py.
     """
     choices = [{"COPY": 0}, {"COPY": 1}]
     return Space(
@@ -48,7 +47,7 @@ def _copy_from(name: str, width: int) -> Space:
     )
 
 
-FC1 = _copy_from("routed_fc1", 4096)
+FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
 FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
 
 
@@ -90,7 +89,7 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h, a = self.mlp.activated(s._replace(x=rows), calls[1], by)
+        h, a = self.mlp.activated(s._replace(x=rows), calls[1], "h" in keep, by)
         del rows
         y = self.mlp.output(s, a, calls[3])
         del a
@@ -105,20 +104,26 @@ class RoutedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        *inner, index, pos = saved
-        s = GroupedMLPSaved(*inner)
+        index, pos = saved.index, saved.pos
+        s, h = without_h(GroupedMLPSaved(*saved[: len(GroupedMLPSaved._fields)]))
+        del saved
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
             sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
             copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
-            dy, dy_index = _rows(dy, index, pos, offs, copies)
-        grads = self.mlp.gradients(s, dy, calls[1:4], index, dy_index)
-        dx = grads[0].x
-        if dx is not None:
-            dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+            dy, dy_index = _rows(dy, index, pos, offs, copies)  # type: ignore[assignment]
+
+        def source(width: int) -> Rows:
+            x: Tensor = s.x  # type: ignore[assignment]
+            return _rows(x, index, pos, offs, _copies(FC1, x, index, width))
+
+        def finish(dx: Tensor) -> Tensor:
+            return K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+
+        grads = self.mlp.gradients(s, h, dy, calls[1:4], source, dy_index, finish)
         after = (Grads(),) if self.combines else ()
-        return Grads(dx), *grads, *after
+        return Grads(grads[0].x), *grads, *after
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
@@ -128,9 +133,7 @@ def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
     return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])
 
 
-def _rows(
-    x: Tensor, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool
-) -> tuple[Tensor, Tensor | None]:
+def _rows(x: Tensor, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:
     """Rows of tokens, and the index to read them by: None for a copy."""
     if copies:
         return K.scatter_rows(x, pos, offs, index.shape[0]), None  # type: ignore[arg-type, union-attr]

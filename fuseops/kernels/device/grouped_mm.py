@@ -55,13 +55,15 @@ def ragged(start, size, row, col):
 
 @triton.jit
 def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
-    """(row block, column block) of a tile: bands of GROUP row blocks, row blocks fastest, so that
-    the tiles in flight share rows of both operands in the L2 cache.
+    """(row block, column block) of a tile: bands of about GROUP row blocks, all of one height but the
+    last, row blocks fastest, so that the tiles in flight share rows of both operands in the L2 cache.
     """
-    band = tile // (GROUP * num_n)
-    height = tl.minimum(num_m - band * GROUP, GROUP)
-    place = tile - band * GROUP * num_n
-    return band * GROUP + place % height, place // height
+    bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
+    height = tl.maximum((num_m + bands - 1) // bands, 1)
+    first = tile // (height * num_n) * height
+    place = tile - first * num_n
+    height = tl.maximum(tl.minimum(num_m - first, height), 1)
+    return first + place % height, place // height
 
 
 @triton.jit(do_not_specialize=["R", "E"])

@@ -78,7 +78,8 @@ def halves(acc):
 def multiply_tiles(
     out, act_out, probs_ptr, problem, ring, order,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
-    GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr,
+    KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
@@ -91,65 +92,78 @@ def multiply_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
+    TURNS: gl.constexpr = 1 if COOPERATIVE else 2
     steps = K // BLOCK_K
-    turn = gl.to_tensor(0)
-    entry = entry_of(gl.program_id(0), problem)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = entry_of(tile + gl.num_programs(0), problem)
-        if COOPERATIVE or turn % 2 == WHICH:
-            group, start, size, block_m, block_n = locate(tile, entry, problem, BLOCK_M, GROUP)
-            acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
-            if not COOPERATIVE:
-                mbarrier.wait(order.index(WHICH), (turn // 2 + 1 - WHICH) & 1)
-            first = turn * steps
-            for k in range(steps):
+    stride = TURNS * gl.num_programs(0)
+    begin = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
+    at = locate(begin, entry_of(begin, problem), problem, BLOCK_M, GROUP)
+    first = (0 if COOPERATIVE else WHICH) * steps
+    phase = gl.to_tensor(0)
+    for tile in range(begin, total, stride):
+        entry = entry_of(tile + stride, problem)
+        group, start, size, block_m, block_n = at
+        row, col = block_m * BLOCK_M, block_n * BLOCK_N
+        if COOPERATIVE:
+            row += WHICH * ROWS
+        acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
+        if not COOPERATIVE:
+            mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
+        mine = steps
+        if COOPERATIVE:
+            mine = gl.where(row < size, steps, 0)  # a lower half may lie beyond the group
+        for k in range(mine):
+            step = first + k
+            mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+            if GATHER:
+                fence_async_shared()
+            a, b = x_ring.index(step % STAGES), w_ring.index(step % STAGES)
+            if COOPERATIVE:
+                a = a.slice(WHICH * ROWS, ROWS, 0)
+            if not TRANSPOSED:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        if COOPERATIVE:
+            for k in range(mine, steps):
                 step = first + k
                 mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-                if GATHER:
-                    fence_async_shared()
-                a, b = x_ring.index(step % STAGES), w_ring.index(step % STAGES)
-                if COOPERATIVE:
-                    a = a.slice(WHICH * ROWS, ROWS, 0)
-                if not TRANSPOSED:
-                    b = b.permute((1, 0))
-                acc = warpgroup_mma(a, b, acc, is_async=True)
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            if not COOPERATIVE:
-                mbarrier.arrive(order.index(1 - WHICH), count=1)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1)
-            place = group, start, size, N
-            row, col = block_m * BLOCK_M, block_n * BLOCK_N
-            if COOPERATIVE:
-                row += WHICH * ROWS
-            left, right = halves(acc)
-            if SWIGLU:
-                gate0, gate1 = halves(left)
-                up0, up1 = halves(right)
-                half, col = N // 2, block_n * (BLOCK_N // 2)
-                scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
-                act_place = group, start, size, half
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+        else:
+            mbarrier.arrive(order.index(1 - WHICH), count=1)
+        at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
+        place = group, start, size, N
+        left, right = halves(acc)
+        if SWIGLU:
+            gate0, gate1 = halves(left)
+            up0, up1 = halves(right)
+            half, col = N // 2, block_n * (BLOCK_N // 2)
+            scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
+            act_place = group, start, size, half
+            if KEEPS:
                 store_part(out, place, gate0, row, col, False, 0)
                 store_part(out, place, up0, row, half + col, False, 1)
-                act = swiglu(gate0, up0, scale, out[0].dtype)
-                store_part(act_out, act_place, act, row, col, False, 0)
+            act = swiglu(gate0, up0, scale, out[0].dtype)
+            store_part(act_out, act_place, act, row, col, False, 0)
+            if KEEPS:
                 store_part(out, place, gate1, row, col + PART, False, 1)
                 store_part(out, place, up1, row, half + col + PART, False, 0)
-                act = swiglu(gate1, up1, scale, out[0].dtype)
-                store_part(act_out, act_place, act, row, col + PART, False, 1)
-            elif BLOCK_N == 2 * PART:
-                store_part(out, place, left, row, col, HAS_BIAS, 0)
-                store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
-            else:
-                part0, part1 = halves(left)
-                part2, part3 = halves(right)
-                store_part(out, place, part0, row, col, HAS_BIAS, 0)
-                store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
-                store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
-                store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
-        entry = following
-        turn += 1
+            act = swiglu(gate1, up1, scale, out[0].dtype)
+            store_part(act_out, act_place, act, row, col + PART, False, 1)
+        elif BLOCK_N == 2 * PART:
+            store_part(out, place, left, row, col, HAS_BIAS, 0)
+            store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
+        else:
+            part0, part1 = halves(left)
+            part2, part3 = halves(right)
+            store_part(out, place, part0, row, col, HAS_BIAS, 0)
+            store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
+            store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
+            store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
+        first += TURNS * steps
+        phase += 1
     tma.store_wait(0)
 
 
@@ -168,22 +182,15 @@ def grouped_mm_pingpong_kernel(
     y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, offs_ptr, tiles_ptr,
     first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
+    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
-    and 256 N where there is an activation.
+    and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
     BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
-    zero_padding(y_ptr, offs_ptr, R, E, N)
-    if SWIGLU:
-        zero_padding(act_ptr, offs_ptr, R, E, N // 2)
-
-    num_n = gl.cdiv(N, BLOCK_N)
-    total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
-    problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
@@ -197,6 +204,14 @@ def grouped_mm_pingpong_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
+
+    if KEEPS:
+        zero_padding(y_ptr, offs_ptr, R, E, N)
+    if SWIGLU:
+        zero_padding(act_ptr, offs_ptr, R, E, N // 2)
+    num_n = gl.cdiv(N, BLOCK_N)
+    total = gl.load(tiles_ptr + BLOCK_M // 128) * num_n
+    problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
     ring = x_ring, w_ring, empty, ready
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
     act0, act1 = (act, act_ptr, bias_ptr, buffers0), (act, act_ptr, bias_ptr, buffers1)
@@ -205,9 +220,9 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
                 (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
                                 GROUP)),
             ],
@@ -218,9 +233,9 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
                 (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
             [4, 1],

@@ -10,7 +10,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import grouped_mm
+
 MAX_GROUPS = gl.constexpr(2048)
+swizzle = gluon.jit(grouped_mm.swizzle.fn)  # one order of tiles for both languages
 SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 
 
@@ -50,10 +53,8 @@ def locate(tile, entry, problem, BLOCK_M: gl.constexpr, GROUP: gl.constexpr):
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
     inside = (entry // MAX_GROUPS) * num_n + tile % num_n
-    band = inside // (GROUP * num_n)
-    height = gl.maximum(gl.minimum((size + BLOCK_M - 1) // BLOCK_M - band * GROUP, GROUP), 1)
-    place = inside - band * GROUP * num_n
-    return group, start, size, band * GROUP + place % height, place // height
+    block_m, block_n = swizzle(inside, (size + BLOCK_M - 1) // BLOCK_M, num_n, GROUP)
+    return group, start, size, block_m, block_n
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .grouped_pingpong import halves
-from .grouped_rings import Descriptor
+from .grouped_rings import Descriptor, swizzle
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
@@ -51,11 +51,8 @@ def locate(tile, group, problem, GROUP: gl.constexpr):
     each = num_m * num_n
     start = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     size = gl.maximum(gl.minimum(gl.load(offs_ptr + group), R) - start, 0)
-    inside = tile % each
-    band = inside // (GROUP * num_n)
-    height = gl.minimum(num_m - band * GROUP, GROUP)
-    place = inside - band * GROUP * num_n
-    return start, size, band * GROUP + place % height, place // height
+    block_m, block_n = swizzle(tile % each, num_m, num_n, GROUP)
+    return start, size, block_m, block_n
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
@@ -46,6 +47,8 @@ from .quantize import quantize_tensor as quantize_tensor
 from .quantize import saturate as saturate
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
+from .router import router_loss as router_loss
+from .router import router_loss_bwd as router_loss_bwd
 from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,14 @@ class Hardware:
         # Each direction's share of the two-way rate, never better than alone.
         return max(alone, 2 * self.both.seconds(nbytes)) if duplex else alone
 
+    def slower(self, factor: float) -> Hardware:
+        """A machine whose copies take `factor` times as long."""
+        d2h, h2d, both = (
+            Curve(tuple((size, rate / factor) for size, rate in curve.points))
+            for curve in (self.d2h, self.h2d, self.both)
+        )
+        return replace(self, d2h=d2h, h2d=h2d, both=both)
+
     def op_seconds(
         self, flops: float, nbytes: int, dtype: str, *, attention: bool = False
     ) -> float:
@@ -187,14 +195,17 @@ class Hardware:
                 "Hardware.h200() is a shipped profile, Hardware.load(path) reads a measured one."
             )
         here = torch.cuda.get_device_properties(torch.cuda.current_device())
+        arch = 10 * here.major + here.minor
+        attention_rate, attention = _attention()
         return cls(
             here.name,
             *_copy_curves(),
             memory=_memory_rate(),
-            matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes()},
+            matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes(arch)},
             device_bytes=here.total_memory,
-            arch=10 * here.major + here.minor,
-            attention_rate=_attention_rate(),
+            arch=arch,
+            attention_rate=attention_rate,
+            attention=attention,
             source=f"measured, torch {torch.__version__}",
         )
 
@@ -206,7 +217,7 @@ def _copy_curves() -> tuple[Curve, Curve, Curve]:
     for size in SIZES:
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
         host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        repeat = max(1, (64 * MIB) // size)
+        repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
 
         def down(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
             host[0].copy_(device[0], non_blocking=True)
@@ -233,20 +244,27 @@ def _memory_rate() -> float:
     return _digits(2 * source.numel() / _seconds(works, 2) / 1e9)
 
 
-def _matmul_dtypes() -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16, torch.float16, torch.float32)
+def _matmul_dtypes(arch: int) -> tuple[torch.dtype, ...]:
+    fp8 = (torch.float8_e4m3fn,) if arch >= 89 else ()
+    return (torch.bfloat16, torch.float16, torch.float32, *fp8)
 
 
 def _matmul_rate(dtype: torch.dtype) -> float:
     """TFLOP/s of a square product of random data."""
     n = 2048 if dtype is torch.float32 else 8192
     a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
-    works = ((torch.cuda.current_stream(), lambda: torch.mm(a, b)),)
-    return _digits(2 * n**3 / _seconds(works, 3) / 1e12)
+    one = torch.ones((), device="cuda")
+
+    def work() -> torch.Tensor:
+        if dtype is not torch.float8_e4m3fn:
+            return torch.mm(a, b)
+        return torch.ops.aten._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    return _digits(2 * n**3 / _seconds(((torch.cuda.current_stream(), work),), 3) / 1e12)
 
 
-def _attention_rate() -> float:
-    """TFLOP/s of causal attention, forward and backward."""
+def _attention() -> tuple[float, str]:
+    """TFLOP/s of causal attention, forward and backward, and the backend that torch chose for it."""
     shape = batch, heads, tokens, width = (1, 32, 4096, 128)
     q, k, v = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -259,7 +277,10 @@ def _attention_rate() -> float:
         torch.autograd.grad(y, (q, k, v), dy)
 
     flops = (4 + 10) * batch * heads * tokens**2 * width / 2
-    return _digits(flops / _seconds(((torch.cuda.current_stream(), work),), 2) / 1e12)
+    rate = _digits(flops / _seconds(((torch.cuda.current_stream(), work),), 2) / 1e12)
+    node = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).grad_fn
+    chosen = "" if node is None else node.name().lower()
+    return rate, next((name for name in ATTENTION_SAVES if name in chosen), "math")
 
 
 Work = tuple[torch.cuda.Stream, Callable[[], object]]

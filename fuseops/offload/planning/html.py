@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from fuseops.fusions.explain.html import STYLE
-from fuseops.offload.report import size
+from fuseops.fusions.explain.layout import size
+from fuseops.offload.lanes.simulated import Level
 
+from .decided import Decided
 from .text import HEADER, facts, rows
 from .trace import spans
-
-if TYPE_CHECKING:
-    from fuseops.offload.lanes.simulated import Level
-
-    from .plan import OffloadPlan
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
 MORE_STYLE = """
@@ -46,7 +42,7 @@ border-radius:8px;padding:8px 12px;margin:0 0 12px}
 """
 
 
-def page(plan: OffloadPlan) -> str:
+def page(plan: Decided) -> str:
     """A whole document."""
     title = f"Offload plan of {escape(plan.profile.model)}"
     return (
@@ -58,12 +54,12 @@ def page(plan: OffloadPlan) -> str:
     )
 
 
-def fragment(plan: OffloadPlan) -> str:
+def fragment(plan: Decided) -> str:
     """The same, to be put into any page."""
     return f'<div class="fuseops"><style>{STYLE}{MORE_STYLE}</style>{"".join(_body(plan))}</div>'
 
 
-def _body(plan: OffloadPlan) -> Iterator[str]:
+def _body(plan: Decided) -> Iterator[str]:
     yield f"<p>{escape(plan.profile.kind)} of one step on {escape(plan.hardware.name)}</p>"
     for warning in plan.warnings:
         yield f'<div class="warning">{escape(warning)}</div>'
@@ -96,7 +92,7 @@ _KEY = (
 )
 
 
-def _table(plan: OffloadPlan) -> str:
+def _table(plan: Decided) -> str:
     head = "".join(f"<th>{title}</th>" for title in HEADER)
     body = []
     for row in rows(plan):
@@ -122,7 +118,7 @@ class _Scale:
         return 10 + CHART * (1 - nbytes / self.nbytes)
 
 
-def _drawing(plan: OffloadPlan) -> str:
+def _drawing(plan: Decided) -> str:
     after, before = plan.after, plan.before
     tallest = max(before.peak, after.peak, plan.limits.peak or 0)
     scale = _Scale(max(before.seconds, after.seconds), int(tallest * 1.05))
@@ -173,7 +169,7 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
     return f'<path class="{style}" d="{"".join(points)}"/>'
 
 
-def _lanes(plan: OffloadPlan, scale: _Scale) -> Iterator[str]:
+def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
     titles = ("layers", "stalls", "D2H", "H2D")
     tops = {title: CHART + 38 + k * LANE for k, title in enumerate(titles)}
     for title, top in tops.items():

@@ -35,7 +35,7 @@ class StorageMeter:
         self._live.add(there)
 
     def before(self) -> None:
-        self._live.forget()
+        pass
 
     def after(self, made: Sequence[Tensor]) -> int:
         self._live.forget()
@@ -50,7 +50,8 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def after(self, made: Sequence[Tensor]) -> int:
-        return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
+        stats = torch.cuda.memory_stats_as_nested_dict()  # all of them flat take 0.5 ms an op
+        return int(stats["active_bytes"]["all"]["peak"])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

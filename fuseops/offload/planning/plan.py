@@ -12,106 +12,46 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.explain.layout import size
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES
-from fuseops.offload.report import size
 from fuseops.offload.sizes import parse_bytes
 
+from . import html, text, trace
+from .decided import Decided, Planned
 from .hardware import Hardware
 from .model import Model
 from .planner import UNLIMITED, Limits, Solution, solve
 from .profile import Profile
-from .simulate import DEFAULT, Settings, Simulation, Window, simulate
+from .simulate import DEFAULT, Settings, Simulation, simulate
+from .step import Step, dry_run, layers_of
+from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
 
-SCHEMA_VERSION = 1
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
+LAGS = (2, 3, 4)  # tried where no settings are given,
+FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
+NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
+SPARE = 1.02  # copies are taken to last so much longer where no budget forces them to fit
 
 
-class Planned(NamedTuple):
-    """The decision for one saved tensor.
-
-    window  when its bytes leave and come back, None if they do not
-    """
-
-    name: str
-    op: str
-    layer: str
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    decision: str
-    reason: str
-    window: Window | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class OffloadPlan:
-    """What to do with every saved tensor of a step, and what that will cost.
-
-    tensors     one entry a saved storage, in save order
-    before      the step with nothing moved; after: under this plan
-    warnings    what the plan cannot do
-    """
-
-    profile: Profile
-    hardware: Hardware
-    settings: Settings
-    limits: Limits
-    tensors: tuple[Planned, ...]
-    before: Simulation
-    after: Simulation
-    warnings: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-    recomputed: tuple[str, ...] = ()
-    seconds_to_plan: float = field(default=0.0, compare=False)
-
-    @cached_property
-    def decisions(self) -> dict[str, str]:
-        """Name -> "keep", "offload" or "recompute", for everything that could move."""
-        return {t.name: t.decision for t in self.tensors if t.layer and t.nbytes}
-
-    @property
-    def fits(self) -> bool:
-        """Whether the predicted peak and host bytes are within the limits."""
-        peak, host = self.limits
-        return (peak is None or self.after.peak <= peak) and (
-            host is None or self.after.host <= host
-        )
-
-    @property
-    def assumed(self) -> tuple[str, ...]:
-        """What the prediction rests on without having been seen."""
-        return self.profile.assumed
-
-    def bytes_of(self, decision: str) -> int:
-        """Bytes of all tensors with that decision."""
-        return sum(t.nbytes for t in self.tensors if t.decision == decision)
-
-    def owner(self, simulation: Simulation) -> str:
-        """Where the peak of a simulation stands."""
-        return self.profile.owner_at(simulation.peak_position)
-
-    # --- for people
+class OffloadPlan(Decided):
+    """What to do with every saved tensor of a step, and what that will cost."""
 
     def explain(self, every: bool = False) -> str:
         """Budget, prediction and a table: tensor, bytes, decision, reason, window, slack.
 
         every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
         """
-        from .text import report
-
-        return report(self, every)
+        return text.report(self, every)
 
     __str__ = explain
 
@@ -124,30 +64,22 @@ class OffloadPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with a schema_version."""
-        from .text import as_json
-
-        return as_json(self)
+        return text.as_json(self)
 
     def save_trace(self, path: str | Path) -> None:
         """A timeline for chrome://tracing or ui.perfetto.dev: the lanes, and bytes on the device."""
-        from .trace import trace
-
-        Path(path).write_text(json.dumps(trace(self)), encoding="utf-8")
+        Path(path).write_text(json.dumps(trace.trace(self)), encoding="utf-8")
 
     def to_html(self) -> str:
         """A page of its own: timeline, bytes, table."""
-        from .html import page
-
-        return page(self)
+        return html.page(self)
 
     def save_html(self, path: str | Path) -> None:
         """Write `to_html()` to a file."""
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        from .html import fragment
-
-        return fragment(self)
+        return html.fragment(self)
 
 
 def plan(
@@ -178,9 +110,6 @@ def plan(
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
     """
-    from .step import Step, dry_run, layers_of
-    from .step import record as recorded
-
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"plan(model, ...) expects an nn.Module, got {type(model).__name__}.")
     limits = Limits(
@@ -205,13 +134,41 @@ def plan_profile(
     profile: Profile,
     hardware: Hardware,
     limits: Limits = UNLIMITED,
-    settings: Settings = DEFAULT,
+    settings: Settings | None = None,
     *,
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:
-    """Plan for a profile that is there already."""
-    model = Model(profile, hardware, settings)
-    solution, after = _solve(model, limits)
+    """Plan for a profile that is there already.  settings: default: whichever lag serves best."""
+    if settings is not None:
+        return _plan_with(profile, hardware, limits, settings, layers)
+    lags = LAGS if len(profile.saved) <= FEW else LAGS[1:2]
+    plans = (
+        _plan_with(profile, hardware, limits, DEFAULT._replace(lag=lag), layers) for lag in lags
+    )
+    return min(plans, key=_cost)
+
+
+def _cost(plan: OffloadPlan) -> tuple[float, ...]:
+    """What makes one plan better than another: fitting, then little time, then many bytes where there
+    is no budget, then the greater lag: copies have more time than they need.
+    """
+    after, (peak, host) = plan.after, plan.limits
+    excess = 0 if peak is None else max(after.peak - peak, 0)
+    excess += 0 if host is None else max(after.host - host, 0)
+    moved = plan.bytes_of(OFFLOAD) * (-1 if peak is None else 1)
+    return -(-excess // NEAR), round(after.seconds, 5), moved, -plan.settings.lag
+
+
+def _plan_with(
+    profile: Profile,
+    hardware: Hardware,
+    limits: Limits,
+    settings: Settings,
+    layers: tuple[str, ...],
+) -> OffloadPlan:
+    free = limits.peak is None
+    model = Model(profile, hardware.slower(SPARE) if free else hardware, settings)
+    solution, after = _solve(model, limits, hardware)
     before = simulate(profile, (), hardware, settings)
     result = OffloadPlan(
         profile,
@@ -235,7 +192,7 @@ def plan_profile(
     return result
 
 
-def _solve(model: Model, limits: Limits) -> tuple[Solution, Simulation]:
+def _solve(model: Model, limits: Limits, hardware: Hardware) -> tuple[Solution, Simulation]:
     """Solve, and check by the schedule itself; what bundles cost beyond the prediction is taken off
     the budget.
     """
@@ -246,7 +203,7 @@ def _solve(model: Model, limits: Limits) -> tuple[Solution, Simulation]:
         after = simulate(
             model.profile,
             [k for item in solution.choice.leave for k in model.items[item]],
-            model.hardware,
+            hardware,
             model.settings,
             recompute=[model.groups[g] for g in solution.choice.drop],
         )

@@ -7,6 +7,7 @@ Saved tensors are named and judged as the scopes do it; nothing is moved.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,13 +56,16 @@ class _Storage:
         self.saves: dict[int, int] = {}  # call -> position, of other calls
         self.reads: dict[int, int] = {}  # call -> position of the first
 
-    def look(self, position: int) -> None:
-        """Notes when autograd alone holds it, and when it is gone."""
+    def look(self, position: int) -> bool:
+        """Notes when autograd alone holds it, and when it is gone.   -> whether to look again after
+        the next op: not while autograd alone holds it
+        """
         if self.weak.expired():
             self.freed = position
             self.held = position if self.held < 0 else self.held
         elif self.held < 0 and self.weak.holders() <= self.handles:
             self.held = position
+        return self.freed < 0 and (self.held < 0 or not self.handles)
 
     def done(self, end: int) -> Saved:
         freed = end if self.freed < 0 else self.freed
@@ -93,6 +97,10 @@ class _Noted(Kept):
             self.storage.reads.setdefault(self.call, self.recorder.position)
         return super().restore()
 
+    def __del__(self) -> None:
+        if self.storage is not None:
+            self.recorder.dropped.append(self.storage)
+
 
 class _Recording(Scope):
     """A scope that keeps everything, and tells the recorder."""
@@ -115,7 +123,9 @@ class _Recording(Scope):
             odd = "recomputed by checkpoint"
         handle = _Noted(t, Label(named.name, named.op), self._ledger)
         handle.recorder, handle.call = self._recorder, self._recorder.running_call
-        handle.storage = None if odd is not None else self._recorder.saved(t, named, self)
+        handle.storage = None
+        if odd is None:
+            handle.storage = self._recorder.saved(t, named, self)
         return handle
 
     def why(self, t: Tensor, named: Named, min_bytes: int) -> str | None:
@@ -152,7 +162,8 @@ class Recorder:
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
         self._storages: list[_Storage] = []
-        self._living: list[_Storage] = []
+        self._watched: list[_Storage] = []
+        self.dropped: deque[_Storage] = deque()  # by a handle that died, in whatever thread
         self._by_storage: StorageMap[_Storage] = StorageMap()
         self._made: StorageMap[int] = StorageMap()
         self._owned: StorageMap[str] = StorageMap()
@@ -215,11 +226,12 @@ class Recorder:
             known = _Storage(t, named, call, self.position, why)
             made = self._made.get(storage)
             known.made = -1 if made is None else made
-            if why in HELD_ANYWAY:
-                known.nbytes = 0
             self._by_storage.set(storage, known)
             self._storages.append(known)
-            self._living.append(known)
+            if why in HELD_ANYWAY:
+                known.nbytes = 0
+            else:
+                self._watched.append(known)
         elif self.running_call not in (known.call, -1):
             known.saves.setdefault(self.running_call, self.position)
         known.handles += 1
@@ -233,9 +245,12 @@ class Recorder:
         self._look()
 
     def _look(self) -> None:
-        for storage in self._living:
-            storage.look(self.position)
-        self._living = [s for s in self._living if s.freed < 0]
+        while self.dropped:
+            storage = self.dropped.popleft()
+            storage.handles -= 1
+            if not storage.handles and storage.held >= 0 and storage.freed < 0:
+                self._watched.append(storage)
+        self._watched = [s for s in self._watched if s.look(self.position)]
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         path = self.layers.get(id(module))
@@ -308,12 +323,21 @@ def _has_storage(t: Tensor) -> bool:
     return t.layout is torch.strided and not hasattr(t, "__tensor_flatten__")
 
 
+LEAD = 600_000  # cycles, about 0.3 ms: the host has launched an op by then
+
+
 class _Timer:
-    """The time of one op: by events on CUDA, by the clock elsewhere."""
+    """The time of one op: by events on CUDA, by the clock elsewhere.
+
+    Recording makes the host so slow that the device waits for it. It is kept busy until the op is
+    launched; otherwise short ops took the time of their launch, and a forward, which has more of
+    them, a quarter too long.
+    """
 
     def __init__(self, on_gpu: bool) -> None:
         self._events: list[torch.cuda.Event] = []
         if on_gpu:
+            torch_private.occupy_device(LEAD)
             self._events = [event(), event()]
             self._events[0].record()
         self._start, self._end = time.perf_counter(), 0.0

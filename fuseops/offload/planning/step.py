@@ -88,7 +88,7 @@ def record(step: Step) -> Profile:
         whole = statistics.median(_timed(step, new, cuda) for _ in range(TIMED_STEPS))
         seen = observe()
         groups = recomputations(seen, without)
-    # Recording makes the host slow, which shows in short ops: together they are the plain step.
+    # Together they are the plain step, where launches overlap what runs before.
     scale = whole / max(sum(op.seconds for op in seen.ops), 1e-12)
     unseen = "bytes that an op needs inside itself are not counted on the CPU"
     return Profile(

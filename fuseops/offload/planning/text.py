@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fuseops.offload.report import size
+from fuseops.fusions.explain.layout import size
 
-if TYPE_CHECKING:
-    from .plan import OffloadPlan, Planned
+from .decided import SCHEMA_VERSION, Decided, Planned
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
 
@@ -38,7 +37,7 @@ def _ms(span: tuple[float, float]) -> str:
     return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f} ms"
 
 
-def rows(plan: OffloadPlan, every: bool = False) -> list[Row]:
+def rows(plan: Decided, every: bool = False) -> list[Row]:
     """The table, what takes most memory first; without what takes none."""
     found: dict[tuple[str, ...], list[Planned]] = defaultdict(list)
     for tensor in plan.tensors:
@@ -83,7 +82,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def facts(plan: OffloadPlan) -> Iterator[tuple[str, str]]:
+def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     """The head of a report: what was asked for and what is predicted."""
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     yield "model", f"{plan.profile.model}, {plan.profile.kind} of one step"
@@ -101,19 +100,20 @@ def facts(plan: OffloadPlan) -> Iterator[tuple[str, str]]:
     link = _carried(plan)
     yield (
         "offload",
-        f"{size(after.moved)} leave, {size(after.host)} of host memory; the link carries {link} "
-        "during the forward",
+        f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
+        f"{size(after.host)} of host memory",
     )
+    yield "", f"the link carries {link} during the forward"
 
 
-def _carried(plan: OffloadPlan) -> str:
+def _carried(plan: Decided) -> str:
     """Bytes that fit through the link until the last layer's forward ends."""
     calls = plan.profile.calls
     end = max((c.leave for c in calls), default=0)
     return size(int(plan.profile.clock[end] * plan.hardware.d2h.peak * 1e9))
 
 
-def report(plan: OffloadPlan, every: bool) -> str:
+def report(plan: Decided, every: bool) -> str:
     """Head, warnings, assumptions, table."""
     lines = [f"{title:9} {text}" for title, text in facts(plan)]
     lines += [f"{'WARNING':9} {warning}" for warning in plan.warnings]
@@ -126,10 +126,8 @@ def report(plan: OffloadPlan, every: bool) -> str:
     return "\n".join(lines)
 
 
-def as_json(plan: OffloadPlan) -> dict[str, Any]:
+def as_json(plan: Decided) -> dict[str, Any]:
     """Plain data with a schema_version."""
-    from .plan import SCHEMA_VERSION
-
     return {
         "schema_version": SCHEMA_VERSION,
         "model": plan.profile.model,
@@ -151,7 +149,7 @@ def as_json(plan: OffloadPlan) -> dict[str, Any]:
     }
 
 
-def _outcome(plan: OffloadPlan, which: str) -> dict[str, Any]:
+def _outcome(plan: Decided, which: str) -> dict[str, Any]:
     simulation = plan.before if which == "before" else plan.after
     return {
         "seconds": simulation.seconds,

@@ -1,0 +1,156 @@
+"""docs/measured.md from the committed results, so that no figure is typed by hand.
+
+python benchmarks/tables.py            # write it
+python benchmarks/tables.py --check    # exit 1 where it is stale
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measured.md"
+HEAD = """# Measured
+
+Every table is made from a file in `benchmarks/results` by `python benchmarks/tables.py`; the script of the same name
+wrote the file, and its docstring says what is timed. Candidates run in turns in one process; figures are medians.
+
+- **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
+  `below` counts the cells under the bar of that row.
+- **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
+- **ratio** of a way to train: its step over the plain step of the same round, with quartiles.
+
+What is not built or not met is not here: a file holds what ran.
+"""
+OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+PARTS = ("plans", "exact", "fit", "dry", "beyond")  # of the offload benchmark
+Rows = list[list[str]]
+
+
+def page() -> str:
+    """The whole page."""
+    sections = (section(path) for path in sorted(RESULTS.glob("*.json")))
+    return "\n\n".join([HEAD.strip(), *filter(None, sections)]) + "\n"
+
+
+def section(path: Path) -> str:
+    """The tables of one file; empty where it holds none that this script knows."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    tables = [text for text in map("\n".join, tables_of(result)) if text]
+    if not tables:
+        return ""
+    return "\n\n".join([f"## {path.stem}", provenance(result), *tables])
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    facts = result.get("environment", result)
+    return ", ".join(f"{k} {v}" for k, v in facts.items() if type(v) in (str, int)) + "."
+
+
+def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
+    if isinstance(result.get("summary"), dict):
+        yield table(keyed("summary", result["summary"]))
+    if isinstance(result.get("microseconds"), dict):
+        yield table(
+            [["", "us"], *([name, cell(us)] for name, us in result["microseconds"].items())]
+        )
+    if isinstance(result.get("runs"), list):
+        yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
+    if isinstance(result.get("bandwidth"), list):
+        yield table(bandwidth(result["bandwidth"]))
+    for name, value in result.items():
+        if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
+            yield table(ways(name, value))
+        elif name in PARTS and isinstance(value, dict):
+            yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
+
+
+def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Figures of nested dicts, but for a machine's and a schedule's own."""
+    for key, part in value.items():
+        if not isinstance(part, dict):
+            yield f"{path}{key}", part
+        elif key not in ("machine", "schedule"):
+            yield from flat(part, f"{path}{key} ")
+
+
+def keyed(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Rows:
+    """A line a row, a column for every key that some row has."""
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    return [
+        [title, *columns],
+        *([name, *(cell(row.get(key)) for key in columns)] for name, row in rows.items()),
+    ]
+
+
+def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = [["case", "rows x columns", "us", "share of copy", "faster peers"]]
+    for c in cells:
+        us = c["us"]
+        ours = us.get("fuseops", math.inf)
+        peers = [name for name, theirs in us.items() if name not in OURS and theirs < ours]
+        rows.append([
+            c["case"], f"{c['rows']} x {c['columns']}", cell(us.get("fuseops")), cell(c.get("share_of_copy")),
+            ", ".join(f"{peer} {us[peer]:g}" for peer in peers),
+        ])  # fmt: skip
+    return rows
+
+
+def is_way(value: Any) -> bool:
+    """A way to train, as `offload.py` writes it."""
+    return isinstance(value, dict) and "ms" in value
+
+
+def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
+    rows = [[name, "step ms", "ratio (quartiles)", "peak GiB", "moved GiB", "rounds"]]
+    guessed = any("predicted" in row for row in found.values())
+    rows[0] += ["predicted ms", "predicted peak", "peak lower / predicted"] if guessed else []
+    for way, row in found.items():
+        low, high = row.get("quartiles", (None, None))
+        ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
+        figures = [cell(row.get(key)) for key in ("peak_gib", "moved_gib", "rounds")]
+        if guessed:
+            guess = row.get("predicted", {})
+            figures += [cell(guess.get("ms")), cell(guess.get("peak_gib"))]
+            figures.append(cell(row.get("lower_over_predicted")))
+        rows.append([way, f"{row['ms']:.0f}", ratio, *figures])
+    return rows
+
+
+def cell(value: Any) -> str:
+    """A figure as a reader wants it; of a list its items, of a dict how many it holds."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(map(cell, value))
+    return str(len(value)) if isinstance(value, dict) else str(value)
+
+
+def table(rows: Rows) -> Iterator[str]:
+    head, *body = rows
+    for row in (head, ["---"] * len(head), *body):
+        yield f"| {' | '.join(row)} |"
+
+
+def main() -> int:
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+    if stale:
+        print(f"{PAGE.relative_to(ROOT)} is stale: python benchmarks/tables.py", file=sys.stderr)
+    return int(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The losses of a router, and their gradient.
+
+Maths (float32), with s the scores, softmax(logits) or sigmoid(logits), p_t = s_t / sum(s_t), f_e the
+share of the T * K copies that expert e gets, and lse the logarithm of the sum of exp:
+    loss = balance * E * sum over e of f_e * mean over t of p_te  +  z * mean over t of lse(logits_t)^2
+f has no gradient.
+Shapes: logits (T, E), counts (E,) int32 copies of each expert, or None without a balance loss, loss ()
+float32; dlogits (T, E) float32.
+Launches: two forward (partial sums, their sum in a fixed order), one backward, which adds to dlogits.
+Layout: rows of logits may be strided.
+Hardware: sm_80 and later. More than MAX_EXPERTS experts, and other dtypes than float32, run the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.router import MAX_EXPERTS, SCORES
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require, row_splits
+
+
+def _tiles(total: int, dims: tuple[int, ...], **more: int) -> list[Config]:
+    e = pow2(dims[0])
+    warps = 4 if e <= 1024 else 8
+    return [{"BLOCK_R": max(total // e, 1), "num_warps": warps, **more}]
+
+
+FWD = Space("router_loss", lambda dims, itemsize: _tiles(1024, dims, PER_SM=4))
+BWD = Space("router_loss_bwd", lambda dims, itemsize: _tiles(2048, dims))
+
+
+def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
+    for experts, score, balance, z in (
+        (128, "softmax", 0.1, 0.1),
+        (256, "sigmoid", 0.1, 0.0),
+        (8, "softmax", 0.0, 0.1),
+    ):
+        logits = torch.empty(8192, experts, device="meta")
+        counts = torch.empty(experts, dtype=torch.int32, device="meta") if balance else None
+        if backward:
+            yield logits, logits, counts, logits.new_empty(()), 8, score, balance, z
+        else:
+            yield logits, counts, 8, score, balance, z
+
+
+@kernel_op(twin=reference.router_loss, cases=lambda: _cases(backward=False))
+def router_loss(
+    logits: Tensor, counts: Tensor | None, k: int, score: str = "softmax",
+    balance: float = 0.0, z: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The loss, ().   k: copies of a token"""
+    _check(logits, counts, score)
+    tokens, experts = logits.shape
+    if experts > MAX_EXPERTS or logits.dtype is not torch.float32:
+        return reference.router_loss(logits, counts, k, score, balance, z)
+    logits = as_rows(logits)
+    config = dict(FWD.pick(tokens, (experts,), logits))
+    programs, each = row_splits(tokens, 1, config, logits)
+    partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
+    (leads, follows), kernels, block_e = (
+        chain(logits.device),
+        device("router_losses"),
+        pow2(experts),
+    )
+    launch(
+        kernels.router_loss_kernel, (programs,), logits, partial, tokens, experts, each,
+        logits.stride(0), SOFTMAX=score == "softmax", **leads, BLOCK_E=block_e, **config,
+    )  # fmt: skip
+    launch(
+        kernels.sum_loss_kernel, (1,), partial, logits if counts is None else counts, loss,
+        programs, experts, *_slopes(tokens, experts, k, balance, z), BALANCED=counts is not None,
+        **follows, BLOCK_P=max(4096 // block_e, 1), BLOCK_E=block_e, num_warps=8,
+    )  # fmt: skip
+    return loss
+
+
+@kernel_op(twin=reference.router_loss_bwd, cases=lambda: _cases(backward=True))
+def router_loss_bwd(
+    dlogits: Tensor, logits: Tensor, counts: Tensor | None, dloss: Tensor, k: int,
+    score: str = "softmax", balance: float = 0.0, z: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """dlogits, plus the gradient of the logits from that of the loss, ()."""
+    _check(logits, counts, score)
+    require(
+        dlogits.shape == logits.shape,
+        f"dlogits is {tuple(dlogits.shape)}, expected {tuple(logits.shape)}.",
+    )
+    tokens, experts = logits.shape
+    wide = logits.dtype is not torch.float32 or dlogits.dtype is not torch.float32
+    if experts > MAX_EXPERTS or wide:
+        return reference.router_loss_bwd(dlogits, logits, counts, dloss, k, score, balance, z)
+    logits, dlogits = as_rows(logits), dlogits.contiguous()
+    y = torch.empty_like(dlogits)
+    config = BWD.pick(tokens, (experts,), logits)
+    launch(
+        device("router_losses").router_loss_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
+        dlogits, logits, logits if counts is None else counts, dloss, y, tokens, experts,
+        logits.stride(0), *_slopes(tokens, experts, k, balance, z), SOFTMAX=score == "softmax",
+        BALANCED=counts is not None, BLOCK_E=pow2(experts), **config,
+    )  # fmt: skip
+    return y
+
+
+def _slopes(tokens: int, experts: int, k: int, balance: float, z: float) -> tuple[float, float]:
+    """What counts times sums of shares, and sums of lse^2, are multiplied by."""
+    tokens = max(tokens, 1)
+    return balance * experts / (tokens * k * tokens), z / tokens
+
+
+def _check(logits: Tensor, counts: Tensor | None, score: str) -> None:
+    require(logits.dim() == 2, f"logits is {tuple(logits.shape)}, expected (T, E).")
+    require(score in SCORES, f"unknown score '{score}'. Known: {', '.join(SCORES)}.")
+    require(
+        counts is None or counts.shape == logits.shape[1:],
+        f"counts is {counts is not None and tuple(counts.shape)}, expected ({logits.shape[1]},).",
+    )

@@ -1,0 +1,79 @@
+"""What a plan is made of: the decision for each saved tensor, and the step before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from .hardware import Hardware
+from .planner import Limits
+from .profile import Profile
+from .simulate import Settings, Simulation, Window
+
+SCHEMA_VERSION = 1
+
+
+class Planned(NamedTuple):
+    """The decision for one saved tensor.
+
+    window  when its bytes leave and come back, None if they do not
+    """
+
+    name: str
+    op: str
+    layer: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    decision: str
+    reason: str
+    window: Window | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Decided:
+    """What to do with every saved tensor of a step, and what that will cost.
+
+    tensors     one entry a saved storage, in save order
+    before      the step with nothing moved; after: under this plan
+    warnings    what the plan cannot do
+    """
+
+    profile: Profile
+    hardware: Hardware
+    settings: Settings
+    limits: Limits
+    tensors: tuple[Planned, ...]
+    before: Simulation
+    after: Simulation
+    warnings: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    seconds_to_plan: float = field(default=0.0, compare=False)
+
+    @cached_property
+    def decisions(self) -> dict[str, str]:
+        """Name -> "keep", "offload" or "recompute", for everything that could move."""
+        return {t.name: t.decision for t in self.tensors if t.layer and t.nbytes}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak and host bytes are within the limits."""
+        peak, host = self.limits
+        return (peak is None or self.after.peak <= peak) and (
+            host is None or self.after.host <= host
+        )
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the prediction rests on without having been seen."""
+        return self.profile.assumed
+
+    def bytes_of(self, decision: str) -> int:
+        """Bytes of all tensors with that decision."""
+        return sum(t.nbytes for t in self.tensors if t.decision == decision)
+
+    def owner(self, simulation: Simulation) -> str:
+        """Where the peak of a simulation stands."""
+        return self.profile.owner_at(simulation.peak_position)
