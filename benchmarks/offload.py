@@ -25,12 +25,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import os
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload_report import GIB, Row, provenance, say, summary, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fuseops as fo
 from fuseops import offload
 from fuseops.offload.lanes.devices import lanes_of
 from fuseops.offload.planning.hardware import Curve
@@ -52,15 +49,12 @@ from fuseops.offload.planning.simulate import DEFAULT
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
-START = time.perf_counter()
-GIB = 1 << 30
 LAYERS = "blocks.*"
-PEAKS = {"dense": "12.8,11,7,free", "moe": "free"}
+PEAKS = {"dense": "12.8,11,7,free", "moe": "free,link"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what the free bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
-
-Row = dict[str, float]
+LANES = ("compute", "d2h", "h2d")
 
 
 class Bench:
@@ -79,7 +73,9 @@ class Bench:
     # --- plans
 
     def make_plans(self, peaks: list[str]) -> dict[str, Any]:
-        """Plans of one recorded step for each peak, in GiB above what is there before it."""
+        """Plans of one recorded step for each peak, in GiB above what is there before it. "free": what
+        leaves without a stall, "link": what would at 55 GB/s each way.
+        """
         self.step()
         self.forget_gradients()
         machine = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
@@ -87,16 +83,19 @@ class Bench:
         options = {"record": True, "hardware": machine, "min_bytes": self.least}
         self.base = self.active("current")
         free = offload.plan(self.model, self.batch(), layers=LAYERS, **options)
+        one, both = Curve(((1, LINK),)), Curve(((1, 2 * LINK),))
+        link = replace(machine, d2h=one, h2d=one, both=both)
         for peak in peaks:
-            limits = Limits(None if peak == "free" else self.base + int(float(peak) * GIB))
-            plan = plan_profile(free.profile, machine, limits, layers=(LAYERS,))
-            name = f"plan {peak}" + ("" if peak == "free" else " GiB")
+            known = peak in ("free", "link")
+            limits = Limits(None if known else self.base + int(float(peak) * GIB))
+            on = link if peak == "link" else machine
+            plan = plan_profile(free.profile, on, limits, layers=(LAYERS,))
+            name = f"plan {peak}" + ("" if known else " GiB")
             self.plans[name] = plan
             self.ways[name] = lambda plan=plan: self.following(plan)
-        one, both = Curve(((1, LINK * SPARE),)), Curve(((1, 2 * LINK * SPARE),))
-        link = replace(machine, d2h=one, h2d=one, both=both)  # as fast when the plan has spared
+        all_of_it = link.slower(1 / SPARE)  # of which the plan spares none
         carried = {
-            f"lag {lag}": plan_profile(free.profile, link, settings=DEFAULT._replace(lag=lag))
+            f"lag {lag}": plan_profile(free.profile, all_of_it, settings=DEFAULT._replace(lag=lag))
             for lag in LAGS
         }
         return {
@@ -105,11 +104,8 @@ class Bench:
             "recorded_peak_gib": self.above(free.before.peak),
             "free_at_55_gbs_gib": {k: p.bytes_of("offload") / GIB for k, p in carried.items()},
             "free_plan_gib": free.bytes_of("offload") / GIB,
-            "link_in_forward_gib": self.forward_seconds(free) * LINK * 1e9 / GIB,
+            "link_in_forward_gib": forward_seconds(free) * LINK * 1e9 / GIB,
         }
-
-    def forward_seconds(self, plan: OffloadPlan) -> float:
-        return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
 
     @contextlib.contextmanager
     def following(self, plan: OffloadPlan) -> Iterator[None]:
@@ -190,7 +186,10 @@ class Bench:
             for way in ways[turn:] + ways[:turn]:
                 found[way].append(self.visit(way, steps))
             number += 1
-            yield {way: self.summary(way, found) for way in ways}
+            yield {
+                way: summary(found[way], found["nothing"], self.plans.get(way), self.base)
+                for way in ways
+            }
 
     def warm_up(self) -> None:
         """Twice each: compiled kernels, the order of layers, pinned memory."""
@@ -318,90 +317,9 @@ class Bench:
         with scope():
             yield found | {"save_on_cpu": self.timed(1)}
 
-    # --- what came of it
 
-    def summary(self, way: str, rounds: dict[str, list[Row]]) -> dict[str, Any]:
-        mine, base = rounds[way], rounds["nothing"]
-        ratios = sorted(a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False))
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        found: dict[str, Any] = {
-            "rounds": len(mine),
-            "ratio": statistics.median(ratios),
-            "quartiles": [quartiles[0], quartiles[2]],
-            **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
-            "peak_gib": max(r["peak_gib"] for r in mine),
-            "resident_gib": mine[-1]["resident_gib"],
-        }
-        if way in self.plans:
-            found |= self.beside_plan(self.plans[way], found, mine[-1], base[-1])
-        return found
-
-    def beside_plan(
-        self, plan: OffloadPlan, found: dict[str, Any], mine: Row, base: Row
-    ) -> dict[str, Any]:
-        """What was predicted, and how near it came."""
-        before, after = plan.before, plan.after
-        lower = base["peak_gib"] - found["peak_gib"]
-        rest = {
-            "moved_gib": mine["moved_gib"],
-            "predicted": {
-                "before_gib": self.above(before.peak),
-                "peak_gib": self.above(after.peak),
-                "ms": after.seconds * 1e3,
-                "ratio": after.seconds / before.seconds,
-                "stall_ms": after.stall * 1e3,
-                "lag": plan.settings.lag,
-                "offload_gib": plan.bytes_of("offload") / GIB,
-                "recomputed": list(plan.recomputed),
-                "warnings": list(plan.warnings),
-            },
-            "lower_over_predicted": lower * GIB / max(before.peak - after.peak, 1),
-            "peak_error": found["peak_gib"] * GIB / max(after.peak - self.base, 1) - 1,
-            "time_error": found["ms"] / 1e3 / after.seconds - 1,
-            "schedule": dict(self.scheduler.report().schedule),
-        }
-        if mine["moved_gib"] and not plan.recomputed:
-            gone = base["resident_gib"] - mine["resident_gib"]
-            rest["gone_over_moved"] = gone / mine["moved_gib"]
-        return rest
-
-
-LANES = ("compute", "d2h", "h2d")
-
-
-def provenance(device: torch.device) -> dict[str, str]:
-    """When and with what a figure was measured."""
-    cuda = device.type == "cuda"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fuseops": fo.__version__,
-    }
-
-
-def say(what: str) -> None:
-    print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
-
-
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'quartiles':>16}{'peak':>7}{'moved':>7}"]
-    for way, row in found.items():
-        spread = "{:.4f}-{:.4f}".format(*row["quartiles"]) if "quartiles" in row else ""
-        lines.append(
-            f"{way:20}{row['ms']:9.2f}{row['host_ms']:8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
-            f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
-        )
-        if "predicted" in row:
-            guess = row["predicted"]
-            lines[-1] += (
-                f"  predicted {guess['peak_gib']:.2f} GiB ({row['peak_error']:+.4f}), "
-                f"{guess['ms']:.2f} ms ({row['time_error']:+.4f}), {guess['ratio']:.4f}; "
-                f"{len(guess['recomputed'])} recomputed; lower {row['lower_over_predicted']:.4f}, "
-                f"gone {row.get('gone_over_moved', 0):.4f}"
-            )
-    return "\n".join(lines)
+def forward_seconds(plan: OffloadPlan) -> float:
+    return plan.profile.clock[max(call.leave for call in plan.profile.calls)]
 
 
 def main() -> int:
@@ -444,6 +362,7 @@ def main() -> int:
         "others": bench.others,
     }
     for part in args.parts.split(","):
+        bench.forget_gradients()
         try:
             for found in steps[part]():
                 write(part, found)
@@ -452,6 +371,7 @@ def main() -> int:
         if part in record:
             shown = table(record[part]) if part in ("rounds", "others") else record[part]
         say(f"{part}\n{shown if part in record else record[f'{part} failed']}")
+        write("schedule", dict(bench.scheduler.report().schedule))  # of all steps so far
     equal = record.get("exact", {}).values()
     return 0 if all(all(e.values()) if isinstance(e, dict) else e for e in equal) else 1
 

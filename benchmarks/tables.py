@@ -28,12 +28,14 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 What is not built or not met is not here: a file holds what ran.
 """
 OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+PARTS = ("plans", "exact", "fit", "dry", "beyond")  # of the offload benchmark
 WAY = {
     "peak_gib": "peak GiB",
     "moved_gib": "moved GiB",
-    "peak_error": "peak over predicted, less 1",
-    "time_error": "time over predicted, less 1",
     "rounds": "rounds",
+    "predicted ms": "predicted ms",
+    "predicted peak_gib": "predicted peak",
+    "lower_over_predicted": "peak lower / predicted",
 }
 Rows = list[list[str]]
 
@@ -70,6 +72,17 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
+        elif name in PARTS and isinstance(value, dict):
+            yield table(facts(name, dict(flat(value))))
+
+
+def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Figures of nested dicts, but for a machine's and a schedule's own."""
+    for key, part in value.items():
+        if not isinstance(part, dict):
+            yield f"{path}{key}", part
+        elif key not in ("machine", "schedule"):
+            yield from flat(part, f"{path}{key} ")
 
 
 def summary(found: Mapping[str, Any]) -> Rows:
@@ -110,9 +123,10 @@ def is_way(value: Any) -> bool:
 
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
-    keys = [key for key in WAY if any(key in row for row in found.values())]
+    figures = {way: dict(flat(row)) for way, row in found.items()}
+    keys = [key for key in WAY if any(key in row for row in figures.values())]
     rows = [[name, "step ms", "ratio (quartiles)", *(WAY[key] for key in keys)]]
-    for way, row in found.items():
+    for way, row in figures.items():
         low, high = row.get("quartiles", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
         rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])

@@ -202,7 +202,8 @@ class LayerScope(Scope):
                 return Moved(t, Label(named.name, named.op), found, call, self._ledger)
             reason = found
         self.names[named.name] = "keep"
-        self._resident.set(storage, named.name)
+        if self._policy is not None:
+            self._resident.set(storage, named.name)
         return self._keep_counted(t, named, reason)
 
     def _by_policy(self, t: Tensor, named: Named, quota: Quota) -> str | None:

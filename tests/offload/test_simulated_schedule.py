@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of, profiles
 
 from fuseops.offload.lanes.protocol import Event, Lane
-from fuseops.offload.lanes.simulated import OrderError, SimulatedEvent, SimulatedLanes, Wait
+from fuseops.offload.lanes.simulated import (
+    OrderError,
+    SimulatedBuf,
+    SimulatedEvent,
+    SimulatedLanes,
+    Wait,
+)
 from fuseops.offload.planning.model import Choice, Model
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import Cost, Settings, simulate
-from fuseops.offload.schedule import LAST_GROUP
+from fuseops.offload.schedule import LAST_GROUP, Schedule
 
 settings_drawn = st.builds(
     Settings,
@@ -135,6 +141,31 @@ def test_law_21_no_wait_can_be_spared(small: int) -> None:
             kinds = {(wait.lane, wait.on) for wait in waits}
             assert kinds <= IMPLIED or all(wait.implied for wait in waits), waits
     assert caught > len(every) / 3
+
+
+def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready() -> None:
+    """`start_offload` says that a tensor is complete: its copy waits for little else."""
+    lanes = SimulatedLanes()
+    schedule = Schedule(lanes, lag=0, small=0, keep_last=False)
+
+    def made(name: str) -> SimulatedBuf:
+        buf = lanes.alloc(MB, "device", name)
+        lanes.op("compute", (), (buf,), 1.0, None)
+        return buf
+
+    early, ready = made("b.x"), lanes.record("compute")
+    call = schedule.enter("a")
+    item = schedule.save(call, "a.x", made("a.x"))
+    schedule.leave(call)
+    schedule.backward(call)
+    schedule.fetch(item)
+    schedule.used(item)
+    schedule.drop(call, item)
+    reserved = lanes.arena.reserved
+    following = schedule.enter("b")
+    schedule.save(following, "b.x", early, ready)  # the same host bytes
+    schedule.leave(following)
+    assert lanes.arena.reserved == reserved and schedule.stats.out_count == 2
 
 
 # --- the planner's prediction

@@ -217,7 +217,7 @@ def _copy_curves() -> tuple[Curve, Curve, Curve]:
     for size in SIZES:
         device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
         host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        repeat = max(1, (64 * MIB) // size)
+        repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
 
         def down(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
             host[0].copy_(device[0], non_blocking=True)

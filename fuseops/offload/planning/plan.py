@@ -39,6 +39,7 @@ log = logging.getLogger("fuseops.offload")
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 LAGS = (2, 3, 4)  # tried where no settings are given,
 FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
+NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
 SPARE = 1.02  # copies are taken to last so much longer where no budget forces them to fit
 
 
@@ -155,7 +156,7 @@ def _cost(plan: OffloadPlan) -> tuple[float, ...]:
     excess = 0 if peak is None else max(after.peak - peak, 0)
     excess += 0 if host is None else max(after.host - host, 0)
     moved = plan.bytes_of(OFFLOAD) * (-1 if peak is None else 1)
-    return excess, round(after.seconds, 5), moved, -plan.settings.lag
+    return -(-excess // NEAR), round(after.seconds, 5), moved, -plan.settings.lag
 
 
 def _plan_with(

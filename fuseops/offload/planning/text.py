@@ -100,9 +100,10 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     link = _carried(plan)
     yield (
         "offload",
-        f"{size(after.moved)} leave, {size(after.host)} of host memory; the link carries {link} "
-        "during the forward",
+        f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
+        f"{size(after.host)} of host memory",
     )
+    yield "", f"the link carries {link} during the forward"
 
 
 def _carried(plan: Decided) -> str:

@@ -1,0 +1,102 @@
+"""What the offload benchmark says: progress, provenance, tables."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import fuseops as fo
+from fuseops.offload import OffloadPlan
+
+START = time.perf_counter()
+GIB = 1 << 30
+
+Row = dict[str, float]  # what a visit of a way found
+
+
+def summary(
+    mine: list[Row], base: list[Row], plan: OffloadPlan | None, before: int
+) -> dict[str, Any]:
+    """Of one way over its rounds, beside the plain step of the same rounds.
+
+    plan    that it followed; before: bytes on the device before a step
+    """
+    ratios = sorted(a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False))
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    found: dict[str, Any] = {
+        "rounds": len(mine),
+        "ratio": statistics.median(ratios),
+        "quartiles": [quartiles[0], quartiles[2]],
+        **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
+        "peak_gib": max(r["peak_gib"] for r in mine),
+        "resident_gib": mine[-1]["resident_gib"],
+    }
+    return found if plan is None else found | beside_plan(plan, found, mine[-1], base[-1], before)
+
+
+def beside_plan(
+    plan: OffloadPlan, found: dict[str, Any], mine: Row, base: Row, before: int
+) -> dict[str, Any]:
+    """What was predicted, and how near it came."""
+    lower = base["peak_gib"] - found["peak_gib"]
+    wanted = plan.before.peak - plan.after.peak
+    rest = {
+        "moved_gib": mine["moved_gib"],
+        "predicted": {
+            "before_gib": (plan.before.peak - before) / GIB,
+            "peak_gib": (plan.after.peak - before) / GIB,
+            "ms": plan.after.seconds * 1e3,
+            "ratio": plan.after.seconds / plan.before.seconds,
+            "stall_ms": plan.after.stall * 1e3,
+            "lag": plan.settings.lag,
+            "offload_gib": plan.bytes_of("offload") / GIB,
+            "recomputed": list(plan.recomputed),
+            "warnings": list(plan.warnings),
+        },
+        "lower_over_predicted": lower * GIB / max(wanted, 1),
+        "peak_error": found["peak_gib"] * GIB / max(plan.after.peak - before, 1) - 1,
+        "time_error": found["ms"] / 1e3 / plan.after.seconds - 1,
+    }
+    if mine["moved_gib"] and not plan.recomputed:
+        rest["gone_over_moved"] = lower / mine["moved_gib"]
+    return rest
+
+
+def provenance(device: torch.device) -> dict[str, str]:
+    """When and with what a figure was measured."""
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fuseops": fo.__version__,
+    }
+
+
+def say(what: str) -> None:
+    print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'quartiles':>16}{'peak':>7}{'moved':>7}"]
+    for way, row in found.items():
+        spread = "{:.4f}-{:.4f}".format(*row["quartiles"]) if "quartiles" in row else ""
+        lines.append(
+            f"{way:20}{row['ms']:9.2f}{row['host_ms']:8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
+            f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
+        )
+        if "predicted" in row:
+            guess = row["predicted"]
+            lines[-1] += (
+                f"  predicted {guess['peak_gib']:.2f} GiB ({row['peak_error']:+.4f}), "
+                f"{guess['ms']:.2f} ms ({row['time_error']:+.4f}), {guess['ratio']:.4f}; "
+                f"{len(guess['recomputed'])} recomputed; lower {row['lower_over_predicted']:.4f}, "
+                f"gone {row.get('gone_over_moved', 0):.4f}"
+            )
+    return "\n".join(lines)
