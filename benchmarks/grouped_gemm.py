@@ -262,8 +262,8 @@ def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below 1,
-    or below the `BAR` of dense, where groups are long enough for one.
+    """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below
+    their bar.
     """
     found: dict[str, Any] = {}
     kinds = {**{kind: (kind,) for kind in KINDS}, "products": ("fwd", "dgrad")}

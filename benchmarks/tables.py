@@ -32,10 +32,10 @@ PARTS = ("plans", "exact", "fit", "dry", "beyond")  # of the offload benchmark
 WAY = {
     "peak_gib": "peak GiB",
     "moved_gib": "moved GiB",
-    "rounds": "rounds",
-    "predicted ms": "predicted ms",
-    "predicted peak_gib": "predicted peak",
+    "peak_error": "peak over predicted, less 1",
+    "time_error": "time over predicted, less 1",
     "lower_over_predicted": "peak lower / predicted",
+    "rounds": "rounds",
 }
 Rows = list[list[str]]
 
@@ -73,7 +73,7 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
         elif name in PARTS and isinstance(value, dict):
-            yield table(facts(name, dict(flat(value))))
+            yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 
 
 def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,10 +123,9 @@ def is_way(value: Any) -> bool:
 
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
-    figures = {way: dict(flat(row)) for way, row in found.items()}
-    keys = [key for key in WAY if any(key in row for row in figures.values())]
+    keys = [key for key in WAY if any(key in row for row in found.values())]
     rows = [[name, "step ms", "ratio (quartiles)", *(WAY[key] for key in keys)]]
-    for way, row in figures.items():
+    for way, row in found.items():
         low, high = row.get("quartiles", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
         rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])

@@ -48,6 +48,10 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+# the index of the current CUDA device, without the question whether CUDA has begun: some tensor is there already
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -19,8 +19,11 @@ ROWS = TOKENS * TOP_K
 Model = tuple[Callable[[], Any], int, tuple[Any, ...]]  # build, rows of x and y, other inputs
 
 
+WHERE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+
+
 def experts(**options: Any) -> fo.Sequential:
-    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, **options}
+    where = {**WHERE, **options}
     return fo.Sequential(
         {
             "fc1": fo.ops.GroupedLinear(E, D, 2 * F, bias=False, **where),
@@ -31,7 +34,7 @@ def experts(**options: Any) -> fo.Sequential:
 
 
 def layer() -> fo.MoE:
-    return fo.MoE(D, F, E, TOP_K, device="cuda", dtype=torch.bfloat16)
+    return fo.MoE(D, F, E, TOP_K, **WHERE)
 
 
 def routing() -> fo.Routing:
@@ -45,14 +48,18 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
+WIDE = {**MODELS, "wide": lambda: (lambda: fo.MoE(D, 2048, E, TOP_K, **WHERE), TOKENS, ())}
+"""With a layer so wide that rows are copied for a moment."""
+
+
 def step(model: Any, x: Tensor, args: tuple[Any, ...], dy: Tensor) -> None:
     model.zero_grad(set_to_none=True)
     model(x, *args).backward(dy)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WIDE)
 def test_the_peak_of_a_step_is_the_planned_one(name: str) -> None:
-    build, rows, args = MODELS[name]()
+    build, rows, args = WIDE[name]()
     model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):  # kernels, and the workspace of cuBLAS
         step(model, torch.randn_like(dy, requires_grad=True), args, dy)
@@ -101,3 +108,20 @@ def test_the_activation_in_the_epilogue_equals_a_pass_over_h(name: str) -> None:
     for one, other in zip(*found, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 2**-8  # one rounding of a
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_writes_no_h_and_gives_the_same_y(name: str) -> None:
+    build, rows, args = MODELS[name]()
+    model, x = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    with configs.forced(EPILOGUE, {"EPILOGUE": 1}):
+        trained = model(x.requires_grad_(), *args).detach()
+        with torch.no_grad():
+            y = model(x, *args)  # also what the first call allocates for good
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            assert torch.equal(model(x, *args), y)
+            peak = torch.cuda.max_memory_allocated() - start
+    assert torch.equal(y, trained)
+    assert peak < 2 * ROWS * 2 * F or torch.cuda.get_device_capability() != (9, 0)

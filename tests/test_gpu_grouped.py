@@ -134,3 +134,54 @@ def test_one_parameter_a_group_without_a_copy() -> None:
     for name in ("weight", "bias"):
         grads = torch.stack([getattr(apart, key).grad for key in apart.registered(name)])
         assert torch.equal(grads, getattr(whole, name).grad)
+
+
+@pytest.mark.parametrize(("k", "n"), [(256, 320), (104, 72), (33, 65)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_buffers_of_the_caller(k: int, n: int, bias: bool, shift: int) -> None:
+    """At any address: shifted ones are not aligned to 16 bytes. The next step reuses them, and an old graph is told."""
+    layer, (x, dy) = op(4, k, n, dtype=torch.bfloat16, bias=bias), data(1000, k, n, torch.bfloat16)
+    x[900:] = dy[900:] = torch.nan
+    offs = splits(4, 900)
+    want = step(layer, x, offs, dy)
+    x.requires_grad_()
+    room = [torch.full((1000 * w + 1,), torch.nan, device="cuda").bfloat16() for w in (n, k)]
+    out = {
+        what: t[shift : 1000 * w + shift].view(1000, w)
+        for what, t, w in zip(("y", "dx"), room, (n, k), strict=True)
+    }
+    for _ in range(2):
+        x.grad, layer.weight.grad = None, None
+        y = layer(x, offs=offs, out=out)
+        assert y.data_ptr() == out["y"].data_ptr() and torch.equal(y, want[0])
+        y.backward(dy)
+        assert torch.equal(out["dx"], want[1]) and torch.equal(x.grad, want[1])
+    old = layer(x, offs=offs, out=out).square()
+    layer(x, offs=offs, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward(dy)
+
+
+def test_buffers_of_the_caller_in_a_graph() -> None:
+    layer, (x, dy) = op(4, 256, 128, dtype=torch.bfloat16), data(640, 256, 128, torch.bfloat16)
+    offs, x = splits(4, 600), x.requires_grad_()
+    out = {"y": torch.empty_like(dy), "dx": torch.empty_like(x, requires_grad=False)}
+
+    def run() -> None:
+        torch.autograd.grad(layer(x, offs=offs, out=out), [x, layer.weight], dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for buffer in out.values():
+        buffer.fill_(torch.nan)
+    offs.copy_(splits(4, 500))
+    graph.replay()
+    want = step(layer, x, offs, dy)
+    assert torch.equal(out["y"], want[0]) and torch.equal(out["dx"], want[1])

@@ -40,10 +40,10 @@ def test_a_summary_of_facts_counts_what_it_lists() -> None:
 
 
 def test_ways_to_train_show_what_was_predicted() -> None:
-    way = {"ms": 3.0, "ratio": 1.02, "quartiles": [1.0, 1.04], "predicted": {"ms": 2.5}}
-    rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0, "peak_gib": 2.5}})
-    assert rows[0][3:] == ["peak GiB", "predicted ms"]
+    way = {"ms": 3.0, "ratio": 1.02, "quartiles": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
+    rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0}})
+    assert rows[0][3:] == ["peak GiB", "time over predicted, less 1"]
     assert rows[1:] == [
-        ["plan", "3", "1.020 (1.000-1.040)", "", "2.5"],
-        ["save_on_cpu", "90", "", "2.5", ""],
+        ["plan", "3", "1.020 (1.000-1.040)", "2.5", "-0.01"],
+        ["save_on_cpu", "90", "", "", ""],
     ]

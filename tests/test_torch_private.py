@@ -316,6 +316,14 @@ def test_references_to_a_storage_are_counted() -> None:
 
 
 @pytest.mark.gpu
+def test_the_current_device_is_the_one_of_the_context() -> None:
+    torch.zeros(1, device="cuda")
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            assert torch_private.current_device() == torch.cuda.current_device() == index
+
+
+@pytest.mark.gpu
 def test_the_device_can_be_kept_busy() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

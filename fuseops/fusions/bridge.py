@@ -1,9 +1,8 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.recipes import gemm
 
-from . import checks, second_order, weight_grads
+from . import buffers, checks, pure, second_order, weight_grads
+from .buffers import Buffers
 from .key import autocast_dtype
 from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
@@ -23,14 +23,23 @@ from .traced import TABLE
 Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 
 
+class Once(NamedTuple):
+    """What lives for one call only."""
+
+    scratch: dict[str, Any] | None = None
+    out: Buffers | None = None  # the caller's, of an op that runs alone
+
+
 class Live:
-    """What a node needs at run time only: where it is, scratch, names to publish, ties for second derivatives."""
+    """What a node needs at run time only: where it is, what lives for its call, names to publish, ties for second
+    derivatives.
+    """
 
-    __slots__ = ("frame", "path", "scratch", "shapes", "ties")
+    __slots__ = ("frame", "once", "path", "shapes", "ties")
 
-    def __init__(self, path: str, scratch: dict[str, Any]) -> None:
+    def __init__(self, path: str, once: Once) -> None:
         self.path = path
-        self.scratch = scratch
+        self.once = once
         self.shapes: checks.Shapes | None = None
         self.ties: list[Tensor] = []
         self.frame: names.Frame | None = None
@@ -43,7 +52,7 @@ def run_forward(
     seg: Segment,
     x: Any,
     t: list[Any],
-    scratch: Any,
+    once: Once,
     quantize: bool = True,
     shapes: checks.Shapes | None = None,
 ) -> tuple[Any, list[Any], list[torch.dtype | None]]:
@@ -70,17 +79,17 @@ def run_forward(
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
-                keywords["call"] = _calls(step, scratch)[0] if step.live else step.calls[0]
+                keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
             if step.pure:
-                with _autocast_of(step.calls[0], x.device.type):
+                with pure.autocast_of(step.calls[0], x.device.type):
                     out = step.target.fwd(x, **keywords)
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = _bare(step, out)
-            saved[first] = _inputs_saved(step, x, keywords) if step.pure else out.saved
+            saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
-            out = _run_fused(step, x, t, scratch)
+            out = _run_fused(step, x, t, once)
             for i, member in zip(
                 step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
             ):
@@ -91,6 +100,8 @@ def run_forward(
                 t.append(out.side[name])  # type: ignore[index]
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
+    if once.out is not None and "y" in once.out:
+        x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
 
 
@@ -103,28 +114,17 @@ def _bare(step: Step, y: Any) -> Out:
     return Out(y)
 
 
-def _autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
-    """A level-1 op runs under the autocast that a plain module would see."""
-    compute = call.precision.compute
-    return nullcontext() if compute is None else torch.autocast(device, compute)
-
-
 def _calls(
-    step: Step, scratch: Any, out: Sequence[weight_grads.Destinations] | None = None
+    step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = tuple([call._replace(scratch=scratch) for call in step.calls])
-    return calls if out is None else weight_grads.with_buffers(calls, out)
+    calls = tuple([call._replace(scratch=once.scratch, out=once.out) for call in step.calls])
+    return calls if main is None else weight_grads.with_buffers(calls, main)
 
 
-def _inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
-    """A level-1 op saves its inputs."""
-    return (x, *(keywords.get(name) for name in step.target.signature.keywords))
-
-
-def _run_fused(step: Step, x: Any, t: list[Any], scratch: Any) -> Out:
+def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
     members = tuple({name: t[position] for name, position in args} for args in step.args)
-    calls = _calls(step, scratch) if step.live else step.calls
+    calls = _calls(step, once) if step.live else step.calls
     if step.kind == "joint":
         out: Out = step.target.fwd(x, members, calls, step.keep)
     else:
@@ -143,7 +143,7 @@ def run_backward(
     dy: Any,
     dsides: Sequence[Tensor | None],
     entered: Sequence[torch.dtype | None],
-    scratch: Any,
+    once: Once,
     shapes: checks.Shapes | None = None,
 ) -> list[Any]:
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
@@ -154,6 +154,8 @@ def run_backward(
     grads: list[Any] = [None] * seg.size
     for position, d in zip(seg.export_positions, dsides, strict=True):
         grads[position] = d
+    if once.out is not None:
+        buffers.check_dy(once.out, dy)
     for step in seg.backward:
         if step.plain:
             if dy is None:
@@ -170,10 +172,10 @@ def run_backward(
             if step.form is not None and dy is not None:
                 dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
             if step.later is None and not step.main:
-                results = _results(step, None, saved, dy, dside, scratch)
+                results = _results(step, None, saved, dy, dside, once)
             else:  # what waits for backward_dw holds what this step saved, and no more
                 mine = saved if step.later is None else {i: saved[i] for i in step.members}
-                run = partial(_results, saved=mine, dy=dy, dside=dside, scratch=scratch)
+                run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
                 results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
         try:
             for member, name, position in step.params:
@@ -190,6 +192,8 @@ def run_backward(
             dy = dy.to(dtype)
     if shapes is not None:
         seg.checked = True
+    if dy is not None and once.out is not None and "dx" in once.out:
+        dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
 
 
@@ -199,12 +203,12 @@ def _results(
     saved: Saved,
     dy: Any,
     dside: dict[str, Any] | None,
-    scratch: Any,
+    once: Once,
 ) -> Sequence[Grads]:
     """The Grads of every member of a step."""
     if step.kind == "op":
-        return (_op_bwd(step, _taken(saved, step.members[0]), dy, dside, scratch, out),)
-    return _fused_bwd(step, saved, dy, dside or {}, scratch, out)
+        return (_op_bwd(step, _taken(saved, step.members[0]), dy, dside, once, out),)
+    return _fused_bwd(step, saved, dy, dside or {}, once, out)
 
 
 def _taken(saved: Saved, i: int) -> Any:
@@ -216,15 +220,15 @@ def _taken(saved: Saved, i: int) -> Any:
 
 
 def _op_bwd(
-    step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, scratch: Any, out: Any
+    step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
 ) -> Grads:
     if step.pure:
-        return bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
+        return pure.bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
     keywords = step.keywords
     if step.takes_dside:
         keywords = {**keywords, "dside": dside or {}}
     if step.live:
-        keywords = {**keywords, "call": _calls(step, scratch, out)[0]}
+        keywords = {**keywords, "call": _calls(step, once, out)[0]}
     grads: Grads = step.target.bwd(saved or step.empty[0], dy, **keywords)
     return grads
 
@@ -234,49 +238,14 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _fused_bwd(
-    step: Step, saved: Saved, dy: Any, dside: dict[str, Any], scratch: Any, out: Any
+    step: Step, saved: Saved, dy: Any, dside: dict[str, Any], once: Once, out: Any
 ) -> Sequence[Grads]:
-    calls = _calls(step, scratch, out) if step.live else step.calls
+    calls = _calls(step, once, out) if step.live else step.calls
     bwd: Callable[..., Sequence[Grads]] = step.target.bwd
     if step.kind == "joint":  # no name here for what was saved: the op says when it goes
         return bwd(_taken(saved, step.members[0]), dy, calls, dside)
     mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
     return bwd(tuple(mine), dy, calls, dside)
-
-
-def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: Any) -> Grads:
-    """Backward of a level-1 op: autograd over its `fwd`."""
-    fields = ("x", *op.signature.keywords)
-    with torch.enable_grad():
-        tensors = {
-            name: value.detach().requires_grad_(name in call.needs)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in zip(fields, saved, strict=True)
-        }
-        keywords = {
-            n: v
-            for n, v in tensors.items()
-            if n != "x" and (v is not None or n not in op.signature.optional)
-        }
-        if op.signature.fwd_call:
-            keywords["call"] = call
-        with _autocast_of(call, tensors["x"].device.type):
-            out = op.fwd(tensors["x"], **keywords)
-        out = out if isinstance(out, Out) else Out(out)
-        pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
-        pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
-        wanted = {n: tensors[n] for n in fields if n in call.needs and tensors[n] is not None}
-        found: Any = [None] * len(wanted)
-        if pairs and wanted:
-            found = torch.autograd.grad(
-                [y for y, _ in pairs],
-                list(wanted.values()),
-                [d for _, d in pairs],
-                allow_unused=True,
-            )
-    by_name = dict(zip(wanted, found, strict=True))
-    return Grads(by_name.get("x"), by_name, by_name)
 
 
 # --- the Function --------------------------------------------------------------------------------------------------
@@ -291,13 +260,13 @@ class Node(torch.autograd.Function):
         seg: Segment = TABLE[which] if isinstance(which, int) else which
         t = list(inputs)
         if live is None:
-            y, saved, ctx.entered = run_forward(seg, x, t, None)
+            y, saved, ctx.entered = run_forward(seg, x, t, Once())
             y = y.view_as(
                 y
             )  # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
         else:
             live.shapes = None if seg.checked else checks.Shapes()
-            y, saved, ctx.entered = run_forward(seg, x, t, live.scratch, shapes=live.shapes)
+            y, saved, ctx.entered = run_forward(seg, x, t, live.once, shapes=live.shapes)
             if live.shapes is not None:
                 live.shapes.inputs = [None if i is None else i.shape for i in inputs]
         flat, ctx.rows = pack(seg, saved)
@@ -338,12 +307,12 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
-        return run_backward(seg, saved, dy, dsides, entered, None)
+        return run_backward(seg, saved, dy, dsides, entered, Once())
     try:
         if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
-        return run_backward(seg, saved, dy, dsides, entered, live.scratch, live.shapes)
+                return run_backward(seg, saved, dy, dsides, entered, live.once, live.shapes)
+        return run_backward(seg, saved, dy, dsides, entered, live.once, live.shapes)
     except Exception as error:
         error.add_note(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"

@@ -21,8 +21,9 @@ from fuseops.ops.op import Op, Shape
 from fuseops.ops.scopes import Settings
 from fuseops.torch_private import is_dtensor
 
-from . import bridge, traced
-from .bridge import Live, describe
+from . import bridge, buffers, traced
+from .bridge import Live, Once, describe
+from .buffers import Buffers
 from .build import RunPlan, build
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
@@ -34,7 +35,7 @@ from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
 
-RESERVED = frozenset({"x", "returns", "call"})  # keywords of forward, fwd and bwd themselves
+RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
 
 class Entry(NamedTuple):
@@ -262,15 +263,23 @@ class Run:
         live: tuple[str, ...],
         path: str,
         scratch: dict[str, Any],
+        out: Buffers | None = None,
     ) -> Any:
-        """Run the ops on x; side tensors are read from, and published to, `env`."""
+        """Run the ops on x; side tensors are read from, and published to, `env`.
+
+        out: the caller's buffers for "y" and "dx" of an op that is by itself.
+        """
         if torch.compiler.is_compiling():
+            if out is not None:
+                raise FuseOpsError(
+                    "out= is eager only: compile around the ops that write to buffers."
+                )
             return self._traced(x, env, tokens, live)
         for op in self.ops:
             if op.__dict__["_modules"]:  # parametrizations: computed once a forward
                 with parametrize.cached():
-                    return self._eager(x, env, tokens, live, path, scratch)
-        return self._eager(x, env, tokens, live, path, scratch)
+                    return self._eager(x, env, tokens, live, path, scratch, out)
+        return self._eager(x, env, tokens, live, path, scratch, out)
 
     def _eager(
         self,
@@ -280,13 +289,35 @@ class Run:
         live: tuple[str, ...],
         path: str,
         scratch: dict[str, Any],
+        out: Buffers | None = None,
     ) -> Any:
         plan = self.plan(x, env, tokens, live)
         for watcher in scopes.current().watchers:
             watcher(plan)
+        if out is not None:
+            self._check_buffers(plan, out, x, env, path)
         for seg in plan.segments:
-            x = run_segment(seg, x, env, Live(path, scratch))
+            x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
         return x
+
+    def _check_buffers(
+        self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
+    ) -> None:
+        """Raise FuseOpsError unless the op of this run, which has no other, can write to these buffers."""
+        seg = plan.segments[0]
+        op = bridge.where(seg, path)
+        if seg.kind != "node":
+            raise FuseOpsError(
+                f"{op} cannot write to a buffer of the caller, since it runs outside of fuseops' autograd node "
+                f"({plan.forward[0].note}): leave it out of `out`."
+            )
+        if "dx" in out and not (seg.needs_grad and "x" in seg.forward[0].calls[0].needs):
+            raise FuseOpsError(
+                f"dx of {op} is to be written to a buffer, but no gradient of its input is computed in this call: "
+                "leave it out of `out`."
+            )
+        shape = self._through(0, len(self.ops), tuple(x.shape), x)
+        buffers.check(op, out, x, shape, _inputs(seg, env))
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
@@ -331,11 +362,7 @@ def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
 
 
 def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
-    inputs = [env[name] for name in seg.reads]
-    for i, name in seg.params:
-        op = seg.ops[i]
-        registered = op.__dict__["_parameters"]
-        inputs.append(registered[name] if name in registered else getattr(op, name))
+    inputs = _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
             y = bridge.run_traced_node(seg.number, x, inputs)
@@ -345,13 +372,23 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             y, *exported = y
             env.update(zip(seg.exports, exported, strict=True))
         return y
-    scratch = None if live is None else live.scratch
+    once = Once() if live is None else live.once
     if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
-        y, _, _ = bridge.run_forward(seg, x, inputs, scratch)
+        y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, scratch, quantize=False)
+            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
+
+
+def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """Side inputs and parameters of a segment, as its node takes them."""
+    inputs = [env[name] for name in seg.reads]
+    for i, name in seg.params:
+        op = seg.ops[i]
+        registered = op.__dict__["_parameters"]
+        inputs.append(registered[name] if name in registered else getattr(op, name))
+    return inputs

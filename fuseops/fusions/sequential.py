@@ -16,7 +16,8 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
-from . import traced, weight_grads
+from . import buffers, traced, weight_grads
+from .buffers import Buffers
 from .key import Tokens
 from .run import Run
 from .sides import check_input, check_returns, described, side_inputs
@@ -27,16 +28,30 @@ RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 class Runner:
     """The pieces of one Sequential (or one op that is called alone), rebuilt when the children change."""
 
-    def __init__(self, children: list[tuple[str, nn.Module]], alone: bool = False) -> None:
+    def __init__(
+        self,
+        children: list[tuple[str, nn.Module]],
+        alone: bool = False,
+        apart: frozenset[str] = frozenset(),
+    ) -> None:
+        """apart: names of ops that run by themselves."""
         self.alone = alone
+        self.planned = children
         self.children = tuple(module for _, module in children)
-        self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone)
+        self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone, apart)
         self.reads, self.writes = _side_names(self.pieces)
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
         self.sides = [(op, op.reads, op.writes) for op in self.children if isinstance(op, Op)]
         self.last: Tokens | None = None
         self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
+        self._with_apart: dict[frozenset[str], Runner] = {}
+
+    def with_apart(self, names: frozenset[str]) -> Runner:
+        """The runner of the same children where these ops run by themselves."""
+        if names not in self._with_apart:
+            self._with_apart[names] = Runner(self.planned, self.alone, names)
+        return self._with_apart[names]
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
         """Are these still the children, and do they still read and write the same names?"""
@@ -84,7 +99,7 @@ class Runner:
 
 
 def _pieces(
-    children: list[tuple[str, nn.Module]], alone: bool
+    children: list[tuple[str, nn.Module]], alone: bool, apart: frozenset[str]
 ) -> list[tuple[str, Run | nn.Module]]:
     pieces: list[tuple[str, Run | nn.Module]] = []
     pending: list[tuple[str, Op[Any]]] = []
@@ -97,7 +112,11 @@ def _pieces(
 
     for position, (name, module) in enumerate(children):
         if isinstance(module, Op):
+            if name in apart:
+                flush(f"{name!r} writes to a buffer of the caller", position)
             pending.append((name, module))
+            if name in apart:
+                flush(f"{name!r} writes to a buffer of the caller", position + 1)
         else:
             kind = "a nested Sequential" if isinstance(module, Sequential) else "a plain module"
             flush(f"{name!r} is {type(module).__name__}, {kind}", position)
@@ -173,8 +192,10 @@ class Sequential(nn.Sequential):
     Children by position, or by name: `Sequential({"fc1": ..., "act": ..., "fc2": ...})`. State_dict keys, indexing,
     slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration comes along.
 
-    forward(x, routing=None, *, returns=(), **side): side inputs by name, or one `Routing` that holds several. Returns
-    y, or (y, *side tensors) when `returns` names some.
+    forward(x, routing=None, *, returns=(), out=None, **side): side inputs by name, or one `Routing` that holds several.
+    Returns y, or (y, *side tensors) when `returns` names some.
+    out: buffers of the caller, {"fc2.y": tensor, "fc1.dx": tensor}: the output of op "fc2", and in the backward the
+    gradient of the input of "fc1", are written there. Such an op fuses with no other.
     Raises SideInputError for a missing, unknown or non-tensor side input.
     """
 
@@ -252,7 +273,12 @@ class Sequential(nn.Sequential):
     # --- running
 
     def forward(  # type: ignore[override]
-        self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+        self,
+        x: Any,
+        *args: Any,
+        returns: Iterable[str] = (),
+        out: Mapping[str, Any] | None = None,
+        **side: Any,
     ) -> Any:
         runner = runner_of(self)
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
@@ -261,14 +287,19 @@ class Sequential(nn.Sequential):
             check_returns(self, runner, returns)
         check_input(self, x)
         tokens = tokens_of(self, runner)
+        outs: dict[str, Buffers] = {}
+        if out:
+            ops = tuple([name for name, m in runner.planned if isinstance(m, Op)])
+            outs = buffers.by_op(described(self), out, ops)
+            runner = runner.with_apart(frozenset(outs))
         path, entered = _enter(self)
         scratch: dict[str, Any] = {}
         at = 0
         try:
             for at, live in enumerate(runner.live_after(returns)):  # the except reads it
-                piece = runner.pieces[at][1]
+                name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
-                    x = piece(x, env, tokens, live, path, scratch)
+                    x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
                 elif isinstance(piece, Sequential):
                     x = piece(x, **{n: env[n] for n in piece.reads})
                 else:
@@ -335,7 +366,9 @@ class Residual(Sequential):
         return (self._tap, *super()._planned_modules(), self._add)
 
 
-def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
+def _run_alone(
+    op: Op[Any], x: Any, *args: Any, out: Mapping[str, Any] | None = None, **side: Any
+) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
     check_input(op, x)
     runner = runner_of(op)
@@ -344,7 +377,11 @@ def _run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
     run = runner.pieces[0][1]
     if not isinstance(run, Run):
         raise FuseOpsError(f"{type(op).__name__} is not an op")
-    y = run(x, env, tokens, tuple(op.writes), op.__dict__.get("_prefix", ""), {})
+    outs = None
+    if out:
+        name = type(op).__name__
+        outs = buffers.by_op(name, {f"{name}.{what}": t for what, t in out.items()}, (name,))[name]
+    y = run(x, env, tokens, tuple(op.writes), op.__dict__.get("_prefix", ""), {}, outs)
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 
 

@@ -75,7 +75,7 @@ def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Ca
     """The calls with `out` and `overwrite`."""
     return tuple(
         call._replace(
-            out={name: place.buffer for name, place in mine.items()},
+            out={**(call.out or {}), **{name: place.buffer for name, place in mine.items()}},
             overwrite=frozenset(name for name, place in mine.items() if place.overwrite),
         )
         for call, mine in zip(calls, out, strict=True)

@@ -7,6 +7,7 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
 from . import grouped_autograd as grouped_autograd
 from .activation import act_bwd as act_bwd
 from .activation import act_bwd_bias as act_bwd_bias
+from .activation import act_dprobs as act_dprobs
 from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_fwd as scaled_act_fwd
@@ -19,6 +20,7 @@ from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_grouped_mm as scaled_grouped_mm
@@ -38,7 +40,6 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
-from .reference import act_dprobs as act_dprobs
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize

@@ -236,3 +236,27 @@ def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@kernel_op(
+    twin=reference.act_dprobs, cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu")
+)
+def act_dprobs(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """dprobs float32 of scaled_act_fwd alone, which does not depend on probs."""
+    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
+    dprobs = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    config = SCALED_BWD.pick(len(x2), (n,), x)
+    launch(
+        device("activation").act_dprobs_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
+        dy2, x2, dprobs, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config,
+    )  # fmt: skip
+    return dprobs

@@ -114,6 +114,12 @@ def _mm_cases() -> Iterator[tuple[Any, ...]]:
     yield _meta(rows, 33), _meta(groups, 65, 33), offs, tiles
 
 
+def _into_cases() -> Iterator[tuple[Any, ...]]:
+    """One: the kernels are those of `grouped_mm`."""
+    x, weight, *rest = next(_mm_cases())
+    yield x.new_empty(len(x), weight.shape[1]), x, weight, *rest
+
+
 def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
     groups, rows, n, k = 8, 16384, 4096, 2048
     offs, tiles = _offs(groups), _meta(table_size(rows, groups), dtype=torch.int32)
@@ -178,7 +184,30 @@ def grouped_mm(
     """
     if tiles is None:
         tiles = _tiles(offs, weight.shape[0], x, index)
-    return launch_mm(x, weight, bias, offs, tiles, index, _checked_mm)
+    return launch_mm(x, weight, bias, offs, tiles, index, None, _checked_mm)
+
+
+@kernel_op(
+    twin=reference.grouped_mm_into,
+    fake=lambda *args, **kwargs: None,
+    flops=lambda y, *args, **kwargs: _mm_flops(*args, **kwargs),
+    mutates=("y",),
+    traces_twin=False,
+    cases=_into_cases,
+)
+def grouped_mm_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
+    if tiles is None:
+        tiles = _tiles(offs, weight.shape[0], x, index)
+    launch_mm(x, weight, bias, offs, tiles, index, y, _checked_mm)
 
 
 def _checked_mm(
@@ -188,6 +217,7 @@ def _checked_mm(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None,
 ) -> tuple[Any, ...]:
     """Operands of `launch_mm`: x with contiguous columns, weight with a contiguous axis 1 or 2."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
@@ -196,12 +226,18 @@ def _checked_mm(
         )
     if bias is not None and bias.shape != weight.shape[:2]:
         raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    _check(x, weight, offs, tiles, weight.shape[0], _rows(x, index, "index"))
+    rows = _rows(x, index, "index")
+    _check(x, weight, offs, tiles, weight.shape[0], rows)
+    shape = (rows, weight.shape[1])
+    if y is not None and (y.shape != shape or y.dtype != x.dtype or not y.is_contiguous()):
+        raise FuseOpsError(
+            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
+        )
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     index = None if index is None else index.contiguous()
-    return as_rows(x), weight, bias, offs.contiguous(), tiles.contiguous(), index
+    return as_rows(x), weight, bias, offs.contiguous(), tiles.contiguous(), index, y
 
 
 @kernel_op(

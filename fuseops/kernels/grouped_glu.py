@@ -3,7 +3,7 @@
 Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h
 as it is stored, so that a pass over h gives the same a. Padding rows are zero in both.
 Shapes: x (R, D), weight (E, 2F, D), offs (E,), probs (R,) float32 -> h (R, 2F), a (R, F); with an index
-row r of the operand is x[index[r]].
+row r of the operand is x[index[r]]. Without need_h, h is not written and has no rows.
 Layout, dtypes, launches: as grouped_mm; one launch where `grouped_paths.swiglu_path` says so, the GEMM
 and the activation elsewhere.
 Hardware: sm_80 and later.
@@ -35,9 +35,10 @@ def _fake(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    need_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     rows, n = (x if index is None else index).shape[0], weight.shape[1]
-    return x.new_empty(rows, n), x.new_empty(rows, n // 2)
+    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
 
 
 def _flops(
@@ -62,6 +63,7 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         narrow, wide = (make(groups, n, k, dtype=dtype) for n in (2048, 4096))
         yield x, wide, offs, tiles, probs
         yield x, narrow, offs, tiles, probs, index
+        yield x, narrow, offs, tiles, probs, index, False
     yield x, wide, offs, tiles
 
 
@@ -73,8 +75,12 @@ def grouped_swiglu(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    need_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(h, a): x[rows of e] @ weight[e].T, and its SwiGLU times probs, zeros at padding rows."""
+    """(h, a): x[rows of e] @ weight[e].T, and its SwiGLU times probs, zeros at padding rows.
+
+    need_h: False gives an h of no rows.
+    """
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     if n % 2 or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
@@ -88,12 +94,12 @@ def grouped_swiglu(
     x, path = as_rows(x), swiglu_path(as_rows(x), weight, index)
     if not path or not rows or x.dtype != weight.dtype:
         h = grouped_mm.launcher(x, weight, offs, tiles, None, index)
-        return h, _activation(h, offs, probs)
+        return h if need_h else h[:0], _activation(h, offs, probs)
     tiles = group_tiles(offs, rows) if tiles is None else tiles
     if index is not None and path != "gather":
         x, index = gather_rows.launcher(x, index, offs), None
     probs = None if probs is None else probs.contiguous()
-    return launch_swiglu(x, weight, probs, offs.contiguous(), tiles, index)
+    return launch_swiglu(x, weight, probs, offs.contiguous(), tiles, index, need_h)
 
 
 def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:

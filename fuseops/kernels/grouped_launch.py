@@ -66,26 +66,29 @@ def launch_mm(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None = None,
     check: Check | None = None,
 ) -> Tensor:
-    """The output of `grouped_mm`."""
+    """The output of `grouped_mm`, in y if given."""
     rows = x.shape[0] if index is None else index.numel()
-    where = places(x, weight, bias, offs, tiles, index)
+    where = places(x, weight, bias, offs, tiles, index, y)
     key = (
         "mm", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), kind(bias), kind(offs),
         tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()), way(index), rows_kind(rows),
-        where[0], precision(x),
+        where[0], precision(x), None if y is None else (*way(y), y.shape[1:], y.shape[0] - rows),
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
         if check is not None:
-            return launch_mm(*check(x, weight, bias, offs, tiles, index))
+            return launch_mm(*check(x, weight, bias, offs, tiles, index, y))
         if not rows or not weight.shape[1]:
-            return x.new_empty(rows, weight.shape[1])
-        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index)
+            return x.new_empty(rows, weight.shape[1]) if y is None else y
+        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index, y)
     if index is not None and plan.path != "gather":
-        return launch_mm(gather_rows.launcher(x, index, offs), weight, bias, offs, tiles, None)
-    y = x.new_empty(rows, weight.shape[1])
+        copied = gather_rows.launcher(x, index, offs)
+        return launch_mm(copied, weight, bias, offs, tiles, None, y)
+    if y is None:
+        y = x.new_empty(rows, weight.shape[1])
     plan((*where, y.data_ptr(), rows), x, weight, bias, offs, tiles, index, y, None, None)
     return y
 
@@ -97,20 +100,22 @@ def launch_swiglu(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    need_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
     rows, n = x.shape[0] if index is None else index.numel(), weight.shape[1]
     where = places(x, weight, probs, offs, tiles, index)
     key = (
         "swiglu", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), probs is None, kind(offs),
-        way(index), rows_kind(rows), where[0],
+        way(index), rows_kind(rows), need_h, where[0],
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
-        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index)
-    h, a = x.new_empty(rows, n), x.new_empty(rows, n // 2)
-    where = *where, h.data_ptr(), a.data_ptr(), rows
-    plan(where, x, weight, None, offs, tiles, index, h, a, probs)
+        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index, need_h)
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    y = h if need_h else a
+    where = *where, y.data_ptr(), a.data_ptr(), rows
+    plan(where, x, weight, None, offs, tiles, index, y, a, probs)
     return h, a
 
 
@@ -121,12 +126,15 @@ def _swiglu_plan(
     tiles: Tensor,
     probs: Tensor | None,
     index: Tensor | None,
+    need_h: bool,
 ) -> Plan:
     path = swiglu_path(x, weight, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None)
+    return _ring_plan(
+        path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
+    )
 
 
 def _mm_plan(
@@ -136,11 +144,12 @@ def _mm_plan(
     offs: Tensor,
     tiles: Tensor,
     index: Tensor | None,
+    y: Tensor | None,
 ) -> Plan:
-    path = mm_path(x, weight, bias, index)
+    path = "pointer" if misaligned(y) else mm_path(x, weight, bias, index)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = MM_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not misaligned(x, weight, bias, offs, tiles, index)
+    aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
     if path in ("gather", "pingpong"):
         return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
     return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
@@ -165,7 +174,7 @@ def _ring_plan(
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
-    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, **hooks}
+    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,

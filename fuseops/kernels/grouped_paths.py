@@ -60,10 +60,10 @@ def _pointer_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_tile(64, 64, 32, 8, 1, 2, 4) if small else _tile(128, 128, 32, 8, 1, 1, 8)]
 
 
-def _ring(m: int, n: int, cooperative: int, stages: int) -> Config:
-    """GROUP makes bands of 1024 rows."""
+def _ring(m: int, n: int, cooperative: int, stages: int, band: int = 1024) -> Config:
+    """GROUP makes bands of so many rows."""
     names = "BLOCK_M", "BLOCK_N", "COOPERATIVE", "GROUP", "STAGES"
-    return dict(zip(names, (m, n, cooperative, 1024 // m, stages), strict=True))
+    return dict(zip(names, (m, n, cooperative, band // m, stages), strict=True))
 
 
 def _pingpong_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -88,11 +88,7 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_ring(64, 256, 0, 5), _ring(128, 256, 1, 4)]
-
-
-def _swiglu_gather_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    return _swiglu_candidates(dims, itemsize)[1]
+    return [_ring(128, 256, 1, 4), _ring(64, 256, 0, 5)]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -100,7 +96,15 @@ def _wgrad_ring(tile: Config) -> Config:
 
 
 def _wgrad_ring_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_wgrad_ring(_ring(64, 256, 0, 5)), _wgrad_ring(_ring(128, 256, 1, 4))]
+    tiles = _ring(64, 256, 0, 5, 512), _ring(64, 256, 0, 5), _ring(128, 256, 1, 4)
+    return [_wgrad_ring(tile) for tile in tiles]
+
+
+def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Bands of 512 columns where groups are long: sixteen programs that run side by side on the GPU, and
+    whose reads meet before the L2 cache, then take eight row blocks and two column blocks.
+    """
+    return _wgrad_ring_candidates(dims, itemsize)[rows < 1024 * dims[0]]
 
 
 def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -112,13 +116,13 @@ MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_defau
 MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default)
 MM_POINTER = Space("grouped_mm", _pointer_candidates)
 WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates)
-WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates)
+WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default)
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
     "pingpong": Space("grouped_swiglu", _swiglu_candidates),
-    "gather": Space("grouped_swiglu_gather", _swiglu_candidates, _swiglu_gather_default),
+    "gather": Space("grouped_swiglu_gather", _swiglu_candidates),
 }
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},

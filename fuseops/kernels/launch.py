@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fuseops import torch_private
 from fuseops.kernels.plans import Again, planning
 from fuseops.kernels.registry import INTERPRET, arch_of
 
@@ -123,7 +124,7 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
 
     wrapped = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
     raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
-    stream_of, current = driver.active.get_current_stream, torch.cuda.current_device
+    stream_of, current = driver.active.get_current_stream, torch_private.current_device
     # cooperative, PDL, two scratch buffers, metadata; then what hooks would be told, and hooks
     head = compiled.function, False, False, None, None, compiled.packed_metadata
     quiet = None, None, None

@@ -3,12 +3,14 @@
 Maths (float32):
     s = softmax(logits) or sigmoid(logits);  experts = the k largest of logits, or of s + bias
     (a correction that balances the load, without a gradient);  the lower expert wins a tie
+    with groups: among the experts of the top_groups groups whose two best s + bias sum to most
     weights = scale * s[experts], or scale * s[experts] / (sum of s[experts] + 1e-20) if normalize
     dlogits = s (ds - sum(ds s)) or ds s (1 - s);  ds is dweights at the chosen experts (through
-    the normalization) plus dscores, the gradient of all scores, as a balancing loss has it.
-Shapes: logits (T, E), bias (E,), weights and dweights (T, K) float32, experts (T, K) int32, scores
-and dscores (T, E) float32, dlogits (T, E).
-Layout: rows of logits may be strided. NaN ranks as +inf. Scores that nobody needs are empty.
+    the normalization). It depends on the logits of the chosen alone, unless a softmax is not
+    normalized or its choice is biased.
+Shapes: logits (T, E), bias (E,), weights and dweights (T, K) float32, experts (T, K) int32, logits
+of the chosen (T, K) float32, dlogits (T, E).
+Layout: rows of logits may be strided. NaN ranks as +inf.
 Hardware: sm_80 and later. More than MAX_EXPERTS experts, or k beyond MAX_K, run the reference.
 """
 
@@ -50,75 +52,94 @@ def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
         logits = torch.empty(8192, experts, dtype=dtype, device="meta")
         weights, bias = torch.empty(8192, k, device="meta"), torch.empty(experts, device="meta")
         chosen = torch.empty(8192, k, dtype=torch.int32, device="meta")
-        scores = torch.empty(8192, experts, device="meta")
-        for extra in (False, True) if (dtype, experts) == (f32, 128) else (False,):
-            if backward:
-                dscores = scores if extra else None
-                yield weights, logits, chosen, score, normalize, 1.5, dscores
-            else:
-                correction = bias if score == "sigmoid" else None
-                yield logits, k, score, normalize, 1.5, correction, extra
+        if not backward:
+            correction = bias if score == "sigmoid" else None
+            yield logits, k, score, normalize, 1.5, correction
+            if score == "sigmoid":
+                yield logits, k, score, normalize, 1.5, correction, 8, 4
+            continue
+        yield weights, logits, chosen, score, normalize, 1.5
+        if normalize and dtype is f32:
+            yield weights, weights, chosen, score, normalize, 1.5, experts, bf16
 
 
 @kernel_op(twin=reference.router_fwd, cases=lambda: _cases(backward=False))
 def router_fwd(
     logits: Tensor, k: int, score: str = "softmax", normalize: bool = False, scale: float = 1.0,
-    bias: Tensor | None = None, need_scores: bool = False,
+    bias: Tensor | None = None, groups: int = 1, top_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(weights (T, K), experts (T, K) int32, scores (T, E) or empty)."""
+    """(weights (T, K), experts (T, K) int32, logits of the chosen (T, K))."""
     _check(logits, k, score)
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or k > MAX_K:
-        return reference.router_fwd(logits, k, score, normalize, scale, bias, need_scores)
+        return reference.router_fwd(logits, k, score, normalize, scale, bias, groups, top_groups)
     require(
         bias is None or bias.shape == (experts,),
         f"bias is {bias is not None and tuple(bias.shape)}, expected ({experts},).",
     )
+    require(
+        experts % groups == 0 and 1 <= top_groups <= groups,
+        f"there are {top_groups} of {groups} groups of {experts} experts.",
+    )
     logits = as_rows(logits)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
-    scores = weights.new_empty((tokens, experts) if need_scores else 0)
+    picked = torch.empty_like(weights)
     config = FWD.pick(tokens, (experts, k), logits)
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        logits, logits if bias is None else bias.contiguous(), weights, chosen, scores,
+        logits, logits if bias is None else bias.contiguous(), weights, chosen, picked,
         tokens, experts, logits.stride(0), float(scale), K=k, SOFTMAX=score == "softmax",
-        NORMALIZE=normalize, BIASED=bias is not None, NEED_SCORES=need_scores,
+        NORMALIZE=normalize, BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
         BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
     )  # fmt: skip
-    return weights, chosen, scores
+    return weights, chosen, picked
 
 
 @kernel_op(twin=reference.router_bwd, cases=lambda: _cases(backward=True))
 def router_bwd(
     dweights: Tensor, logits: Tensor, experts: Tensor, score: str = "softmax",
-    normalize: bool = False, scale: float = 1.0, dscores: Tensor | None = None,
+    normalize: bool = False, scale: float = 1.0, num_experts: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """dlogits (T, E) of router_fwd; dscores (T, E) is the gradient of all scores, if there is one."""
+    """dlogits (T, E) of router_fwd, in the dtype of logits or in `dtype`.
+
+    num_experts: E, where logits are those of the chosen (T, K); 0 where they are all (T, E).
+    """
     k = experts.shape[-1]
     _check(logits, k, score)
-    tokens, num_experts = logits.shape
-    for name, given, wanted in (
-        ("experts", experts, (tokens, k)),
-        ("dweights", dweights, (tokens, k)),
-        ("dscores", dscores, (tokens, num_experts)),
+    tokens, given = logits.shape
+    wide = num_experts or given
+    for name, shape, wanted in (
+        ("experts", experts.shape, (tokens, k)),
+        ("dweights", dweights.shape, (tokens, k)),
+        ("logits", logits.shape, (tokens, k if num_experts else given)),
     ):
-        require(
-            given is None or given.shape == wanted,
-            f"{name} is {given is not None and tuple(given.shape)}, expected {wanted}.",
+        require(shape == wanted, f"{name} is {tuple(shape)}, expected {wanted}.")
+    require(
+        not num_experts or normalize or score == "sigmoid",
+        "the logits of the chosen do not tell the gradient of a softmax that is not normalized.",
+    )
+    if wide > MAX_EXPERTS or k > MAX_K:
+        return reference.router_bwd(
+            dweights, logits, experts, score, normalize, scale, num_experts, dtype
         )
-    if num_experts > MAX_EXPERTS or k > MAX_K:
-        return reference.router_bwd(dweights, logits, experts, score, normalize, scale, dscores)
-    logits = as_rows(logits)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    config = BWD.pick(tokens, (num_experts, k), logits)
-    launch(
-        device("router").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        dweights.contiguous(), logits, experts.contiguous(),
-        logits if dscores is None else dscores.contiguous(), dlogits,
-        tokens, num_experts, logits.stride(0), float(scale), K=k, SOFTMAX=score == "softmax",
-        NORMALIZE=normalize, HAS_DSCORES=dscores is not None, BLOCK_E=pow2(num_experts), **config,
-    )  # fmt: skip
+    dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
+    config = BWD.pick(tokens, (wide, k), logits)
+    form = {"K": k, "SOFTMAX": score == "softmax", "NORMALIZE": normalize, "BLOCK_E": pow2(wide)}
+    grid, kernels = (cdiv(tokens, config["BLOCK_R"]),), device("router")
+    dweights, experts = dweights.contiguous(), experts.contiguous()
+    if num_experts:
+        launch(
+            kernels.router_bwd_chosen_kernel, grid, dweights, logits.contiguous(), experts, dlogits,
+            tokens, wide, float(scale), **form, **config,
+        )  # fmt: skip
+    else:
+        logits = as_rows(logits)
+        launch(
+            kernels.router_bwd_kernel, grid, dweights, logits, experts, dlogits,
+            tokens, wide, logits.stride(0), float(scale), **form, **config,
+        )  # fmt: skip
     return dlogits
 
 

@@ -94,7 +94,8 @@ def route(
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
             kernels.scan_kernel, (cdiv(num_experts, config.get("SCAN", 8)),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=config.get("SCAN", 8), num_warps=8 if programs > 512 else 4,
+            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=config.get("SCAN", 8),
+            num_warps=8 if programs > 512 else 4,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (programs,),

@@ -43,8 +43,12 @@ def grouped_linear(
     probs: Tensor | None,
     call: Call,
     index: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The grouped product in the precision of the call. index: row r of x is its row index[r]."""
+    """The grouped product in the precision of the call. index: row r of x is its row index[r].
+
+    out: (R, out), where y is written to if no other kernel comes after the product.
+    """
     if isinstance(x, Quantized):
         check_splits(offs, len(x.row), offs.device)  # type: ignore[arg-type]
         y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
@@ -55,6 +59,9 @@ def grouped_linear(
         shift = call.precision.cast(bias)
         inside = probs is None and shift is not None and shift.dtype is x.dtype
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
+        if out is not None and (inside or bias is None) and out.dtype is x.dtype:
+            K.grouped_mm_into(out, x, w, offs, tiles, shift, index)
+            return out
         y = K.grouped_mm(x, w, offs, tiles, shift if inside else None, index)
         if inside:
             return y
@@ -89,7 +96,12 @@ def grouped_linear_bwd(
         else:
             transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
             tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))  # type: ignore[arg-type]
-            dx = K.grouped_mm(dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
+            buffer = (call.out or {}).get("dx")
+            if buffer is not None and buffer.dtype is dy.dtype:
+                dx = buffer
+                K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
+            else:
+                dx = K.grouped_mm(dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
     if "weight" in needs:
         params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]
     return Grads(dx, params, side)
@@ -270,8 +282,12 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             check_probs("GroupedLinear", like, probs)
             probs, scaled = probs.reshape(-1), bias
         rows = _flat(x)
-        y = grouped_linear(rows, weight, bias, offs, probs, call)
+        buffer = (call.out or {}).get("y")
+        out = None if buffer is None else _flat(buffer)
+        y = grouped_linear(rows, weight, bias, offs, probs, call, out=out)
         saved = GroupedLinearSaved(saved_operand(rows), weight, offs, scaled, probs)
+        if buffer is not None and y is out:
+            return Out(buffer, saved)
         return Out(y if rows is x else y.view(*like.shape[:-1], y.shape[-1]), saved)
 
     def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
@@ -281,7 +297,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             return grads
         like: Any = (dy.row if dy.high is None else dy.high) if isinstance(dy, Quantized) else dy
         lead = like.shape[:-1]
-        dx = None if grads.x is None else grads.x.view(*lead, grads.x.shape[-1])
+        dx = grads.x
+        if dx is not None and dx.dim() == 2:
+            dx = dx.view(*lead, dx.shape[-1])
         dprobs = (grads.side or {}).get("probs") if "probs" in call.needs else None
         return Grads(dx, grads.params, {"probs": None if dprobs is None else dprobs.view(lead)})
 

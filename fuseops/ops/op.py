@@ -67,7 +67,8 @@ class Call(NamedTuple):
     precision: Precision = Precision()
     training: bool = True
     # For ops with `live_call`.  out: in bwd, the main_grad of each parameter that has one; an op that adds its gradient
-    # there itself (or writes it, where `overwrite` names the parameter) returns None for it.
+    # there itself (or writes it, where `overwrite` names the parameter) returns None for it. And buffers of the caller
+    # for "y" and "dx"; an op that writes there itself returns that very tensor, of another one the result is copied.
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None  # shared by all ops of one call and its backward
@@ -174,7 +175,10 @@ class Op(nn.Module, Generic[S]):
         )
 
     def forward(self, *args: Any, **side: Any) -> Any:
-        """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing."""
+        """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing.
+
+        out: buffers of the caller that are written to, {"y": tensor, "dx": tensor}.
+        """
         return run_alone(self, *args, **side)
 
     def backward_dw(self) -> int:

@@ -213,22 +213,20 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        if chosen is None and self.groups == 1:
-            weights, experts, _ = K.router_fwd(
-                logits, self.top_k, self.score, self.normalize, self.scale, expert_bias
-            )
+        form = self.score, self.normalize, self.scale
+        if chosen is None:
+            groups = self.groups, self.top_groups
+            weights, experts, picked = K.router_fwd(logits, self.top_k, *form, expert_bias, *groups)
         else:
-            scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
-            experts = (
-                self._limited(scores, expert_bias) if chosen is None else self._given(x, chosen)
-            )
-            weights = self._weights(scores, experts)
+            experts = self._given(x, chosen)
+            weights = self._weights(logits, experts)
+            picked = logits.gather(-1, experts.long())
         load = K.expert_counts(experts, self.num_experts) if self.balance_loss is not None else None
         side = {"experts": experts, "weights": weights}
         if "router_loss" in self.writes:
             side["router_loss"] = K.router_loss(logits, load, *self._losses)
-        if self._chosen_suffice and "logits" in call.keep:
-            logits = logits.gather(-1, experts.long())
+        if self._chosen_suffice:
+            logits = picked
         return Out(x, RouterSaved(x, weight, logits, experts, load), side)
 
     @property
@@ -245,18 +243,8 @@ class Router(Op[RouterSaved]):
             )
         return chosen.to(torch.int32)
 
-    def _limited(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
-        """Experts of the best groups.   scores (T, E) -> (T, K) int32"""
-        key = scores if expert_bias is None else scores + expert_bias
-        grouped = key.view(len(key), self.groups, self.num_experts // self.groups)
-        best, at = grouped.max(-1)
-        if grouped.shape[-1] > 1:  # topk would sort
-            best = best + grouped.scatter(-1, at.unsqueeze(-1), -math.inf).amax(-1)
-        groups = _top(best, self.top_groups).long()
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
-        return _top(grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2), self.top_k)
-
-    def _weights(self, scores: Tensor, experts: Tensor) -> Tensor:
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        scores = torch.softmax(logits, -1) if self.score == "softmax" else logits.sigmoid()
         weights = scores.gather(-1, experts.long())
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
@@ -275,7 +263,12 @@ class Router(Op[RouterSaved]):
         x, weight, logits, experts, load = saved
         if dside["weights"] is None and dside.get("router_loss") is None:
             return Grads(dy, {"weight": None, "bias": None})
-        dlogits = self._dlogits(logits, experts, load, dside)  # type: ignore[arg-type]
+        dloss = dside.get("router_loss")
+        exact = dloss is not None or "bias" in call.needs
+        dtype = None if exact else _common_dtype(x, weight)
+        dlogits = self._dlogits(dside["weights"], logits, experts, dtype)  # type: ignore[arg-type]
+        if dloss is not None:
+            dlogits = K.router_loss_bwd(dlogits, logits, load, dloss, *self._losses)  # type: ignore[arg-type]
         params: dict[str, Tensor | None] = {}
         if "bias" in call.needs:
             params["bias"] = dlogits.sum(0)
@@ -286,32 +279,23 @@ class Router(Op[RouterSaved]):
 
     def _dlogits(
         self,
+        dweights: Tensor | None,
         logits: Tensor,
         experts: Tensor,
-        load: Tensor | None,
-        dside: dict[str, Tensor | None],
+        dtype: torch.dtype | None,
     ) -> Tensor:
-        """The gradient of the logits.   (T, E) float32"""
-        dweights, dloss = dside["weights"], dside.get("router_loss")
+        """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""
         if dweights is None:
-            dweights = torch.zeros_like(experts, dtype=logits.dtype)
+            return torch.zeros_like(logits)
+        width = self.num_experts if self._chosen_suffice else 0
         form = self.score, self.normalize, self.scale
-        if self._chosen_suffice:
-            own = torch.arange(self.top_k, dtype=torch.int32, device=experts.device)
-            chosen = K.router_bwd(dweights, logits, own.expand_as(experts), *form)
-            zeros = logits.new_zeros(len(logits), self.num_experts)
-            return zeros.scatter(-1, experts.long(), chosen)
-        dlogits = K.router_bwd(dweights, logits, experts, *form)
-        return (
-            dlogits
-            if dloss is None
-            else K.router_loss_bwd(dlogits, logits, load, dloss, *self._losses)
-        )
+        return K.router_bwd(dweights, logits, experts, *form, width, dtype)
 
 
-def _top(key: Tensor, k: int) -> Tensor:
-    """Where the k largest of each row are, the first of equal ones first.   (T, k) int32"""
-    return K.router_fwd(key, k)[1]
+def _common_dtype(x: Tensor | None, weight: Tensor | None) -> torch.dtype | None:
+    """The dtype of the products of dlogits, None where they have two."""
+    found = {t.dtype for t in (x, weight) if t is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _dx(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:

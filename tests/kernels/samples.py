@@ -15,17 +15,20 @@ def samples() -> dict[str, tuple]:
     index, pos = torch.tensor([0, 2, 1, 0, 1, 2]), torch.tensor([[0, 3], [4, 2], [1, 5]]).int()
     ends = torch.tensor([2, 3, 6], dtype=torch.int32)
     k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
+    counts = torch.randint(0, 6, (16,), dtype=torch.int32)
     return {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
         "act_bwd": (dy, x, "swiglu"),
         "act_bwd_bias": (dy, x, "geglu"),
         "scaled_act_bwd": (dy, x, probs, "swiglu", True, True),
+        "act_dprobs": (dy, x, "swiglu"),
         "bias_fwd": (y, w),
         "bias_bwd": (y,),
         "grouped_bias_fwd": (y, bias, offs, probs),
         "grouped_bias_bwd": (y, offs, probs, bias),
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
+        "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
         "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
         "grouped_wgrad": (dy, y, offs),
         "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),
@@ -43,8 +46,10 @@ def samples() -> dict[str, tuple]:
         "route": (experts, 3, probs.view(3, 2)),
         "counts_to_offs": (offs,),
         "expert_counts": (experts, 3),
-        "router_fwd": (y, 3, "softmax", True, 1.5, w, True),
-        "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5, dy),
+        "router_fwd": (y, 3, "softmax", True, 1.5, w, 4, 2),
+        "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5),
+        "router_loss": (y, counts, 3, "softmax", 0.1, 0.1),
+        "router_loss_bwd": (y, y, counts, torch.rand(()), 3, "softmax", 0.1, 0.1),
         "quantize_columns": (y, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),
         "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),

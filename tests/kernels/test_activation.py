@@ -49,6 +49,7 @@ def test_backward(case):
 def test_scaled_backward(case, need_dprobs, need_y):
     x, dy, probs, kind, interleave = case
     assert_matches(k.scaled_act_bwd, dy, x, probs, kind, need_dprobs, need_y, interleave, sums=True)
+    assert_matches(k.act_dprobs, dy, x, kind, interleave, sums=True)
 
 
 TORCH = {

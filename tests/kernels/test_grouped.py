@@ -1,5 +1,6 @@
 """Grouped GEMMs equal their twins for any split, on every path, and repeat bit for bit."""
 
+import itertools
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -69,9 +70,9 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans())
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
 @few
-def test_swiglu(problem, seed, with_probs, gather):
+def test_swiglu(problem, seed, with_probs, gather, need_h):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -81,7 +82,8 @@ def test_swiglu(problem, seed, with_probs, gather):
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    assert_matches(grouped_glu.grouped_swiglu, x, weight, offs, None, probs, index, sums=True)
+    args = x, weight, offs, None, probs, index, need_h
+    assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())
@@ -183,20 +185,21 @@ def test_tile_table(data, rows):
 @given(st.integers(1, 70), st.integers(1, 9), st.sampled_from([1, 2, 8, 16]))
 @few
 def test_tiles_come_in_bands(num_m, num_n, group):
-    """Every tile once, in bands of one height and a shorter last one, row blocks fastest."""
+    """Every tile once, in bands of GROUP row blocks; the last has half as many or up to half more."""
     code = device("grouped_mm").swizzle.fn.__code__
-    language = SimpleNamespace(maximum=max, minimum=min)
+    where = lambda condition, yes, no: yes if condition else no  # noqa: E731
+    language = SimpleNamespace(maximum=max, minimum=min, where=where)
     swizzle = FunctionType(code, {"tl": language})  # on Python's integers
     found = [swizzle(tile, num_m, num_n, group) for tile in range(num_m * num_n)]
     bands = max((num_m + group // 2) // group, 1)
-    height = -(-num_m // bands)
+    ends = [*range(0, bands * group, group), num_m]
     want = [
         (row, column)
-        for first in range(0, num_m, height)
+        for first, end in itertools.pairwise(ends)
         for column in range(num_n)
-        for row in range(first, min(first + height, num_m))
+        for row in range(first, end)
     ]
-    assert found == want and height < 2 * group
+    assert found == want
 
 
 def test_most_groups():

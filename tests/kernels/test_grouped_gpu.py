@@ -106,6 +106,8 @@ def test_many_tiles_with_an_activation(path, number, with_probs):
         for _ in range(3):
             again = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index)
             assert torch.equal(h, again[0]) and torch.equal(a, again[1])
+        none, alone = grouped_glu.grouped_swiglu(x, weight, offs, None, probs, index, False)
+    assert len(none) == 0 and torch.equal(alone, a)
     assert torch.equal(h, k.grouped_mm(full, weight, offs))
     gate, up = h.double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])

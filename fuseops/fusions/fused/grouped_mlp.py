@@ -32,10 +32,11 @@ WEIGHT = frozenset({"weight"})
 
 
 EPILOGUE = Space(
-    # of fc1: (groups, 2F, D, by index). On an H200 it gains 1 % where rows are read by index, and loses elsewhere.
+    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 1 to 8 % where h is not written, and a little where
+    # rows are read by index; elsewhere it loses.
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3])},
+    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4])},
 )
 
 
@@ -89,7 +90,7 @@ class GroupedMLP(FusedOp):
         self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
-        h, a = self.activated(saved, calls[0])
+        h, a = self.activated(saved, calls[0], "h" in keep)
         return Out(self.output(saved, a, calls[2]), saved._replace(h=h))
 
     def bwd(
@@ -121,20 +122,27 @@ class GroupedMLP(FusedOp):
         return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)  # type: ignore[arg-type]
 
     def activated(
-        self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """fc1 and the activation of it, in one kernel where that is faster."""
+        self, s: GroupedMLPSaved, call: Call, need_h: bool, index: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
         x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
         probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
-        if self._in_epilogue(s, x, weight, index, rows):
+        if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
-            return K.grouped_swiglu(x, weight, offs, tiles_of(call, offs, rows), probs, index)
+            tiles = tiles_of(call, offs, rows)
+            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h)
         h = self.hidden(s, call, index)
-        return h, self.activation(h, s.probs)
+        return h if need_h else None, self.activation(h, s.probs)
 
     def _in_epilogue(
-        self, s: GroupedMLPSaved, x: Tensor, weight: Tensor, index: Tensor | None, rows: int
+        self,
+        s: GroupedMLPSaved,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor | None,
+        rows: int,
+        need_h: bool,
     ) -> bool:
         """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
         if self.kind != "swiglu" or any(self.form) or s.bias1 is not None:
@@ -145,7 +153,8 @@ class GroupedMLP(FusedOp):
             return False
         if not K.grouped_swiglu.launches((x, weight), {}) or not swiglu_path(x, weight, index):
             return False
-        return bool(EPILOGUE.pick(rows, (*weight.shape, index is not None), x)["EPILOGUE"])
+        dims = (*weight.shape, index is not None, need_h)
+        return bool(EPILOGUE.pick(rows, dims, x)["EPILOGUE"])
 
     def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
         """fc2."""

@@ -89,7 +89,7 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h, a = self.mlp.activated(s._replace(x=rows), calls[1], by)
+        h, a = self.mlp.activated(s._replace(x=rows), calls[1], "h" in keep, by)
         del rows
         y = self.mlp.output(s, a, calls[3])
         del a

@@ -32,6 +32,27 @@ def act_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
+def act_dprobs_kernel(
+    dy_ptr, x_ptr, dprobs_ptr, R, N, stride_dy, stride_x,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns whole rows: a sum each, in a fixed order."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    x_row = x_ptr + (rows * stride_x)[:, None]
+    dot = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = (start + tl.arange(0, BLOCK_N))[None, :]
+        mask = (rows < R)[:, None] & (cols < N)
+        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0)
+        dy = dy.to(tl.float32)
+        y, _, _ = act_grad(x_row, cols, dy, mask, N, ACT, GATED, INTERLEAVE, ALPHA, LIMIT, OFFSET)
+        dot += tl.where(mask, dy * y, 0.0)
+    tl.store(dprobs_ptr + rows, tl.sum(dot, axis=1), mask=rows < R)
+
+
+@triton.jit(do_not_specialize=["R"])
 def act_bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, R, N, stride_dy, stride_x,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,

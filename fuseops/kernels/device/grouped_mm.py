@@ -55,14 +55,15 @@ def ragged(start, size, row, col):
 
 @triton.jit
 def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
-    """(row block, column block) of a tile: bands of about GROUP row blocks, all of one height but the
-    last, row blocks fastest, so that the tiles in flight share rows of both operands in the L2 cache.
+    """(row block, column block) of a tile: bands of GROUP row blocks, row blocks fastest, so that the
+    tiles in flight share rows of both operands in the L2 cache. A short rest joins the band before,
+    or it would read all columns again for a few rows.
     """
     bands = tl.maximum((num_m + GROUP // 2) // GROUP, 1)
-    height = tl.maximum((num_m + bands - 1) // bands, 1)
-    first = tile // (height * num_n) * height
+    first = tl.minimum(tile // (GROUP * num_n), bands - 1) * GROUP
+    last = first == (bands - 1) * GROUP
+    height = tl.where(last, tl.maximum(num_m - first, 1), GROUP)
     place = tile - first * num_n
-    height = tl.maximum(tl.minimum(num_m - first, height), 1)
     return first + place % height, place // height
 
 

@@ -78,7 +78,8 @@ def halves(acc):
 def multiply_tiles(
     out, act_out, probs_ptr, problem, ring, order,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
-    GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr,
+    KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
@@ -130,7 +131,8 @@ def multiply_tiles(
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
         else:
             mbarrier.arrive(order.index(1 - WHICH), count=1)
-        at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
+        if COOPERATIVE:  # the next tile: found beside the last products, or beside the other's
+            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
@@ -141,12 +143,14 @@ def multiply_tiles(
             half, col = N // 2, block_n * (BLOCK_N // 2)
             scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
             act_place = group, start, size, half
-            store_part(out, place, gate0, row, col, False, 0)
-            store_part(out, place, up0, row, half + col, False, 1)
+            if KEEPS:
+                store_part(out, place, gate0, row, col, False, 0)
+                store_part(out, place, up0, row, half + col, False, 1)
             act = swiglu(gate0, up0, scale, out[0].dtype)
             store_part(act_out, act_place, act, row, col, False, 0)
-            store_part(out, place, gate1, row, col + PART, False, 1)
-            store_part(out, place, up1, row, half + col + PART, False, 0)
+            if KEEPS:
+                store_part(out, place, gate1, row, col + PART, False, 1)
+                store_part(out, place, up1, row, half + col + PART, False, 0)
             act = swiglu(gate1, up1, scale, out[0].dtype)
             store_part(act_out, act_place, act, row, col + PART, False, 1)
         elif BLOCK_N == 2 * PART:
@@ -159,6 +163,8 @@ def multiply_tiles(
             store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
             store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
             store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
+        if not COOPERATIVE:
+            at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         first += TURNS * steps
         phase += 1
     tma.store_wait(0)
@@ -179,12 +185,12 @@ def grouped_mm_pingpong_kernel(
     y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, offs_ptr, tiles_ptr,
     first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
+    SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
-    and 256 N where there is an activation.
+    and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
     BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
@@ -202,7 +208,8 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
-    zero_padding(y_ptr, offs_ptr, R, E, N)
+    if KEEPS:
+        zero_padding(y_ptr, offs_ptr, R, E, N)
     if SWIGLU:
         zero_padding(act_ptr, offs_ptr, R, E, N // 2)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -216,9 +223,9 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
                 (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
                                 GROUP)),
             ],
@@ -229,9 +236,9 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 0)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
                 (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, GATHER, COOPERATIVE, GROUP, 1)),
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
             [4, 1],

@@ -2,6 +2,10 @@
 
 One warp issues TMA for both operands, or four warps cp.async for the rows given by index and TMA for
 the weights. A slot is `ready` when both have come and `empty` when the consumers have read it.
+
+Small tiles read more than the L2 cache gives; they live on neighbouring programs that run in step and ask
+for the same tiles, which the GPU joins on the way. So programs begin together, in the GPU's own order:
+programmatic dependent launch lost up to a quarter, clusters and other orders as much.
 """
 
 from triton.experimental import gluon

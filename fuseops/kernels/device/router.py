@@ -102,11 +102,38 @@ def top_one_by_one(
     return experts
 
 
+@triton.jit
+def in_best_groups(
+    key, cols, E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Which experts lie in the TOP_GROUPS groups with the largest sums of their two best keys; the
+    lower group first among equals.
+    """
+    slots = tl.arange(0, BLOCK_E)[None, :]  # one a group: there are no more groups than experts
+    group = cols // (E // GROUPS)
+    worth = tl.full((BLOCK_R, BLOCK_E), LOWEST, dtype=tl.int32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where((group == g) & (cols < E), key, float("-inf"))
+        best = tl.max(own, axis=1)[:, None]
+        at = tl.min(tl.where((own == best) & (group == g), cols, BLOCK_E), axis=1)[:, None]
+        second = tl.max(tl.where(cols == at, float("-inf"), own), axis=1)[:, None]
+        worth = tl.where(slots == g, order_of(tl.where(E > GROUPS, best + second, best)), worth)
+    allowed = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        top = tl.max(worth, axis=1)[:, None]
+        best = tl.min(tl.where(worth == top, slots, BLOCK_E), axis=1)[:, None]
+        allowed = allowed | (group == best)
+        worth = tl.where(slots == best, LOWEST, worth)
+    return allowed
+
+
 @triton.jit(do_not_specialize=["T"])
 def router_fwd_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, scores_ptr, T, E, stride_logits, scale,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, E, stride_logits, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
-    NEED_SCORES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The scores of the chosen are computed again, from their logits: a sum over the row for each
     would cost more.
@@ -116,33 +143,36 @@ def router_fwd_kernel(
     mask = (tokens < T)[:, None] & (cols < E)
     logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
     largest, total = softmax_terms(logits)
-    scores = scores_of(logits, largest, total, SOFTMAX)
-    if NEED_SCORES:
-        tl.store(scores_ptr + (tokens * E)[:, None] + cols, scores, mask=mask)
+    key = logits
+    if BIASED or GROUPS > 1:
+        key = scores_of(logits, largest, total, SOFTMAX)
     if BIASED:
-        key = scores + tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-    else:
-        key = logits
+        key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
     keys = order_of(key)
+    if GROUPS > 1:
+        allowed = in_best_groups(key, cols, E, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_E)
+        keys = tl.where(allowed, keys, LOWEST)
     experts, unsure = top_by_pieces(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
     if unsure > 0:
         experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
     slots = tl.arange(0, BLOCK_K)[None, :]
     mask = (tokens < T)[:, None] & (slots < K)
     chosen = tl.load(logits_ptr + (tokens * stride_logits)[:, None] + experts, mask=mask, other=0.0)
-    weights = scores_of(chosen.to(tl.float32), largest, total, SOFTMAX)
+    chosen = chosen.to(tl.float32)
+    weights = scores_of(chosen, largest, total, SOFTMAX)
     weights = tl.where(slots < K, weights, 0.0)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
     at = (tokens * K)[:, None] + slots
     tl.store(weights_ptr + at, weights * scale, mask=mask)
     tl.store(experts_ptr + at, experts, mask=mask)
+    tl.store(chosen_ptr + at, chosen, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def router_bwd_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dscores_ptr, dlogits_ptr, T, E, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, HAS_DSCORES: tl.constexpr,
+    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, stride_logits, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -163,10 +193,6 @@ def router_bwd_kernel(
         chosen = tl.where(picked, scores, 0.0)
         total = tl.sum(chosen, axis=1)[:, None] + TINY
         d = tl.where(picked, (d - tl.sum(d * chosen, axis=1)[:, None] / total) / total, 0.0)
-    if HAS_DSCORES:
-        d += tl.load(dscores_ptr + (tokens * E)[:, None] + cols, mask=mask, other=0.0).to(
-            tl.float32
-        )
     if SOFTMAX:
         d = scores * (d - tl.sum(d * scores, axis=1)[:, None])
     else:
@@ -174,3 +200,48 @@ def router_bwd_kernel(
     tl.store(
         dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty), mask=mask
     )
+
+
+@triton.jit
+def chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX: tl.constexpr):
+    """(gradient of the score, the score or its exponential) of one of the chosen of each token."""
+    logits = tl.load(logits_ptr + at, mask=here, other=0.0).to(tl.float32)
+    dw = tl.load(dweights_ptr + at, mask=here, other=0.0).to(tl.float32)
+    return dw * scale, tl.exp(logits - largest) if SOFTMAX else tl.sigmoid(logits)
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_bwd_chosen_kernel(
+    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The same from the logits of the chosen alone (T, K): a softmax is one over those."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = tokens < T
+    cols = tl.arange(0, BLOCK_E)[None, :]
+    largest = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+    for k in tl.static_range(K if SOFTMAX else 0):
+        logits = tl.load(logits_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, logits)
+    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    dot = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        at = tokens * K + k
+        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
+        total += s
+        dot += g * s
+    total += 0.0 if SOFTMAX else TINY
+    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    for k in tl.static_range(K):
+        at = tokens * K + k
+        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
+        if NORMALIZE:
+            g = (g - dot / total) / total
+        g = g * s if SOFTMAX else g * s * (1.0 - s)
+        expert = tl.load(experts_ptr + at, mask=here, other=-1)
+        d = tl.where(cols == expert[:, None], g[:, None], d)
+    tl.store(
+        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty),
+        mask=here[:, None] & (cols < E),
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into

@@ -68,6 +68,19 @@ def grouped_mm(
     return torch.cat([*parts, padding])
 
 
+def grouped_mm_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """y = grouped_mm."""
+    y.copy_(grouped_mm(x, weight, offs, None, bias, index))
+
+
 def grouped_swiglu(
     x: Tensor,
     weight: Tensor,
@@ -75,13 +88,15 @@ def grouped_swiglu(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    need_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """grouped_mm, and its SwiGLU times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
     h = grouped_mm(x, weight, offs, None, None, index)
+    kept = h if need_h else h[:0]
     if probs is None:
-        return h, act_fwd(h, "swiglu")
+        return kept, act_fwd(h, "swiglu")
     padding = padding_mask(offs, h.shape[0])[:, 0]
-    return h, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
+    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
 
 
 def grouped_wgrad(

@@ -17,17 +17,35 @@ def router_fwd(
     normalize: bool = False,
     scale: float = 1.0,
     bias: Tensor | None = None,
-    need_scores: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights (T, K), experts (T, K) int32, scores (T, E) or empty)."""
-    scores = _scores(logits, score)
-    key = wide(logits) if bias is None else scores + wide(bias)
+    """(weights (T, K), experts (T, K) int32, logits of the chosen (T, K))."""
+    scores, full = _scores(logits, score), wide(logits)
+    key = full if bias is None and groups == 1 else scores
+    key = key if bias is None else key + wide(bias)
     key = key.nan_to_num(float("inf"), float("inf"), -float("inf"))
-    experts = key.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    if groups > 1:
+        key = _in_best_groups(key, groups, top_groups)
+    experts = _first(key, k)
     weights = scores.gather(-1, experts)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return weights * scale, experts.to(torch.int32), scores if need_scores else scores.new_empty(0)
+    return weights * scale, experts.to(torch.int32), full.gather(-1, experts)
+
+
+def _first(key: Tensor, k: int) -> Tensor:
+    """Where the k largest are, the first of equal ones first."""
+    return key.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _in_best_groups(key: Tensor, groups: int, top_groups: int) -> Tensor:
+    """key (T, E), -inf outside of the groups whose two best sum to most."""
+    grouped = key.unflatten(-1, (groups, -1))
+    worth = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    allowed = torch.zeros_like(worth, dtype=torch.bool)
+    allowed = allowed.scatter(-1, _first(worth, top_groups), True)
+    return grouped.masked_fill(~allowed.unsqueeze(-1), -float("inf")).flatten(-2)
 
 
 def router_bwd(
@@ -37,22 +55,28 @@ def router_bwd(
     score: str = "softmax",
     normalize: bool = False,
     scale: float = 1.0,
-    dscores: Tensor | None = None,
+    num_experts: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dlogits (T, E) of router_fwd; dscores (T, E) is the gradient of all scores, if there is one."""
+    """dlogits (T, E) of router_fwd; with num_experts, from the logits of the chosen (T, K)."""
     scores, experts = _scores(logits, score), experts.long()
+    width = num_experts or logits.shape[1]
+    chosen = scores if num_experts else scores.gather(-1, experts)
     d = wide(dweights) * scale
     if normalize:
-        chosen = scores.gather(-1, experts)
         total = chosen.sum(-1, keepdim=True) + TINY
         d = (d - (d * chosen).sum(-1, keepdim=True) / total) / total
-    d = torch.zeros_like(scores).scatter_add(-1, experts, d.to(scores.dtype))
-    d = d if dscores is None else d + wide(dscores)
-    if score == "softmax":
+    d = d.to(scores.dtype)
+    if num_experts and score == "softmax":
+        d = chosen * (d - (d * chosen).sum(-1, keepdim=True))
+    elif num_experts:
+        d = d * chosen * (1 - chosen)
+    d = scores.new_zeros(len(scores), width).scatter_add(-1, experts, d)
+    if not num_experts and score == "softmax":
         d = scores * (d - (d * scores).sum(-1, keepdim=True))
-    else:
+    elif not num_experts:
         d = d * scores * (1 - scores)
-    return d.to(logits.dtype)
+    return d.to(dtype or logits.dtype)
 
 
 def router_loss(
