@@ -26,7 +26,7 @@ from typing import Any
 
 import measure
 import torch
-from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, split, wrong
+from grouped_problems import EDGES, SHAPES, SPLITS, Call, bar, operands, ours, peers, split, wrong
 from torch import Tensor
 
 from fuseops import ops
@@ -283,19 +283,6 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def bar(name: str, kind: str, peer: str) -> float:
-    """What a ratio has to reach: 1.3 for float32 sums over `F.grouped_mm`, 0.97 of dense (0.88 with
-    Zipf's law) for products of groups of 1024 rows or more on average, 1 otherwise.
-    """
-    shape, *_, kind_of_split = name.split("/")
-    groups, rows, *_ = SHAPES[shape]
-    if peer == "torch":
-        return 1.3 if kind == "wgrad_into" else 1.0
-    if kind.startswith("wgrad") or rows < 1024 * groups:
-        return 0.0
-    return 0.88 if kind_of_split == "zipf" else 0.97
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -307,7 +294,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the cells")
     parser.add_argument("--check", action="store_true", help="compare with float32, time nothing")
     parser.add_argument(
-        "--checked", type=Path, nargs="+", help="what --check wrote: compare nothing"
+        "--checked", type=Path, nargs="+", help="what --check wrote: compare the rest"
     )
     parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
@@ -351,9 +338,9 @@ def main() -> None:
 
     def one(key: str, kind: str, t: dict[str, Tensor], *flags: bool) -> dict[str, Any]:
         """A cell; its operands are compared once for all splits, with ends of groups at odd rows."""
-        if options.checked is None and key not in checks:
+        if key not in checks:
             checks[key] = wrong(kind, t)
-        problem = checks.get(key, "not compared")
+        problem = checks[key]
         if options.check:
             return {"wrong": problem}
         return cell(kind, t, options.span, problem, options.sweep, *flags)
