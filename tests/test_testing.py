@@ -13,7 +13,9 @@ from fuseops.fusions.fused.grouped_mlp import GroupedMLP
 from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.fusions.fused.norm_linear import NormLinear
 from fuseops.testing import assert_bwd_is_vjp, assert_fused_matches_unfused, bisect
+from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.compare import difference
+from fuseops.testing.strategies import filled
 
 
 class ScaleSaved(NamedTuple):
@@ -113,6 +115,15 @@ X, PROBS = torch.randn(5, 4), torch.rand(5)
 
 def test_a_right_op_passes() -> None:
     assert_bwd_is_vjp(Scale(), X, probs=PROBS)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_norm_whose_gradient_cancels_keeps_its_contract(width: int, seed: int) -> None:
+    """Of one column, or with dy along x, what rounding leaves is all that there is to compare."""
+    norm = entry(fo.ops.RMSNorm).make(Wanted(lambda *options: options[-1], width, width, 1))
+    assert norm.weight is None
+    assert_bwd_is_vjp(norm, filled((3, width), torch.float64, "normal", seed))
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,8 @@ def refresh(everything: bool, jobs: int) -> Iterator[tuple[int, int, Row, str | 
     results = compile_all([current[k] for k in todo], jobs)
     for number, (row, result) in enumerate(results, 1):
         table[row.key] = result
+        if number % 100 == 0:  # a rebuild that is cut off keeps what it has
+            write_table(table)
         yield number, len(todo), row, problem_of(row, result)
     write_table({k: table[k] for k in current})
 
