@@ -58,8 +58,8 @@ def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _column_square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Columnwise: four programs of four warps on a multiprocessor."""
-    return [_square(4) | {"maxnreg": 128} if _fits(dims, itemsize) else _square(16)]
+    """Columnwise."""
+    return [_square(4) if _fits(dims, itemsize) else _square(16)]
 
 
 def _both_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -324,6 +324,8 @@ def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> Non
     """
     rows, n = x.shape
     both = one and bool(row.numel())
+    if one and _align(rows) == 1:  # byte by byte: the form with one scale was wrong on a GPU
+        inv, one = inv.expand(n).contiguous(), False
     config = (TENSOR_BOTH if both else COLUMNS).pick(rows, (n,), x)
     launch(
         device("quantize_columns").quantize_columns_kernel, tiles.tile_grid(rows, n, config),

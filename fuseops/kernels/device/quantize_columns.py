@@ -182,11 +182,11 @@ def quantize_columns_kernel(
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     after_launch(PDL)
-    if ONE and ALIGN % 4 == 0:
+    if ONE:
         inv = tl.load(inv_ptr)
     else:
         cols = col0 + tl.arange(0, BLOCK_N)
-        inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
+        inv = tl.load(inv_ptr + cols, mask=cols < N, other=1.0)[None, :]
     if ROW:
         store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
     end = R // ALIGN * ALIGN  # R, in a form that says to the compiler what divides it
