@@ -26,7 +26,7 @@ from typing import Any
 
 import measure
 import torch
-from grouped_problems import EDGES, SHAPES, SPLITS, Call, operands, ours, peers, split, wrong
+from grouped_problems import EDGES, SHAPES, SPLITS, Call, bar, operands, ours, peers, split, wrong
 from torch import Tensor
 
 from fuseops import ops
@@ -281,19 +281,6 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
                 "below": {n: round(r, 3) for n, r in ratios.items() if r < bar(n, kind, peer)},
             }
     return found
-
-
-def bar(name: str, kind: str, peer: str) -> float:
-    """What a ratio has to reach: 1.3 for float32 sums over `F.grouped_mm`, 0.97 of dense (0.88 with
-    Zipf's law) for products of groups of 1024 rows or more on average, 1 otherwise.
-    """
-    shape, *_, kind_of_split = name.split("/")
-    groups, rows, *_ = SHAPES[shape]
-    if peer == "torch":
-        return 1.3 if kind == "wgrad_into" else 1.0
-    if kind.startswith("wgrad") or rows < 1024 * groups:
-        return 0.0
-    return 0.88 if kind_of_split == "zipf" else 0.97
 
 
 def main() -> None:

@@ -56,10 +56,11 @@ SCATTER = Space("scatter_rows", _candidates)
 
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """As many rows as a program takes at once, a fourth more than it has: groups differ in size."""
+    """One row, or room for a fourth more than the usual share of a group; few addresses a thread."""
     n = pow2(dims[-1], most=1024 if itemsize == 4 else 2048)
+    most = max(2048 // n, 4)
     return [
-        {"BLOCK_R": max(total // n, 1), "BLOCK_N": n, "num_warps": 4}
+        {"BLOCK_R": min(max(total // n, 1), most), "BLOCK_N": n, "num_warps": 4}
         for total in (4096, 8192, 2048)
     ]
 

@@ -58,7 +58,12 @@ def _square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _column_square_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Columnwise, alone or with the rowwise layout: four warps at a time, three times."""
+    """Columnwise: four programs of four warps on a multiprocessor."""
+    return [_square(4) | {"maxnreg": 128} if _fits(dims, itemsize) else _square(16)]
+
+
+def _both_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Both layouts: three programs of four warps."""
     return [_square(4) | {"maxnreg": 168} if _fits(dims, itemsize) else _square(16)]
 
 
@@ -67,20 +72,17 @@ def _fits(dims: tuple[int, ...], itemsize: int) -> bool:
     return dims[-1] % 16 == 0 and itemsize == 2
 
 
-def _column_block_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
     return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
-def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_square(4, 128, 64), _square(8)]
-
-
 def _column_amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Four warps hold 16 bytes a lane of one row, loads three or four steps ahead."""
+    """Four warps hold 16 bytes a lane of one row, loads some steps ahead."""
     n = pow2(dims[-1], most=2048 // itemsize)
     return [
         _square(4, 8, n) | {"STAGES": stages, "PER_SM": per_sm}
-        for stages, per_sm in ((4, 3), (3, 4), (5, 2))
+        for stages, per_sm in ((4, 2), (4, 3), (3, 4))
     ]
 
 
@@ -102,11 +104,12 @@ ROWS = Space("quantize_rows", _row_candidates)
 VECTORS = Space("quantize_vectors", _vector_candidates)
 SQUARES = Space("quantize_squares", _square_candidates)
 COLUMN_SQUARES = Space("quantize_column_squares", _column_square_candidates)
-COLUMN_BLOCKS = Space("quantize_column_blocks", _column_block_candidates)
+BLOCKS_BOTH = Space("quantize_blocks_both", _both_candidates)
+COLUMN_BLOCKS = Space("quantize_column_blocks", _column_candidates)
 COLUMN_AMAX = Space("column_amax", _column_amax_candidates)
 TENSOR_BOTH = Space("quantize_tensor_both", _column_candidates)
 COLUMNS = Space("quantize_columns", _column_candidates)
-GROUP_BLOCKS = Space("quantize_group_blocks", _column_block_candidates)
+GROUP_BLOCKS = Space("quantize_group_blocks", _column_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -237,7 +240,8 @@ def quantize_blocks(
             x, row, row_scale, rows, n, x.stride(0), **form, **config,
         )  # fmt: skip
         return row, col, row_scale, col_scale
-    space = COLUMN_BLOCKS if (block_rows, layout) == (1, "col") else COLUMN_SQUARES
+    space = COLUMN_BLOCKS if block_rows == 1 else COLUMN_SQUARES
+    space = BLOCKS_BOTH if layout == "both" else space
     config = space.pick(rows, (n,), x)
     launch(
         device("quantize_columns").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),

@@ -35,12 +35,20 @@ MAX_K = 64
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     e = pow2(dims[0])
-    sizes = ((1024, 4), (2048, 4), (512, 4)) if e <= 512 else ((e, 4), (e, 8))
-    return [{"BLOCK_R": max(total // e, 1), "num_warps": warps} for total, warps in sizes]
+    if e <= 512:
+        totals = (2048, 1024)
+        return [{"BLOCK_R": min(total // e, 32), "num_warps": 4} for total in totals]
+    return [{"BLOCK_R": 1, "num_warps": warps} for warps in (4, 8)]
+
+
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    e = pow2(dims[0])
+    sizes = ((512, 4), (1024, 4), (2048, 4)) if e <= 512 else ((e, 4), (e, 8))
+    return [{"BLOCK_R": min(max(total // e, 1), 16), "num_warps": w} for total, w in sizes]
 
 
 FWD = Space("router_fwd", _candidates)
-BWD = Space("router_bwd", _candidates)
+BWD = Space("router_bwd", _bwd_candidates)
 
 
 def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:

@@ -34,7 +34,7 @@ ONE_LAUNCH = 1 << 12
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
         {"PROGRAMS": programs, "BLOCK_S": s, "BLOCK_H": 256, "num_warps": warps}
-        for programs, s, warps in ((1024, 256, 1), (1024, 128, 1), (1024, 256, 2))
+        for programs, s, warps in ((1024, 256, 4), (1024, 256, 2))
     ]
 
 
@@ -93,16 +93,15 @@ def route(
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
-            kernels.scan_kernel, (cdiv(num_experts, config.get("SCAN", 8)),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=config.get("SCAN", 8),
-            num_warps=8 if programs > 512 else 4,
+            kernels.scan_kernel, (cdiv(num_experts, 4),), counts, total, programs, num_experts,
+            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=4, num_warps=8,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (programs,),
         experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
         probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
         **(follows if counted else {"PDL": False}), BLOCK_E=block_e,
-        **{key: value for key, value in config.items() if key not in ("PROGRAMS", "SCAN")},
+        **{key: value for key, value in config.items() if key != "PROGRAMS"},
     )  # fmt: skip
     return offs, index, pos, probs
 

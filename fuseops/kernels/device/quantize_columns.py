@@ -76,12 +76,6 @@ def column_words(a, b, c, d, inv, col_ptr):
 
 
 @triton.jit
-def aligned(R, ALIGN: tl.constexpr):
-    """R, which ALIGN divides, in a form that says so to the compiler."""
-    return R // ALIGN * ALIGN
-
-
-@triton.jit
 def store_columns(
     col_ptr, a, b, c, d, inv, row0, col0, end, R, N,
     ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -170,7 +164,7 @@ def quantize_blocks_kernel(
         cols = col0 + tl.arange(0, BLOCK_N)
         tl.store(col_scale_ptr + block_r.to(tl.int64) * N + cols, scale, mask=cols < N)
         inv = inv[None, :]
-    end = aligned(R, ALIGN)
+    end = R // ALIGN * ALIGN  # R, in a form that says to the compiler what divides it
     store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
@@ -188,14 +182,14 @@ def quantize_columns_kernel(
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
     a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
     after_launch(PDL)
-    if ONE:
+    if ONE and ALIGN % 4 == 0:
         inv = tl.load(inv_ptr)
     else:
         cols = col0 + tl.arange(0, BLOCK_N)
-        inv = tl.load(inv_ptr + cols, mask=cols < N, other=1.0)[None, :]
+        inv = tl.load(inv_ptr + (cols * 0 if ONE else cols), mask=cols < N, other=1.0)[None, :]
     if ROW:
         store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    end = aligned(R, ALIGN)
+    end = R // ALIGN * ALIGN  # R, in a form that says to the compiler what divides it
     store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 

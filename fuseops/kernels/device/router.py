@@ -155,17 +155,23 @@ def router_fwd_kernel(
     experts, unsure = top_by_pieces(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
     if unsure > 0:
         experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    mask = (tokens < T)[:, None] & (slots < K)
-    chosen = tl.load(logits_ptr + (tokens * stride_logits)[:, None] + experts, mask=mask, other=0.0)
+    flat = tl.arange(0, BLOCK_R * BLOCK_K)  # one chosen expert a thread
+    token, slot = flat // BLOCK_K, flat % BLOCK_K
+    expert = tl.gather(tl.reshape(experts, (BLOCK_R * BLOCK_K,)), flat, axis=0)
+    token64 = tl.program_id(0).to(tl.int64) * BLOCK_R + token
+    mask = (token64 < T) & (slot < K)
+    chosen = tl.load(logits_ptr + token64 * stride_logits + expert, mask=mask, other=0.0)
     chosen = chosen.to(tl.float32)
-    weights = scores_of(chosen, largest, total, SOFTMAX)
-    weights = tl.where(slots < K, weights, 0.0)
+    top = tl.gather(tl.reshape(largest, (BLOCK_R,)), token, axis=0)
+    below = tl.gather(tl.reshape(total, (BLOCK_R,)), token, axis=0)
+    weights = scores_of(chosen, top, below, SOFTMAX)
+    weights = tl.where(slot < K, weights, 0.0)
     if NORMALIZE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
-    at = (tokens * K)[:, None] + slots
+        sums = tl.sum(tl.reshape(weights, (BLOCK_R, BLOCK_K)), axis=1)
+        weights = weights / (tl.gather(sums, token, axis=0) + TINY)
+    at = token64 * K + slot
     tl.store(weights_ptr + at, weights * scale, mask=mask)
-    tl.store(experts_ptr + at, experts, mask=mask)
+    tl.store(experts_ptr + at, expert, mask=mask)
     tl.store(chosen_ptr + at, chosen, mask=mask)
 
 
