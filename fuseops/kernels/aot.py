@@ -43,7 +43,6 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "act_dprobs_kernel": (8, "widths that are not aligned, with a gate"),
     "router_fwd_kernel": (8, "32 tokens of 64 experts, on sm_120"),
     "bias_bwd_kernel": (8, "grouped, with dprobs, rows that are not aligned, on sm_100"),
-    "act_dprobs_kernel": (8, "gated, rows that are not aligned, on sm_90"),
 }
 """Kernels that may spill, how many bytes and why."""
 
