@@ -23,29 +23,27 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.reference import GATES, KINDS
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_rows, cdiv, require
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """As a column sum, with three tensors in flight."""
-    n = pow2(dims[-1], most=2048 // itemsize)
-    return [{"BLOCK_R": 2, "BLOCK_N": n, "STAGES": 1, "PER_SM": 8, "num_warps": 4}]
+    """As a column sum, with three tensors in flight: few registers, so that many programs fit."""
+    return [tiles.column_tile(dims[-1], itemsize, *c) for c in ((2048, 1, 10, 4), (4096, 1, 8, 4))]
 
 
 def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """With five tensors: fewer programs of more rows."""
-    n = pow2(dims[-1], most=2048 // itemsize)
-    if n <= 512 // itemsize:
-        return _bias_candidates(dims, itemsize)
-    return [{"BLOCK_R": 4, "BLOCK_N": n, "STAGES": 1, "PER_SM": 4, "num_warps": 4}]
+    """With five tensors: fewer programs, each of which loads ahead."""
+    return [tiles.column_tile(dims[-1], itemsize, 2048, 2, 6, 4)]
 
 
-FWD = Space("act_fwd", tiles.tile_candidates, tiles.tile_default)
-BWD = Space("act_bwd", tiles.tile_candidates, tiles.tile_default)
-SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates, tiles.row_loop_default)
+FWD, BWD, GATE_FWD, GATE_BWD = (
+    Space(name, tiles.wide_candidates, tiles.wide_default(place))
+    for name, place in (("act_fwd", 0), ("act_bwd", 1), ("gate_fwd", 2), ("gate_bwd", 1))
+)
+SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates)
 BWD_BIAS = Space("act_bwd_bias", _bias_candidates)
 GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates)
 
@@ -113,10 +111,11 @@ def act_bwd(
     """dx of act_fwd."""
     form, n = _form(x, kind, interleave, alpha, limit, offset)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    config = BWD.pick(len(x2), (n,), x)
+    config = (GATE_BWD if kind in GATES else BWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_bwd_kernel
-    launch(kernel, grid, dy2, x2, dx, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config)
+    sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
+    launch(kernel, grid, dy2, x2, dx, *sizes, **form, **overlap(x.device), **config)
     return dx
 
 
@@ -135,17 +134,15 @@ def act_bwd_bias(
     """
     form, n = _form(x, kind, interleave, alpha, limit, offset)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    # columns that alternate leave no registers for four rows
-    space = GATE_BWD_BIAS if kind in GATES and interleave != 1 else BWD_BIAS
-    config = dict(space.pick(len(x2), (n,), x))
+    config = dict((GATE_BWD_BIAS if kind in GATES else BWD_BIAS).pick(len(x2), (n,), x))
     blocks = cdiv(n, config["BLOCK_N"])
-    splits, each = tiles.row_splits(len(x2), blocks, config, x)
-    partial = torch.empty(splits, x.shape[-1], dtype=torch.float32, device=x.device)
+    programs = tiles.row_programs(len(x2), blocks, config, x)
+    partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     kernel = device("activation").act_bwd_bias_kernel
-    sizes = (len(x2), n, each, dy2.stride(0), x2.stride(0))
+    sizes = (len(x2), n, dy2.stride(0), x2.stride(0))
     launch(
-        kernel, (blocks, splits), dy2, x2, dx, partial, *sizes,
-        **form, **chain(x.device)[0], **config,
+        kernel, (blocks, programs), dy2, x2, dx, partial, *sizes,
+        **form, **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     return dx, sum_partials(partial)
 
@@ -165,7 +162,7 @@ def scaled_act_bwd(
     launch(
         device("activation").scaled_act_bwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
         dy2, x2, probs, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
-        **form, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **config,
+        **form, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
     )  # fmt: skip
     return dx, dprobs, y
 
@@ -174,7 +171,7 @@ def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape
     form, n = _form(x, kind, interleave, *shape)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
     scale = x if probs is None else _probs_of(probs, x)
-    config = FWD.pick(len(x2), (n,), x)
+    config = (GATE_FWD if kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_fwd_kernel
     launch(
@@ -188,6 +185,7 @@ def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape
         x2.stride(0),
         SCALED=probs is not None,
         **form,
+        **overlap(x.device),
         **config,
     )
     return y

@@ -6,7 +6,7 @@ Sums are float32 in two stages of fixed order, so they repeat bit for bit.
 Shapes: x and dy (R, N), bias (N,) or (E, N), offs (E,) int32 row ends on the device, probs (R,).
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: zeros in y and dprobs, nothing
 taken from dy.
-Hardware: sm_80 and later. With dprobs, rows wider than MAX_WIDTH run the reference.
+Hardware: sm_80 and later.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch
+from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
-MAX_WIDTH = 1 << 16
+SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _whole_row_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    n = pow2(dims[-1])
-    warps = pow2(n // 512, most=32, least=4)
-    if n > 8192:
-        return [{"BLOCK_R": 1, "BLOCK_N": n, "STAGES": 1, "PER_SM": 2, "num_warps": warps}]
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Small programs that read one line of memory of many rows, or larger ones that load ahead."""
+    n = dims[-1]
     return [
-        {"BLOCK_R": 2, "BLOCK_N": n, "STAGES": 3, "PER_SM": per_sm, "num_warps": warps}
-        for per_sm in ((4, 2) if n <= 2048 else (2, 4))
+        tiles.column_tile(n, itemsize, 4096, 1, 16, 2, most=128),
+        tiles.column_tile(n, itemsize, 8192, 4, 4, 4),
     ]
 
 
-FWD = Space("bias_fwd", tiles.tile_candidates, tiles.tile_default)
-BWD = Space("bias_bwd", tiles.column_candidates, tiles.column_default)
-BWD_DPROBS = Space("bias_bwd_dprobs", _whole_row_candidates)
+def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Wide programs: each looks for its groups first."""
+    return [tiles.column_tile(dims[-1], itemsize, 8192, 3, 4, 4)]
+
+
+FWD = Space("bias_fwd", tiles.wide_candidates)
+BWD = Space("bias_bwd", _bwd_candidates)
+GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
 
 def _rows(n: int, dtype: torch.dtype) -> Tensor:
@@ -95,24 +98,24 @@ def grouped_bias_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    if bias is not None and dy.shape[1] > MAX_WIDTH:
-        return reference.grouped_bias_bwd(dy, offs, probs, bias)
     return _backward(as_rows(dy), offs, probs, bias)
 
 
 def sum_partials(partial: Tensor, offs: Tensor | None = None, rows_each: int = 0) -> Tensor:
     """(S, N) float32 partial sums -> (N,), or (E, N) of parts of groups, in a fixed order."""
     splits, n = partial.shape
+    if offs is None and splits == 1:
+        return partial[0]
     groups = 1 if offs is None else len(offs)
     y = torch.empty(
         *(() if offs is None else (groups,)), n, dtype=torch.float32, device=partial.device
     )
     block_s = pow2(cdiv(splits, groups), least=8, most=256)
-    block_n = pow2(n, most=4096 // block_s)
+    block_n = pow2(n, most=SUM_TILE // block_s)
     launch(
         device("reduce").column_sum_kernel, (cdiv(n, block_n), groups),
         partial, partial if offs is None else offs, y, splits, n, rows_each,
-        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, **chain(y.device)[1],
+        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, **overlap(y.device),
         num_warps=4,
     )  # fmt: skip
     return y
@@ -131,7 +134,8 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
         x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,
         len(x2), n, groups, x2.stride(0),
-        GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups), **config,
+        GROUPED=offs is not None, SCALED=probs is not None, BLOCK_E=pow2(groups),
+        **overlap(x.device), **config,
     )  # fmt: skip
     return y
 
@@ -141,17 +145,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     rows, n = dy.shape
     groups = 1 if offs is None else len(offs)
-    config = dict((BWD if bias is None else BWD_DPROBS).pick(rows, (n,), dy))
+    config = dict((BWD if offs is None else GROUPED_BWD).pick(rows, (n,), dy))
     blocks = cdiv(n, config["BLOCK_N"])
-    chunks, each = tiles.row_splits(rows, blocks, config, dy)
+    if offs is None:
+        chunks, each = tiles.row_programs(rows, blocks, config, dy), config["BLOCK_R"]
+    else:
+        chunks, each = tiles.row_splits(rows, blocks, config, dy)
     partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
-    dprobs = torch.empty(rows if bias is not None else 0, dtype=torch.float32, device=dy.device)
+    dots = partial.new_empty(blocks if bias is not None else 0, rows)
     launch(
         device("bias").bias_bwd_kernel, (blocks, chunks),
         dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
-        dy if bias is None else bias.contiguous(), partial, dprobs,
+        dy if bias is None else bias.contiguous(), partial, dots,
         rows, n, groups, each, dy.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None,
-        **chain(dy.device)[0], BLOCK_E=pow2(groups), **config,
+        **chain(dy.device)[0], BLOCK_E=pow2(groups),
+        AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
     )  # fmt: skip
-    return sum_partials(partial, offs, each), dprobs
+    return sum_partials(partial, offs, each), sum_partials(dots) if len(dots) else dots.view(-1)

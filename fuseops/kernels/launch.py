@@ -75,9 +75,43 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
             kernel[grid](*args, **options)
         return None
     if args[0].device.index == torch.cuda.current_device():
-        return kernel[grid](*args, **options)
+        return _run(kernel, grid, args, options)
     with torch.cuda.device(args[0].device):
-        return kernel[grid](*args, **options)
+        return _run(kernel, grid, args, options)
+
+
+_bound: dict[tuple[Any, ...], tuple[Any, Callable[..., Again] | None]] = {}
+
+
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """As ``kernel[grid](*args, **options)``, whose look at every argument is taken once a variant."""
+    variant = variant_of(args)
+    key = kernel, args[0].device.index, variant, *options, *options.values()
+    compiled, bind = _bound.get(key, (None, None))
+    if bind is not None:
+        bind(grid, args)()
+        return compiled
+    compiled = kernel[grid](*args, **options)
+    if variant is not None and key not in _bound:
+        constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
+        _bound[key] = compiled, _binder(compiled, constants)
+    return compiled
+
+
+def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that Triton may compile a kernel for of these arguments; None for other than plain ones."""
+    seen: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            seen += arg.dtype, arg.data_ptr() % 16 == 0
+        elif kind is int:
+            seen.append(1 if arg == 1 else (arg % 16 == 0, arg >> 31))
+        elif kind is float:
+            seen.append(kind)
+        else:
+            return None
+    return tuple(seen)
 
 
 class Prepared:
@@ -126,15 +160,15 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
     raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
     stream_of, current = driver.active.get_current_stream, torch_private.current_device
     # cooperative, PDL, two scratch buffers, metadata; then what hooks would be told, and hooks
-    head = compiled.function, False, False, None, None, compiled.packed_metadata
+    head = compiled.function, False, run.launch_pdl, None, None, compiled.packed_metadata
     quiet = None, None, None
 
-    def bind(grid: tuple[int], args: tuple[Any, ...]) -> Again:
+    def bind(grid: tuple[int, ...], args: tuple[Any, ...]) -> Again:
         flat: list[Any] = []
         number = 0
         for arg in args:
             kind = type(arg)
-            if kind is int:
+            if kind is int or kind is float:
                 flat.append(arg)
             elif kind is Tensor or kind is Parameter:
                 flat.append(arg.data_ptr())
@@ -144,7 +178,7 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
                     arg.flat = make_tensordesc_arg(arg, metas[number])
                 flat += arg.flat
                 number += 1
-        (width,), where = grid, args[0].device.index
+        blocks, where = (*grid, 1, 1)[:3], args[0].device.index
         rest = (*head, *quiet, *flat, *constants)
 
         def again() -> None:
@@ -153,11 +187,11 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
                     again()
             elif hooks.calls:
                 stream = stream_of(where)
-                told = compiled.launch_metadata((width, 1, 1), stream), hooks
-                raw(width, 1, 1, stream, *head, *told, knobs.runtime.launch_exit_hook,
+                told = compiled.launch_metadata(blocks, stream), hooks
+                raw(*blocks, stream, *head, *told, knobs.runtime.launch_exit_hook,
                     *flat, *constants)  # fmt: skip
             else:
-                raw(width, 1, 1, stream_of(where), *rest)
+                raw(*blocks, stream_of(where), *rest)
 
         return again
 
@@ -200,6 +234,17 @@ def chain(where: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
     if INTERPRET or current_arch(where) < 90:
         return {"PDL": False}, {"PDL": False}
     return {"PDL": True}, {"PDL": True, "launch_pdl": True}
+
+
+def overlap(where: torch.device) -> dict[str, Any]:
+    """Options of a launch that begins while the one before it, whichever it is, ends.
+
+    From Hopper on (programmatic dependent launch). The kernel starts with ``overlapped(PDL)``, and so
+    waits for all that earlier launches wrote before it touches memory.
+    """
+    if INTERPRET or current_arch(where) < 90:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @functools.cache

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference
+from fuseops.kernels import reference, tiles
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, num_sms
+from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -120,16 +120,14 @@ def rmsnorm_bwd(
     dres2 = x2 if dres is None else as_rows(dres, dims)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     config = dict(BWD.pick(len(x2), (n,), x))
-    programs = max(
-        min(config.pop("PER_SM") * num_sms(x.device), cdiv(len(x2), config["BLOCK_R"])), 1
-    )
+    programs = tiles.row_programs(len(x2), 1, config, x)
     partial = torch.empty(programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
     launch(
         device("norm").rmsnorm_bwd_kernel, (programs,),
         dy2, x2, x2 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
         len(x2), n, dy2.stride(0), x2.stride(0), dres2.stride(0), float(weight_offset),
         HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw,
-        **chain(x.device)[0], **config,
+        **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     if not need_dw:
         return dx, partial.new_empty(0)
@@ -151,7 +149,7 @@ def _forward(
         device("norm").rmsnorm_fwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
         x2, residual2, x2 if weight is None else weight.contiguous(), y, h, rstd,
         len(x2), n, x2.stride(0), residual2.stride(0), float(eps), float(offset),
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **config,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **overlap(x.device), **config,
     )  # fmt: skip
     return y, h, rstd
 

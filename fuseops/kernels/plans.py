@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-MOST_KEPT = 256  # launches of one kind of call, and descriptors of one of its operands
+MOST_KEPT = 1024  # launches of one kind of call, and descriptors of one of its operands: of all layers of a model
 
 Again = Callable[[], None]
 """A launch with all its arguments; it holds none of its tensors."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
@@ -50,18 +52,30 @@ def tile_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return wide[0]
 
 
-def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns whole rows and walks over their columns, loads STAGES steps ahead."""
-    n = pow2(dims[-1], most=1024)
-    sizes = ((1024, 4, 1), (2048, 4, 1), (2048, 8, 1), (1024, 4, 3), (2048, 4, 3))
+def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Elementwise tiles of 2048 elements, 8 or 16 a thread: as few programs as still keep every
+    multiprocessor full (programs of 1024 start more slowly than memory moves).
+    """
+    choices = ((2048, 4), (2048, 8), (512, 8))
     return [
-        {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes
+        _tile(2048 // n, n, warps)
+        for most, warps in choices
+        for n in [pow2(dims[-1], most=min(most, 4096 // itemsize))]
     ]
 
 
-def row_loop_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """One row of up to 1024 columns by four warps."""
-    return row_loop_candidates(dims, itemsize)[0]
+def wide_default(place: int) -> Callable[..., Config]:
+    """The candidate at this place."""
+    return lambda rows, dims, itemsize: wide_candidates(dims, itemsize)[place]
+
+
+def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """A program owns whole rows and walks over their columns, loads STAGES steps ahead."""
+    n = pow2(dims[-1], most=1024)
+    sizes = ((1024, 4, 3), (1024, 4, 1), (2048, 8, 1))
+    return [
+        {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes
+    ]
 
 
 def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -75,6 +89,16 @@ def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
         {**_tile(rows, n, 4), "STAGES": stages, "PER_SM": per_sm}
         for rows, stages, per_sm in choices
     ]
+
+
+def column_tile(
+    width: int, itemsize: int, nbytes: int, stages: int, per_sm: int, warps: int, most: int = 2048
+) -> Config:
+    """A tile of so many bytes, at most `most` of them of one row, of a kernel that walks over rows."""
+    n = pow2(width, most=most // itemsize)
+    return {
+        **_tile(max(nbytes // itemsize // n, 1), n, warps), "STAGES": stages, "PER_SM": per_sm
+    }  # fmt: skip
 
 
 def column_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -91,9 +115,26 @@ def row_splits(rows: int, num_columns: int, config: Config, like: Tensor) -> tup
     """(number of chunks, rows of each) so that column blocks times chunks fill the device PER_SM
     times, which is taken out of the configuration.
     """
-    wanted = max(config.pop("PER_SM") * num_sms(like.device) // max(num_columns, 1), 1)
-    each = cdiv(cdiv(max(rows, 1), wanted), config["BLOCK_R"]) * config["BLOCK_R"]
+    each = max(cdiv(rows, _wanted(num_columns, config, like)), config["BLOCK_R"])
     return cdiv(rows, each), each
+
+
+def row_programs(rows: int, num_columns: int, config: Config, like: Tensor) -> int:
+    """How many programs take blocks of rows in turn, so that with the column blocks they fill the
+    device PER_SM times (taken out of the configuration): as few as need no more turns, all alike.
+    """
+    blocks = cdiv(rows, config["BLOCK_R"])
+    return cdiv(blocks, max(cdiv(blocks, _wanted(num_columns, config, like)), 1))
+
+
+def _wanted(num_columns: int, config: Config, like: Tensor) -> int:
+    return max(config.pop("PER_SM") * num_sms(like.device) // max(num_columns, 1), 1)
+
+
+def rows_at_once(config: Config, itemsize: int) -> int:
+    """How many rows of a tile lie in different threads, each of which holds 16 bytes of a row."""
+    row = max(config["BLOCK_N"] * itemsize // 16, 1)
+    return min(config["BLOCK_R"], max(32 * config["num_warps"] // row, 1))
 
 
 def _tile(block_r: int, block_n: int, num_warps: int) -> Config:

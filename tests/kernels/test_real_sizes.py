@@ -74,3 +74,41 @@ def test_calls_in_a_row(case):
             assert torch.equal(
                 got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
             )
+
+
+@pytest.mark.parametrize("rows", [63, 4096])
+def test_a_launch_sees_what_those_before_it_wrote(rows):
+    """Every kernel of a chain reads the last one's result, in memory that others have just left."""
+    x, wide, weight, probs = (
+        t.cuda()
+        for t in (
+            *(tensor((rows, n), torch.bfloat16, "normal", n) for n in (N, 2 * N)),
+            tensor((N,), torch.bfloat16, "normal", 3),
+            tensor((rows,), torch.float32, "normal", 4),
+        )
+    )
+
+    def chain(then):
+        def step(name, *args):
+            result = KERNEL_OPS[name](*args)
+            then()
+            return result
+
+        h = x
+        for _ in range(5):
+            h = step("bias_fwd", h, weight)
+            y, rstd = step("rmsnorm_fwd", h, weight, 1e-6)
+            dx = step("act_bwd", y, wide, "swiglu")
+            dx, dprobs, _ = step("scaled_act_bwd", y, dx, probs, "swiglu")
+            y = step("scaled_act_fwd", dx, dprobs, "swiglu")
+            dy, dbias = step("act_bwd_bias", y, h, "silu")
+            dh, dw = step("rmsnorm_bwd", dy, h, weight, rstd, y)
+            db = step("bias_bwd", dh)
+            h = step("act_fwd", dh, "gelu_tanh")
+        return h, dbias, dw, db
+
+    want = chain(torch.cuda.synchronize)
+    assert all(t.isfinite().all() for t in want)
+    for _ in range(10):
+        for got, alone in zip(chain(lambda: None), want, strict=True):
+            assert torch.equal(got.view(torch.uint8), alone.view(torch.uint8))

@@ -3,20 +3,23 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import before_launch
+from fuseops.kernels.device.reduce import before_launch, fold, overlapped
 
 
 @triton.jit(do_not_specialize=["R"])
 def rmsnorm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
     R, N, stride_x, stride_residual, eps, weight_offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    overlapped(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < R)[:, None] & (cols < N)
     x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:  # before the reduction, which nothing is loaded across
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
     if HAS_RESIDUAL:
         x += tl.load(
             residual_ptr + (rows * stride_residual)[:, None] + cols, mask=mask, other=0.0
@@ -28,7 +31,7 @@ def rmsnorm_fwd_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+        y *= weight
     tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -37,13 +40,14 @@ def rmsnorm_bwd_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N,
     stride_dy, stride_x, stride_dres, weight_offset,
     HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th block of rows and keeps its sum of dw in registers."""
     before_launch(PDL)
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
     KEEP: tl.constexpr = (
         HAS_WEIGHT and BLOCK_N <= 8192
     )  # wider weights would spill: read again for every row
@@ -59,7 +63,7 @@ def rmsnorm_bwd_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
         x_hat = x * rstd
         if NEED_DW:
-            total += tl.sum(dy * x_hat, axis=0)
+            total += fold(dy * x_hat, AT_ONCE)
         if KEEP:
             dy *= weight
         elif HAS_WEIGHT:
@@ -74,4 +78,4 @@ def rmsnorm_bwd_kernel(
         tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
         at = partial_ptr + pid.to(tl.int64) * N + cols
-        tl.store(at, total[None, :], mask=cols < N)
+        tl.store(at, tl.sum(total, axis=0)[None, :], mask=cols < N)

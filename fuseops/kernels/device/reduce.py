@@ -23,13 +23,27 @@ def after_launch(PDL: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def overlapped(PDL: tl.constexpr):
+    """The next launch may begin, this one waits for the one before it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fold(x, AT_ONCE: tl.constexpr):
+    """(B, N) -> (AT_ONCE, N): sums of rows AT_ONCE apart. Where a thread holds these, nothing moves."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)
+
+
 @triton.jit(do_not_specialize=["S", "ROWS"])
 def column_sum_kernel(
     partial_ptr, offs_ptr, y_ptr, S, N, ROWS,
     GROUPED: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of one group: the sum of its rows of partial (S, N)."""
-    after_launch(PDL)
+    overlapped(PDL)
     group = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first = tl.zeros((), dtype=tl.int64)
