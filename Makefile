@@ -20,13 +20,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 demo: $(STAMP)   ## train the small model; ARGS="--steps 50" passes options on
 	$(PY) -m fuseops demo $(ARGS)
 
-# The kernels run in Triton's interpreter, which is chosen when Triton is first imported: processes of their own. So have
-# the ports: after a compile that torch refuses inside a checkpoint, arguments live longer in that process (torch leaves
-# its evaluation of frames on), which tests of peak memory would see. Exit code 5 is "no test selected", as
-# ARGS="-k rules" does to two of the three.
+# The kernels run in Triton's interpreter, which is chosen when Triton is first imported: a process of its own. Exit
+# code 5 is "no test selected", as ARGS="-k rules" does to one of the two.
 test: $(STAMP)   ## ARGS="-k rules -x" passes options on
-	$(PYTEST) --ignore=tests/kernels --ignore=tests/ports $(ARGS) || [ $$? -eq 5 ]
-	$(PYTEST) tests/ports $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) --ignore=tests/kernels $(ARGS) || [ $$? -eq 5 ]
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS) || [ $$? -eq 5 ]
 
 aot: $(STAMP)    ## compile the kernels that changed, for four architectures, without a GPU

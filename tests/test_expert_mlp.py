@@ -213,6 +213,7 @@ T, WIDE, HIDDEN = 256, 128, 64
 WEIGHT = 2 * GROUPS * WIDE * HIDDEN  # bytes of fc2's, half of fc1's
 
 
+@pytest.mark.first
 def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient() -> None:
     """h goes when dh is there, and the rows of dx when they are summed: before the gradients of the weights."""
     moe = fo.MoE(WIDE, HIDDEN, GROUPS, TOP_K, dtype=torch.bfloat16)
@@ -227,6 +228,7 @@ def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient() -> N
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 64 * T * (GROUPS + TOP_K)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_grouped_experts_need_h_once(main_grad: bool) -> None:
     fc1 = fo.ops.GroupedLinear(GROUPS, WIDE, 2 * HIDDEN, False, accumulate_into_main_grad=main_grad)
