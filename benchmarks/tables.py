@@ -69,6 +69,8 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
     if isinstance(result.get("bandwidth"), list):
         yield table(bandwidth(result["bandwidth"]))
+        if result.get("small"):
+            yield table(small(result["small"]))
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
@@ -115,6 +117,16 @@ def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
             ", ".join(f"{peer} {us[peer]:g}" for peer in peers),
         ])  # fmt: skip
     return rows
+
+
+def small(cells: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = {}
+    for c in cells:
+        parts = {"host": c.get("host_us", {}), "graph": c.get("graph_us", {})}
+        rows[f"{c['case']} {c['rows']} x {c['columns']}"] = {
+            f"{part} {name}": us for part, found in parts.items() for name, us in found.items()
+        }
+    return keyed("small shapes, us a call", rows)
 
 
 def is_way(value: Any) -> bool:
