@@ -42,7 +42,7 @@ def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config
     return [tiles.column_tile(dims[-1], itemsize, 8192, 3, 4, 4)]
 
 
-FWD = Space("bias_fwd", tiles.wide_candidates)
+FWD = Space("bias_fwd", tiles.wide_candidates, tiles.wide_default(1))
 BWD = Space("bias_bwd", _bwd_candidates)
 GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
