@@ -689,3 +689,10 @@ def test_on_cuda_under_autocast() -> None:
     assert found["0.weight"].nbytes == 0
     assert "3.NativeDropoutBackward0.0" in found
     assert torch.cuda.get_rng_state().equal(before) and x.grad is None
+
+
+def test_a_quantized_edge_says_what_multiplies_it() -> None:
+    model, x = fo.Sequential(fo.ops.Linear(8, 6)), torch.randn(5, 8)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        assert any("FP8 tensor cores" in note for note in model.plan(x).notes)
+    assert not model.plan(x).notes

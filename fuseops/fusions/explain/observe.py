@@ -259,6 +259,8 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         if span.kind in _RUNS and span.note != "alias":
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
+    if plan.edges:
+        yield "GEMMs multiply what quantized operands stand for: no kernel uses FP8 tensor cores yet"
 
 
 def _notes_on(call: Call) -> Iterator[str]:
