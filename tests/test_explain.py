@@ -696,3 +696,12 @@ def test_a_quantized_edge_says_what_multiplies_it() -> None:
     with fo.recipe(fo.recipes.Float8BlockScaling()):
         assert any("FP8 tensor cores" in note for note in model.plan(x).notes)
     assert not model.plan(x).notes
+
+
+def test_an_op_that_was_configured_by_itself_is_told_that_it_runs_as_its_sequential_does() -> None:
+    model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6)}), torch.randn(5, 8)
+    fo.configure(model.fc, recipe=fo.recipes.Float8BlockScaling())
+    (note,) = model.plan(x).notes
+    assert note.startswith("fc (Linear) was configured by itself") and "recipe was Float8" in note
+    fo.configure(model, recipe=None)
+    assert not model.plan(x).notes

@@ -35,6 +35,7 @@ def configure(
 
     What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
     call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
+    The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
     fusion: False runs every op by itself.  recipe: precision of GEMM operands, None for high precision.
     rules: tried before the built-in ones.  disable: names of rules that may not fire.
     Raises FuseOpsError for a value of the wrong kind.

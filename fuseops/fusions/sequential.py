@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, RecomputationError, SideInputError
@@ -20,7 +20,7 @@ from . import buffers, traced, weight_grads
 from .buffers import Buffers
 from .key import Tokens
 from .run import Run
-from .sides import check_input, check_returns, described, side_inputs
+from .sides import check_input, check_returns, described, no_tensor, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
@@ -41,7 +41,11 @@ class Runner:
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone, apart)
         self.reads, self.writes = _side_names(self.pieces)
         self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Sequential))
-        self.sides = [(op, op.reads, op.writes) for op in self.children if isinstance(op, Op)]
+        self.said = [
+            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad)
+            for op in self.children
+            if isinstance(op, Op)
+        ]
         self.last: Tokens | None = None
         self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
@@ -54,11 +58,13 @@ class Runner:
         return self._with_apart[names]
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
-        """Are these still the children, and do they still read and write the same names?"""
+        """Are these still the children, and do they still say the same of what they read, write and put elsewhere?"""
         if self.children != children:
             return False
-        for op, reads, writes in self.sides:
+        for op, reads, writes, delays, into_main_grad in self.said:
             if op.reads is not reads or op.writes is not writes:
+                return False
+            if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
                 return False
         return all(nested.reads == known for nested, known in self.nested)
 
@@ -307,6 +313,8 @@ class Sequential(nn.Sequential):
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
+            elif not isinstance(x, Tensor):
+                raise no_tensor(self, runner.pieces[at - 1 : at + 1], x) from error
             raise
         finally:
             if entered:

@@ -1,7 +1,7 @@
 """Operands with a scale a block: vectors of 128 along the axis that a GEMM sums, squares of 128 x 128 of weights.
 
-The scales are powers of two, so data times scale is exact in bfloat16: the GEMM multiplies those products, and any tensor
-core that takes bfloat16 does it.
+The scales are powers of two, so data times scale is exact in bfloat16: the GEMM multiplies those products, and any
+tensor core that takes bfloat16 does it.
 """
 
 import torch

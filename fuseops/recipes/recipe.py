@@ -42,12 +42,12 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for squares of 128 x 128
-    of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+    """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for every square of
+    128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     inv = max(format) / amax rounded down to a power of two, data = cast(x * inv), scale = 1 / inv. Blocks of rows begin
-    anew in each group of a grouped op. Data times scale is exact in bfloat16, which is what the GEMMs multiply, with one
-    rounding at the store; tensors of another dtype are multiplied in float32.
+    anew in each group of a grouped op. Data times scale is exact in bfloat16, which is what the GEMMs multiply, rounded
+    once at the store; tensors of another dtype are multiplied in float32.
     fwd: format of inputs and weights; bwd: of gradients.
     """
 

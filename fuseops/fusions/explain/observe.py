@@ -265,6 +265,13 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
 
 def _notes_on(call: Call) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
+    settings = scopes.resolve(call.module._settings)
+    for name, child in call.module.named_children():
+        if isinstance(child, Op) and child._settings:
+            own = scopes.resolve(child._settings).difference(settings)
+            if own:
+                which = f"{name} ({type(child).__name__}) was configured by itself"
+                yield f"{which}, which holds only where it is called alone: {'; '.join(own)} here"
     if len(call.runs) < call.wanted:
         ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
         yield f"{ran}: forward is overridden, or was left early"
