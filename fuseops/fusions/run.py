@@ -248,6 +248,8 @@ class Run:
             try:
                 shape = self.ops[i].out_shape(shape)
             except FuseOpsError as error:
+                if torch.compiler.is_compiling():  # dynamo traces no add_note, and shows the error itself
+                    raise
                 at = f"at op {self.names[i]!r} of a fuseops.Sequential"
                 error.add_note(f"{at}; the input of the sequence is {describe(x)}")
                 raise
@@ -321,6 +323,7 @@ class Run:
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
+        self._through(0, len(self.ops), tuple(x.shape), x)  # guards on widths, as every op checks its own
         key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:
