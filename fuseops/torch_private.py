@@ -50,7 +50,9 @@ def inside_forward_ad() -> bool:
 
 def has_tangent(t: torch.Tensor | None) -> bool:
     """Whether t carries a tangent of the current level of forward-mode AD."""
-    return t is not None and forward_ad.unpack_dual(t).tangent is not None
+    if t is None:
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 import argparse
 
-DEFAULT_STEPS = 300  # what the bar on the held-out loss is set for
+from .defaults import DEFAULT_STEPS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

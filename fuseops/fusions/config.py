@@ -16,7 +16,7 @@ from fuseops.recipes import Recipe
 
 from .plan import Miss
 from .rule import Rule
-from .sequential import Sequential
+from .runner import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
@@ -47,7 +47,7 @@ def configure(
     check_module("configure(model, ...)", model)
     set_root(model)
     for module in model.modules():
-        if isinstance(module, (Sequential, Op)):
+        if isinstance(module, (Composed, Op)):
             module.__dict__["_settings"] = _replaced(module._settings, override)
 
 
@@ -61,7 +61,7 @@ def _replaced(token: int, override: Override) -> int:
 def set_root(model: nn.Module) -> None:
     """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
     for path, module in model.named_modules(remove_duplicate=True):
-        if isinstance(module, (Sequential, Op)):
+        if isinstance(module, (Composed, Op)):
             parts = [part for part in path.split(".") if part and part not in WRAPPERS]
             if isinstance(module, Op) and module.__dict__.get("_path") != ".".join(parts):
                 module.__dict__.pop("_runner", None)  # it knows the op by its old name

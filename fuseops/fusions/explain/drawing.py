@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.plan import FusionPlan, Miss, Span
+from fuseops.fusions.plan import Miss, Planned, Span
 
 from .layout import Column, columns, why
 
@@ -19,7 +19,7 @@ BOLD, PLAIN = 7.8, 6.8  # widths of a character, on the safe side: nobody measur
 SPAN, OP, MISS, ROW = 26, 46, 20, 12  # heights; ROW is the space between two rows
 
 
-def svg(plan: FusionPlan) -> str:
+def svg(plan: Planned) -> str:
     """The drawing, as an <svg> element."""
     cells = columns(plan)
     edges = _edges(cells)
@@ -105,7 +105,7 @@ def _box(
 
 
 def _nodes(
-    plan: FusionPlan, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
+    plan: Planned, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
 ) -> Iterator[str]:
     """A band behind the ops of each autograd node."""
     outside = {
