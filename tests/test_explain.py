@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import torch_private
+from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
@@ -705,3 +706,12 @@ def test_an_op_that_was_configured_by_itself_is_told_that_it_runs_as_its_sequent
     assert note.startswith("fc (Linear) was configured by itself") and "recipe was Float8" in note
     fo.configure(model, recipe=None)
     assert not model.plan(x).notes
+
+
+def test_a_wide_drawing_shrinks_to_its_page() -> None:
+    drawing = svg(fo.Sequential(*(fo.ops.SiLU() for _ in range(20))).plan(torch.randn(2, 8)))
+    width, least = (
+        float(re.search(pattern, drawing)[1])
+        for pattern in (r'width="(\d+)"', r"max-width:max\(100%,(\d+)px\);height:auto")
+    )
+    assert "viewBox" in drawing and 0.6 * width < least < width
