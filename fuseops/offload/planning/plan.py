@@ -149,14 +149,14 @@ def plan_profile(
 
 
 def _cost(plan: OffloadPlan) -> tuple[float, ...]:
-    """What makes one plan better than another: fitting, then little time, then many bytes where there
-    is no budget, then the greater lag: copies have more time than they need.
+    """What makes one plan better than another: fitting, then little time, then few bytes moved, or
+    where there is no budget a low peak, then the greater lag: copies have more time than they need.
     """
     after, (peak, host) = plan.after, plan.limits
     excess = 0 if peak is None else max(after.peak - peak, 0)
     excess += 0 if host is None else max(after.host - host, 0)
-    moved = plan.bytes_of(OFFLOAD) * (-1 if peak is None else 1)
-    return -(-excess // NEAR), round(after.seconds, 5), moved, -plan.settings.lag
+    nbytes = after.peak if peak is None else plan.bytes_of(OFFLOAD)
+    return -(-excess // NEAR), round(after.seconds, 5), nbytes, -plan.settings.lag
 
 
 def _plan_with(
@@ -260,6 +260,11 @@ def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
         yield (
             f"offloading cannot lower the peak: it stands in the {plan.owner(before)}, where "
             "nothing that could leave is away"
+        )
+    elif after.moved and after.peak >= before.peak:
+        yield (
+            f"does not lower the peak: {size(after.peak)}, {plan.owner(after)}, where what comes back "
+            "is on the device again"
         )
     if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:
         yield "nothing that the layers save can leave"
