@@ -23,9 +23,11 @@ from .planning.simulate import DEFAULT
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
-from .report import Report
+from .report import MISSED, Entry, Report
 from .schedule import Call, Decision, Schedule
 from .sizes import parse_bytes
+
+NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
 
 class Scheduler:
@@ -222,8 +224,17 @@ class Scheduler:
     # --- what came of it
 
     def report(self) -> Report:
-        """What ran: every saved tensor with decision and reason, copies, misses, host memory."""
-        return replace(self._scope.report(), schedule=tuple(self._facts()))
+        """What ran: every saved tensor with decision and reason, copies, misses, host memory, and which
+        layers did not run.
+        """
+        report = self._scope.report()
+        entries = (*report.entries, *self._idle())
+        return replace(report, entries=entries, schedule=tuple(self._facts()))
+
+    def _idle(self) -> Iterator[Entry]:
+        for path, module in self.layers.items():
+            if path not in self._scope.called:
+                yield Entry(path, type(module).__name__, (), None, 0, MISSED, NOT_CALLED)
 
     def _facts(self) -> Iterator[tuple[str, int]]:
         schedule, arena = self._scope.mover.schedule, self._scope.mover.arena

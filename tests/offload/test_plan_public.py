@@ -369,7 +369,7 @@ def test_predicted_bytes_are_those_that_live(
     share: float | None, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peak to the byte, the op in which it stands, and the host's bytes."""
-    model, x = Model(), torch.randn(512, D)
+    model, x = Model(4), torch.randn(256, D)
     free = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
     peak = None if share is None else int(free.before.peak * share)
     settings = Settings(small=small)
