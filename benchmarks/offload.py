@@ -53,7 +53,7 @@ from fuseops.offload.planning.plan import SPARE, Limits, OffloadPlan, plan_profi
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 LAYERS = "blocks.*"
-PEAKS = {"dense": "12.8,11,7,free", "moe": "free,carried"}
+PEAKS = {"dense": "12.8,11,7,free", "moe": "carried"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
@@ -71,6 +71,7 @@ class Bench:
         self.plans: dict[str, OffloadPlan] = {}
         self.base = 0  # bytes before a step
         self.forward_left = 0  # bytes after the last forward that was looked at
+        self.host_ms: dict[str, float] = {}  # to launch a step, by way
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
 
     # --- plans
@@ -136,11 +137,10 @@ class Bench:
     def above(self, nbytes: float) -> float:
         return (nbytes - self.base) / GIB
 
-    def visit(self, way: str, steps: int = 0) -> Row:
-        """A step to get in, and some that count: milliseconds of one, how far the host was ahead of
-        the device at the end, and their peak.
+    def visit(self, way: str, steps: int = 0) -> Callable[[], Row]:
+        """A step to get in, and some that count.   -> their time and memory, once it is called: the
+        device has no pause between visits, after which it would run faster for a while.
         """
-        steps = steps or self.steps
         with self.ways[way]():
             moved = self.scheduler.report().moved_bytes
             self.step(look=True)
@@ -151,25 +151,45 @@ class Bench:
                 "resident_gib": (self.forward_left - before) / GIB,
                 "moved_gib": moved / GIB,
             }
-            return found | self.timed(steps) | {"peak_gib": (self.active("peak") - before) / GIB}
+            ms = self.launched(steps or self.steps)
+            found["peak_gib"] = (self.active("peak") - before) / GIB
+        return lambda: found | {"ms": ms()}
 
-    def timed(self, steps: int) -> Row:
+    def launched(self, steps: int) -> Callable[[], float]:
+        """Launches steps.   -> milliseconds of one, once it is called"""
         if self.cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.reset_peak_memory_stats()
-            start.record()
-        begun = time.perf_counter()
+        start = self.mark()
         for _ in range(steps):
             self.step()
-        launched = time.perf_counter()
-        ms = (launched - begun) * 1e3
-        if self.cuda:
-            end.record()
-            torch.cuda.synchronize()
-            ms = start.elapsed_time(end)
-        ahead = time.perf_counter() - launched
+        end = self.mark()
         self.forget_gradients()
-        return {"ms": ms / steps, "ahead_ms": ahead * 1e3}
+        if isinstance(start, float):
+            return lambda: (end - start) * 1e3 / steps
+
+        def read() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / steps
+
+        return read
+
+    def mark(self) -> Any:
+        """Now, on the device; seconds where there is none."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def launching(self, way: str) -> float:
+        """Milliseconds of the host to launch a step on an idle device."""
+        with self.ways[way]():
+            self.step()
+            if self.cuda:
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            self.step()
+            return (time.perf_counter() - begun) * 1e3
 
     # --- parts
 
@@ -177,22 +197,36 @@ class Bench:
         """Rounds of these ways until the clock says `stop`, but so many at least; what is known after
         each. Who comes first changes from round to round.
         """
+        self.visit("nothing", steps)  # hot, as in training
         found: dict[str, list[Row]] = {way: [] for way in ways}
+        launched: dict[str, Callable[[], Row]] = {}
         number = 0
-        while number < least or time.perf_counter() < stop:
+        while number <= least or time.perf_counter() < stop:
             turn = number % len(ways)
+            before, launched = launched, {}
             for way in ways[turn:] + ways[:turn]:
-                found[way].append(self.visit(way, steps))
+                launched[way] = self.visit(way, steps)
+            for way, read in before.items():
+                found[way].append(read())
             number += 1
-            yield {
-                way: summary(found[way], found["nothing"], self.plans.get(way), self.base)
-                for way in ways
-            }
+            if before:
+                yield self.summary(found)
+        for way, read in launched.items():
+            found[way].append(read())
+        yield self.summary(found)
+
+    def summary(self, found: dict[str, list[Row]]) -> dict[str, Any]:
+        return {
+            way: summary(rows, found["nothing"], self.plans.get(way), self.base)
+            | ({"host_ms": self.host_ms[way]} if way in self.host_ms else {})
+            for way, rows in found.items()
+        }
 
     def warm_up(self) -> None:
-        """Twice each: compiled kernels, the order of layers, pinned memory."""
+        """A few steps each: compiled kernels, the order of layers, pinned memory."""
         for way in self.ways:
-            self.visit(way, steps=1)
+            self.visit(way, steps=1)()
+            self.host_ms[way] = self.launching(way)
             say(f"{way} is warm")
         gc.collect()
         gc.freeze()  # as training loops do: no pause that belongs to no way
@@ -251,7 +285,7 @@ class Bench:
         torch.cuda.set_per_process_memory_fraction(cap / total, device)
         for way in ("nothing", name):
             try:
-                found[way] = self.visit(way)
+                found[way] = self.visit(way)()
             except torch.OutOfMemoryError as error:
                 found[way] = str(error).splitlines()[0][:200]
             self.forget_gradients()
@@ -263,7 +297,7 @@ class Bench:
         """Steps of a stack that takes more memory than there is."""
         found: dict[str, Any] = {"parameters_gib": self.active("current") / GIB}
         try:
-            found["nothing"] = self.timed(1)
+            found["nothing"] = self.launched(1)()
         except torch.OutOfMemoryError as error:
             found["nothing"] = str(error).splitlines()[0][:200]
         self.forget_gradients()
@@ -274,7 +308,7 @@ class Bench:
         with offload.Scheduler(self.model, LAYERS, peak=int(0.93 * room)) as scheduler:
             self.step()
             say("planned, and trained a step")
-            found["trained"] = self.timed(2)
+            found["trained"] = {"ms": self.launched(2)()}
         plan, report = scheduler.plan, scheduler.report()
         return found | {
             "device_gib": room / GIB,
@@ -313,7 +347,7 @@ class Bench:
         del self.ways["async hooks"], hooks  # torch's allocator keeps their pinned memory
         scope = lambda: torch.autograd.graph.save_on_cpu(pin_memory=self.cuda)  # noqa: E731
         with scope():
-            yield found | {"save_on_cpu": self.timed(1)}
+            yield found | {"save_on_cpu": {"ms": self.launched(1)()}}
 
 
 def forward_seconds(plan: OffloadPlan) -> float:

@@ -28,7 +28,7 @@ def summary(
         "rounds": len(mine),
         "ratio": statistics.median(ratios),
         "interval": median_interval(ratios),
-        **{k: statistics.median(r[k] for r in mine) for k in ("ms", "ahead_ms")},
+        "ms": statistics.median(r["ms"] for r in mine),
         "peak_gib": max(r["peak_gib"] for r in mine),
         "resident_gib": mine[-1]["resident_gib"],
     }
@@ -68,11 +68,11 @@ def say(what: str) -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'way':20}{'ms':>9}{'ahead':>8}{'ratio':>8}{'interval':>16}{'peak':>7}{'moved':>7}"]
+    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'interval':>16}{'peak':>7}{'moved':>7}"]
     for way, row in found.items():
         spread = "{:.4f}-{:.4f}".format(*row["interval"]) if "interval" in row else ""
         lines.append(
-            f"{way:20}{row['ms']:9.2f}{row['ahead_ms']:8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
+            f"{way:20}{row['ms']:9.2f}{row.get('host_ms', 0):8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
             f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
         )
         if "predicted" in row:
