@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import DoubleBackwardError, FuseOpsError, InPlaceError
+from fuseops.offload import marks
 from fuseops.offload.lanes.cpu import CpuLanes
+from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.torch_private import WeakStorage, top_saved_tensor_hooks
 
 D = 8
@@ -655,18 +657,29 @@ def test_device_bytes_are_let_go_and_the_books_add_up() -> None:
         y.sum().backward()
 
 
-def test_writes_in_place_are_seen_and_told_apart() -> None:
+@pytest.mark.parametrize("when", ["copy", "release", "backward"])
+def test_law_07_writes_in_place_are_seen_and_told_apart(when: str) -> None:
+    """The copy starts when its layer ends, the release comes two layers later."""
+
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            h = x * 2
-            y = h.sin()
-            h.add_(1)
+            self.h = x * 2
+            y = self.h.sin()
+            if when == "copy":
+                self.h.add_(1)
             return y
 
-    model = nn.Sequential(Writes(), nn.Tanh(), nn.Tanh())
-    with offload.Scheduler(model, "*", policy=ALL):
+    model = nn.Sequential(Writes(), *(nn.Tanh() for _ in range(5)))
+    if when == "release":
+        model[1].register_forward_pre_hook(lambda *_: [model[0].h.add_(1)] and None)
+    with offload.Scheduler(model, "*", policy=ALL, lag=2) as scheduler:
         y = model(inputs())
-    with pytest.raises(InPlaceError, match=r"0\.MulBackward0\.0.*before its copy"):
+        assert facts(scheduler)["out_bytes"] > 0
+        if when == "backward":
+            model[0].h.add_(1)
+    first = "" if when == "backward" else f", before its {when}"
+    said = rf"'0\.MulBackward0\.0' of Writes was modified in place{first} before its backward ran"
+    with pytest.raises(InPlaceError, match=said):
         y.sum().backward()
 
 
@@ -752,16 +765,33 @@ def test_odd_policies_are_refused(field: str, value: Any) -> None:
         offload.Policy(**{field: value})
 
 
-def test_start_offload_is_an_earlier_point_and_exact() -> None:
+def test_start_offload_is_an_earlier_point_and_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits for the point at which it was said, not for the one at which x is saved."""
+    said: list[Event] = []
+    waited: list[Event] = []
+
+    class Noting(CpuLanes):
+        def wait(self, lane: Lane, event: Event) -> None:
+            if lane == "d2h":
+                waited.append(event)
+            super().wait(lane, event)
+
     class Early(Block):
         def forward(self, x: Tensor) -> Tensor:
             offload.start_offload(x)
+            said.append(marks.ready(x))
             return super().forward(x)
 
-    model, plain = nn.Sequential(*(Early() for _ in range(4))), None
+    monkeypatch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: Noting())
+    model = nn.Sequential(*(Early() for _ in range(4)))
     plain = copy.deepcopy(model)
-    with offload.Scheduler(model, "*", policy=ALL, lag=1):
-        for _ in range(3):
+    with offload.Scheduler(model, "*", policy=ALL, lag=1) as scheduler:
+        scheduler._scope.mover.schedule.small = 0
+        for step in range(3):
+            said.clear()
+            waited.clear()
             for m in (model, plain):
                 m(inputs()).sum().backward()
             assert all(map(torch.equal, grads(model), grads(plain)))
+            first = said[: 4 if step == 0 else 3]  # the last layer stays, once that is known
+            assert None not in first and {e.serial for e in first} <= {e.serial for e in waited}
