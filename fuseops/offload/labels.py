@@ -114,7 +114,7 @@ def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         if hits:
             found.setdefault(path, module)
     idle = [g for g in globs if g not in used]
-    if idle:
+    if idle or not globs:
         known = ", ".join(path for path in list(paths.values())[1:6])
         raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
     return found

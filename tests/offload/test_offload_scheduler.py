@@ -754,15 +754,37 @@ def test_a_layer_is_driven_by_hand() -> None:
         offload.Scheduler(model, "blocks.*").offload_layer("blocks.0")
 
 
-@pytest.mark.parametrize("host", ["11 parsecs", -1, True, 1.5])
-def test_odd_arguments_are_refused(host: Any) -> None:
-    with pytest.raises(FuseOpsError, match="host"):
-        offload.Scheduler(Model(), "blocks.*", host=host)
+WRONG = [
+    *(("host", value) for value in ("11 parsecs", -1, True, 1.5)),
+    *(("layers", value) for value in (3, None, [], [nn.Tanh()])),
+    *(("lag", value) for value in (-1, "2", True)),
+    *(("ahead", 0), ("policy", "all"), ("hardware", "h200")),
+    *(("plan", value) for value in ("plan.json", {"blocks.0.x": "move"}, 3)),
+]
+
+
+@pytest.mark.parametrize("name, value", WRONG, ids=str)
+def test_odd_arguments_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(FuseOpsError, match=name):
+        offload.Scheduler(Model(), **{"layers": "blocks.*", name: value})
+
+
+def test_without_a_plan_there_is_nothing_to_match() -> None:
+    with pytest.raises(FuseOpsError, match="follows no plan"):
+        offload.Scheduler(Model(), "blocks.*").assert_matched()
 
 
 @pytest.mark.parametrize(
     "field, value",
-    [("fraction", 2.0), ("min_bytes", -1), ("layer_bytes", "1"), ("where", 3), ("offload", [""])],
+    [
+        ("fraction", 2.0),
+        ("fraction", "half"),
+        ("offload", None),
+        ("min_bytes", -1),
+        ("layer_bytes", "1"),
+        ("where", 3),
+        ("offload", [""]),
+    ],
 )
 def test_odd_policies_are_refused(field: str, value: Any) -> None:
     with pytest.raises(FuseOpsError, match=field):

@@ -153,7 +153,14 @@ def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
     assert Hardware.from_json(data["hardware"]) == tight.hardware
 
 
-@pytest.mark.parametrize("wrong", [{"peak": "much"}, {"host": -1}, {"layers": "nothing.*"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"peak": "much"}, {"host": -1}, {"layers": "nothing.*"}, {"hardware": "h200"}),
+        *({"loss": 3}, {"min_bytes": "1MiB"}, {"split": "3"}, {"split": 3}),
+    ],
+    ids=str,
+)
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(FuseOpsError):
         planned(**wrong)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.explain.layout import size
+from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES
-from fuseops.offload.sizes import parse_bytes
 
 from . import html, text, trace
 from .decided import Decided, Planned
@@ -116,6 +116,13 @@ def plan(
         None if peak is None else parse_bytes(peak, "plan(peak=...)"),
         None if host is None else parse_bytes(host, "plan(host=...)"),
     )
+    whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
+    if loss is not None and not callable(loss):
+        raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
+    for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
+        whole_number(rows, "plan(split=...), in rows,")
+    if hardware is not None:
+        one_of(hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)")
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
