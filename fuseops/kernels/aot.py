@@ -192,25 +192,28 @@ def source_of(kernel: Any) -> str:
     return "\n".join(parts)
 
 
+def compiled(launch: Launch, arch: int) -> Any:
+    """Triton's compiled kernel of a launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    options = {k: v for k, v in launch.options.items() if k not in kernel.arg_names}
+    source = ASTSource(kernel, *specialize(launch))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
 def compile_row(row: Row) -> dict[str, Any]:
     """Compile one row and measure it: registers, stack and shared bytes, tensor cores."""
     result: dict[str, Any] = {"op": row.op, "hash": row.hash}
     if row.launch is None:
         return result | {"note": row.note}
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, attrs = specialize(row.launch)
-    names = row.launch.kernel.arg_names
-    options = {k: v for k, v in row.launch.options.items() if k not in names}
-    kernel = row.launch.kernel
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    source = ASTSource(kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options)
-    usage = _resource_usage(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    kernel = compiled(row.launch, row.arch)
+    usage = _resource_usage(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
     return (
@@ -218,7 +221,7 @@ def compile_row(row: Row) -> dict[str, Any]:
         | {
             "regs": usage["REG"],
             "stack": usage["STACK"],
-            "shared": compiled.metadata.shared,
+            "shared": kernel.metadata.shared,
             "mma": mma,
         }
         | ({"unsafe": unsafe[0]} if unsafe else {})

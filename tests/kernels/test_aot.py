@@ -23,6 +23,31 @@ def test_table_is_fresh_and_a_sample_compiles():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+ONE_ELEMENT_A_LANE = r"""
+import re, torch
+from fuseops.kernels import aot, bias
+from fuseops.kernels.launch import recording
+x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
+offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
+with recording(90) as recorder:
+    bias.grouped_bias_bwd.launcher(x, offs, probs, w)
+ptx = aot.compiled(recorder.launches[0], 90).asm["ptx"]
+shuffled = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
+assert shuffled and not shuffled & added, shuffled & added
+"""
+
+
+def test_all_lanes_of_a_row_hold_the_same_dot_product():
+    """A product contracted with the exchange between lanes would round another way in each of them,
+    and lanes that hold one sum race to store it.
+    """
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", ONE_ELEMENT_A_LANE]
+    done = subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_no_row_ships_with_a_problem():
     for key, row in aot.read_table().items():
         arch, kernel = int(key.rsplit("_", 1)[1]), key.split()[0]
