@@ -215,6 +215,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     usage = _resource_usage(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
+    misreads = misread(ptx)
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
     return (
         result
@@ -225,7 +226,22 @@ def compile_row(row: Row) -> dict[str, Any]:
             "mma": mma,
         }
         | ({"unsafe": unsafe[0]} if unsafe else {})
+        | ({"misread": misreads} if misreads else {})
     )
+
+
+def misread(ptx: str) -> list[str]:
+    """Conversions to two FP8 numbers whose result is packed into a word and used by itself too.
+
+    ptxas 12.8, which Triton 3.6 brings, converts straight into the word then, and lets the other use
+    read its register before anything is written to it: bytes are whatever an earlier kernel left.
+    """
+    pairs = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
+    packed, alone = set[str](), set[str]()
+    for line in map(str.strip, pairs.sub("", ptx).splitlines()):
+        used = re.findall(r"%rs\d+", line)
+        (packed if re.match(r"mov\.b(32|64)\s+%rd?\d+, {", line) else alone).update(used)
+    return sorted(packed & alone & set(pairs.findall(ptx)))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -251,6 +267,8 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
         return f"needs {result['shared']} bytes of shared memory of {SHARED_LIMIT[row.arch]}"
     if "unsafe" in result:
         return f"converts to FP8 without saturation: {result['unsafe']}"
+    if "misread" in result:
+        return f"ptxas misreads conversions to FP8: {', '.join(result['misread'])}"
     if result["stack"] > SPILLS_ALLOWED.get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"
     return None

@@ -60,6 +60,22 @@ def test_a_conversion_that_does_not_saturate_may_not_ship():
     assert "without saturation" in aot.problem_of(row, result)
 
 
+CONVERSIONS = """
+cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r1;
+cvt.rn.satfinite.e5m2x2.f32 %rs2, %r4, %r3;
+mov.b32 %r9, {%rs1, %rs2};
+cvt.rn.satfinite.e4m3x2.f32 %rs3, %r6, %r5;
+"""
+
+
+def test_a_conversion_of_which_words_and_bytes_are_used_may_not_ship():
+    assert aot.misread(CONVERSIONS + "shr.u16 %rs4, %rs3, 8;") == []
+    assert aot.misread(CONVERSIONS + "shr.u16 %rs4, %rs2, 8;") == ["%rs2"]
+    row = aot.Row("op", "kernel", "variant", 90, "new", None)
+    result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "misread": ["%rs2"]}
+    assert "misreads" in aot.problem_of(row, result)
+
+
 def test_changed_missing_and_unused_rows_are_named():
     row = aot.Row("op", "kernel", "variant", 90, "new", None)
     table = {row.key: {"hash": "old"}, "gone": {"hash": ""}}
