@@ -332,24 +332,24 @@ def main() -> None:
     report["launch_us"] = options.launch_us = launch_us()
     pipes = [begin(options, list(range(first, len(every), options.jobs)))
              for first in range(min(options.jobs, len(every)))]  # fmt: skip
-    print(f"{sum(pipe.recv() for pipe in pipes)} of {len(every)} compiled", flush=True)
+    print(f"{sum(ask(pipe) or 0 for pipe in pipes)} of {len(every)} compiled", flush=True)
     report["compile_seconds"] = round(time.time() - begun, 1)
     for number, (part, case, shape) in enumerate(() if options.warm else every):
         if time.time() - begun > options.budget:
             report["skipped"].append([part, case.name, *shape])
             continue
-        pipe = pipes[number % len(pipes)]
-        try:
-            pipe.send(number)
-            report[part].append(pipe.recv())
-        except (EOFError, OSError):
+        record = ask(pipes[number % len(pipes)], number)
+        if record is None:
             report["skipped"].append([part, case.name, *shape, "its process ended"])
             continue
-        print(json.dumps(report[part][-1]), flush=True)
+        report[part].append(record)
+        print(json.dumps(record), flush=True)
         save(report, options.out)
     for pipe in pipes:
         with contextlib.suppress(OSError):
             pipe.send(None)
+    if not options.warm:
+        save(report, options.out)  # what was skipped last
     print(f"{time.time() - begun:.0f} s", json.dumps(report["summary"]))
 
 
@@ -360,6 +360,15 @@ def begin(options: argparse.Namespace, mine: list[int]) -> Connection:
     context.Process(target=worker, args=(there, mine, options), daemon=True).start()
     there.close()
     return here
+
+
+def ask(pipe: Connection, *numbers: int) -> Any:
+    """What a worker answers; None where it has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        for number in numbers:
+            pipe.send(number)
+        return pipe.recv()
+    return None
 
 
 def save(report: dict[str, Any], out: Path) -> None:
