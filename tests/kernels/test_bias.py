@@ -48,7 +48,10 @@ def test_grouped_bias(rows, n, dtype, seed, groups, scaled, with_bias, strided):
     assert all(map(torch.equal, *again))
 
 
-@given(st.lists(st.integers(0, 70), min_size=1, max_size=9), WIDTHS, st.booleans(), SEEDS)
+ENDS = st.integers(0, 70) | st.sampled_from([16, 32, 64])  # where a chunk of rows ends too
+
+
+@given(st.lists(ENDS, min_size=1, max_size=9), st.sampled_from([3, 64, 130]), st.booleans(), SEEDS)
 @few
 def test_groups_end_anywhere(ends, n, with_bias, seed):
     """Empty groups in a row, many in one block of rows, one over all chunks, nothing but padding."""
