@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import configs
-from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
+from fuseops.kernels.grouped_paths import (
+    MM_SPACES,
+    SWIGLU_BWD_SPACES,
+    SWIGLU_SPACES,
+    WGRAD_SPACES,
+    swiglu_bwd_path,
+    swiglu_path,
+)
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import Prepared, device, num_sms
@@ -137,6 +144,49 @@ def _swiglu_plan(
     )
 
 
+def launch_swiglu_bwd(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor,
+    tiles: Tensor,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, a and dprobs of each block of columns, for operands that `swiglu_bwd_path` has a path for."""
+    (rows, width), where = h.shape, places(dy, weight, h, probs, offs, tiles, index)
+    key = (
+        "swiglu_bwd", dy.device, dy.dtype, dy.shape[-1], dy.stride(), kind(weight), probs is None,
+        kind(offs), way(index), rows_kind(rows), where[0],
+    )  # fmt: skip
+    plan = planned.now.get(key)
+    if plan is None:
+        plan = planned.now[key] = _swiglu_bwd_plan(dy, weight, offs, tiles, probs, h, index)
+    dh, a = torch.empty_like(h), h.new_empty(rows, width // 2)
+    sums = torch.empty(plan.blocks, rows, dtype=torch.float32, device=h.device)
+    where = *where, dh.data_ptr(), a.data_ptr(), sums.data_ptr(), rows
+    plan(where, dy, weight, None, offs, tiles, index, dh, a, probs, h, sums)
+    return dh, a, sums
+
+
+def _swiglu_bwd_plan(
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor,
+    probs: Tensor | None,
+    h: Tensor,
+    index: Tensor | None,
+) -> Plan:
+    path = swiglu_bwd_path(dy, weight, h, index)
+    rows, (groups, n, k) = len(h), weight.shape
+    config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
+    aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
+    plan = _ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
+    plan.blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
+    return plan
+
+
 def _mm_plan(
     x: Tensor,
     weight: Tensor,
@@ -175,6 +225,8 @@ def _ring_plan(
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
     hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
+    config = {"SLOTS": 0, "PART": 64, **config}
+    part = config.pop("PART")
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,
@@ -184,11 +236,12 @@ def _ring_plan(
     inner = n if transposed else k
     w_shape = groups * n * k // inner, inner
     w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
-    y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
+    y_block = [64 if config["SLOTS"] else block_m // (1 + config["COOPERATIVE"]), part]
     x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
     w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
     y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
     act_of = kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
+    h_of = kept(lambda h: module.Descriptor(h, h.shape, h.stride(), y_block))
 
     def run(
         x: Any,
@@ -200,13 +253,17 @@ def _ring_plan(
         y: Any,
         act: Any,
         probs: Any,
+        h: Any = None,
+        sums: Any = None,
     ) -> Again | None:
         grid, numbers = sizes(y.shape[0])
         left, index = (x_of(x), offs) if index is None else (x, index)
         bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
         act, act_out = (y, out) if act is None else (act, act_of(act))
+        hidden, sums = (out if h is None else h_of(h)), (probs if sums is None else sums)
         return prepared(
-            grid, y, left, index, w_of(weight), out, bias, act, act_out, probs, offs, tiles, *numbers
+            grid, y, left, index, w_of(weight), out, bias, act, act_out, probs, hidden, sums,
+            offs, tiles, *numbers,
         )  # fmt: skip
 
     return Plan(path, run)

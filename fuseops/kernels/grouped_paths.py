@@ -91,6 +91,24 @@ def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_ring(128, 256, 1, 4), _ring(64, 256, 0, 5)]
 
 
+def _back(
+    m: int, n: int, cooperative: int, stages: int, part: int, slots: int, band: int = 1024
+) -> Config:
+    """SLOTS parts of PART columns of h are on their way for each consumer."""
+    return {**_ring(m, n, cooperative, stages, band), "PART": part, "SLOTS": slots}
+
+
+def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [
+        _back(128, 128, 0, 4, 32, 4),
+        _back(128, 128, 0, 4, 64, 2),
+        _back(128, 128, 0, 5, 32, 2),
+        _back(64, 256, 0, 4, 32, 2),
+        _back(128, 256, 1, 3, 32, 4),
+        _back(128, 256, 1, 3, 64, 2),
+    ]
+
+
 def _wgrad_ring(tile: Config) -> Config:
     return {name: value for name, value in tile.items() if name != "BLOCK_N"}
 
@@ -123,6 +141,10 @@ MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "point
 SWIGLU_SPACES = {
     "pingpong": Space("grouped_swiglu", _swiglu_candidates),
     "gather": Space("grouped_swiglu_gather", _swiglu_candidates),
+}
+SWIGLU_BWD_SPACES = {
+    "pingpong": Space("grouped_swiglu_bwd", _swiglu_bwd_candidates),
+    "gather": Space("grouped_swiglu_bwd_gather", _swiglu_bwd_candidates),
 }
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
@@ -166,6 +188,15 @@ def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
     return path if path in SWIGLU_SPACES and n % 256 == 0 and weight.stride(2) == 1 else ""
+
+
+def swiglu_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
+    """The path that can go on through SwiGLU, "gather" or "pingpong": N a multiple of 64, h packed; ""
+    where the activation is a pass of its own.
+    """
+    path, n = mm_path(dy, weight, None, index), weight.shape[1]
+    fits = h.is_contiguous() and h.data_ptr() % 16 == 0 and n % 64 == 0
+    return path if path in SWIGLU_BWD_SPACES and fits else ""
 
 
 def wgrad_path(

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .grouped_dswiglu import ask, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
 
@@ -76,12 +77,12 @@ def halves(acc):
 
 @gluon.jit
 def multiply_tiles(
-    out, act_out, probs_ptr, problem, ring, order,
+    out, act_out, probs_ptr, back, problem, ring, order,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
     KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    WHICH: gl.constexpr,
+    SLOTS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    _, _, total, _, N, K, _ = problem
+    _, _, total, R, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
     PART: gl.constexpr = out[0].block_type.shape[1]
     STAGES: gl.constexpr = x_ring.shape[0]
@@ -95,16 +96,22 @@ def multiply_tiles(
     TURNS: gl.constexpr = 1 if COOPERATIVE else 2
     steps = K // BLOCK_K
     stride = TURNS * gl.num_programs(0)
-    begin = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
-    at = locate(begin, entry_of(begin, problem), problem, BLOCK_M, GROUP)
+    first_tile = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
+    at = locate(first_tile, entry_of(first_tile, problem), problem, BLOCK_M, GROUP)
     first = (0 if COOPERATIVE else WHICH) * steps
     phase = gl.to_tensor(0)
-    for tile in range(begin, total, stride):
+    for tile in range(first_tile, total, stride):
         entry = entry_of(tile + stride, problem)
         group, start, size, block_m, block_n = at
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if COOPERATIVE:
             row += WHICH * ROWS
+        if SLOTS:
+            h, sums_ptr, arrived = back
+            hidden = h, out[3], arrived
+            place = group, start, size, N
+            for i in gl.static_range(SLOTS):
+                ask(hidden, place, row, col, BLOCK_N, i)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
         if not COOPERATIVE:
             mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
@@ -136,8 +143,14 @@ def multiply_tiles(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
-        left, right = halves(acc)
-        if SWIGLU:
+        if not SLOTS:
+            left, right = halves(acc)
+        if SLOTS:
+            swiglu_back(
+                acc, hidden, (out[0], out[1]), (act_out[0], act_out[1]), out[3].index(2 * SLOTS),
+                probs_ptr, sums_ptr + block_n * R, place, row, col, HAS_PROBS,
+            )  # fmt: skip
+        elif SWIGLU:
             gate0, gate1 = halves(left)
             up0, up1 = halves(right)
             half, col = N // 2, block_n * (BLOCK_N // 2)
@@ -182,21 +195,22 @@ def zero_padding(y_ptr, offs_ptr, R, E, N):
 
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_pingpong_kernel(
-    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, offs_ptr, tiles_ptr,
-    first_entry, R, E, N, K, stride_x,
+    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, h, sums_ptr, offs_ptr,
+    tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
     SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
+    COUNT: gl.constexpr = 2 * SLOTS + 1 if SLOTS else 2 if COOPERATIVE else 1
+    BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
-    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
-    w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
+    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], weight.layout)
+    w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, weight.layout)
     buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -208,8 +222,30 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
+    if SLOTS:
+        back0 = (
+            h,
+            sums_ptr,
+            gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
+        )
+        back1 = (
+            h,
+            sums_ptr,
+            gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
+        )
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(back0[2].index(i), count=1)
+            mbarrier.init(back1[2].index(i), count=1)
+    else:
+        back0, back1 = order, order
+
     if KEEPS:
-        zero_padding(y_ptr, offs_ptr, R, E, N)
+        zero_padding(y_ptr, offs_ptr, R, E, 2 * N if SLOTS else N)
+    if SLOTS:
+        zero_padding(act_ptr, offs_ptr, R, E, N)
+        if HAS_PROBS:
+            for i in range(gl.cdiv(N, BLOCK_N)):
+                zero_padding(sums_ptr + i * R, offs_ptr, R, E, 1)
     if SWIGLU:
         zero_padding(act_ptr, offs_ptr, R, E, N // 2)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -222,10 +258,10 @@ def grouped_mm_pingpong_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
+                (multiply_tiles, (out0, act0, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                (multiply_tiles, (out1, act1, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
                                 GROUP)),
             ],
@@ -235,10 +271,10 @@ def grouped_mm_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
+                (multiply_tiles, (out0, act0, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                (multiply_tiles, (out1, act1, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
             [4, 1],

@@ -18,7 +18,9 @@ from . import grouped_mm
 
 MAX_GROUPS = gl.constexpr(2048)
 swizzle = gluon.jit(grouped_mm.swizzle.fn)  # one order of tiles for both languages
-SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+SWIZZLED = {
+    width: gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16) for width in (32, 64)
+}  # by the columns of a box
 
 
 class Address:
@@ -39,7 +41,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
     def __init__(self, t, shape, strides, block_shape):
         self.base, self.shape = Address(t), shape
         self.strides, self.block_shape = strides, block_shape
-        self.layout, self.padding = SWIZZLED, "zero"
+        self.layout, self.padding = SWIZZLED[block_shape[-1]], "zero"
 
 
 @gluon.jit
