@@ -225,7 +225,7 @@ def _ring_plan(
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
     hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
-    config = {"SLOTS": 0, "PART": 64, **config}
+    config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
     part = config.pop("PART")
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
@@ -236,7 +236,7 @@ def _ring_plan(
     inner = n if transposed else k
     w_shape = groups * n * k // inner, inner
     w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
-    y_block = [64 if config["SLOTS"] else block_m // (1 + config["COOPERATIVE"]), part]
+    y_block = [part, 64]
     x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
     w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
     y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
-from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
@@ -37,6 +37,14 @@ EPILOGUE = Space(
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
     lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4])},
+)
+
+
+BACKWARD = Space(
+    # of fc2: (groups, F, D, by index). On an H200 ...
+    "dswiglu_epilogue",
+    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
+    lambda rows, dims, itemsize: {"EPILOGUE": 1},
 )
 
 
@@ -186,18 +194,23 @@ class GroupedMLP(FusedOp):
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
-        above = grouped_linear_bwd(fc2, dy, _without_weight(last), dy_index=dy_index)
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
-        da, h, a, dh, dprobs = above.x, held.pop(), None, None, None
-        above = above._replace(x=None)
-        if h is None and (da is not None or "weight" in last.needs):
+        h, a, dh, dprobs = held.pop(), None, None, None
+        if h is None and not last.needs.isdisjoint(("x", "weight")):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
-        if da is not None:
-            wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
+        wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
+        goes_on = self._goes_on(s, dy, h, dy_index, last, *wanted)
+        above = grouped_linear_bwd(
+            fc2, dy, _without(last, "weight", *["x"] * goes_on), dy_index=dy_index
+        )
+        da, above = above.x, above._replace(x=None)
+        if goes_on:
+            dh, a, dprobs = self._through(s, dy, h, dy_index, last)  # type: ignore[arg-type]
+        elif da is not None:
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
             del da
         if "weight" in last.needs and a is None:
@@ -207,7 +220,7 @@ class GroupedMLP(FusedOp):
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
         if dh is not None:
-            below = grouped_linear_bwd(fc1, dh, _without_weight(first))
+            below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:
                 below = below._replace(x=finish(below.x))
             if "weight" in first.needs:
@@ -215,6 +228,54 @@ class GroupedMLP(FusedOp):
                 dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
+
+    def _goes_on(
+        self,
+        s: GroupedMLPSaved,
+        dy: Any,
+        h: Tensor | None,
+        dy_index: Tensor | None,
+        call: Call,
+        need_dh: bool,
+        need_dprobs: bool,
+        need_a: bool,
+    ) -> bool:
+        """Whether the GEMM of fc2's input gradient goes on through the activation: see `_in_epilogue`."""
+        if (
+            self.kind != "swiglu"
+            or any(self.form)
+            or not (need_dh and need_a and "x" in call.needs)
+        ):
+            return False
+        if (
+            h is None
+            or h.dim() != 2
+            or not isinstance(dy, Tensor)
+            or (call.out or {}).get("dx") is not None
+        ):
+            return False
+        if self.scaled and s.probs.dtype is not torch.float32:  # type: ignore[union-attr]
+            return False
+        if torch.compiler.is_compiling() or dy.stride(1) != 1:
+            return False
+        weight: Tensor = call.precision.cast(s.fc2).transpose(1, 2)  # type: ignore[union-attr]
+        if not dy.dtype == weight.dtype == h.dtype or not K.grouped_dswiglu.launches(
+            (dy, weight, h), {}
+        ):
+            return False
+        if not swiglu_bwd_path(dy, weight, h, dy_index):
+            return False
+        dims = (*weight.shape, dy_index is not None)
+        return bool(BACKWARD.pick(len(h), dims, dy)["EPILOGUE"])
+
+    def _through(
+        self, s: GroupedMLPSaved, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dh, the activation and dprobs from one kernel."""
+        weight: Tensor = call.precision.cast(s.fc2).transpose(1, 2)  # type: ignore[union-attr]
+        offs: Tensor = s.offs  # type: ignore[assignment]
+        tiles, probs = tiles_of(call, offs, len(h)), s.probs if self.scaled else None
+        return K.grouped_dswiglu(dy, weight, h, offs, tiles, probs, dy_index)
 
     def _activation_bwd(
         self,
@@ -243,8 +304,8 @@ def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | No
     return saved._replace(h=None), [saved.h]
 
 
-def _without_weight(call: Call) -> Call:
-    return call._replace(needs=call.needs - WEIGHT)
+def _without(call: Call, *needs: str) -> Call:
+    return call._replace(needs=call.needs.difference(needs))
 
 
 def _weight(

@@ -107,11 +107,10 @@ def multiply_tiles(
         if COOPERATIVE:
             row += WHICH * ROWS
         if SLOTS:
-            h, sums_ptr, arrived = back
-            hidden = h, out[3], arrived
-            place = group, start, size, N
+            h, sums_ptr, arrived, staged = back
+            hidden, place = (h, out[3], arrived), (group, start, size, N)
             for i in gl.static_range(SLOTS):
-                ask(hidden, place, row, col, BLOCK_N, i)
+                ask(hidden, place, row, col, i, BLOCK_N // PART)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
         if not COOPERATIVE:
             mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
@@ -146,10 +145,9 @@ def multiply_tiles(
         if not SLOTS:
             left, right = halves(acc)
         if SLOTS:
-            swiglu_back(
-                acc, hidden, (out[0], out[1]), (act_out[0], act_out[1]), out[3].index(2 * SLOTS),
-                probs_ptr, sums_ptr + block_n * R, place, row, col, HAS_PROBS,
-            )  # fmt: skip
+            outs = out[0], out[1], act_out[0], act_out[1]
+            sums_ptr += block_n * R
+            swiglu_back(acc, hidden, staged, outs, probs_ptr, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
             gate0, gate1 = halves(left)
             up0, up1 = halves(right)
@@ -206,11 +204,11 @@ def grouped_mm_pingpong_kernel(
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    COUNT: gl.constexpr = 2 * SLOTS + 1 if SLOTS else 2 if COOPERATIVE else 1
+    COUNT: gl.constexpr = 2 * SLOTS if SLOTS else 2 if COOPERATIVE else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
-    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], weight.layout)
-    w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, weight.layout)
+    x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
+    w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
     buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -223,19 +221,16 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
     if SLOTS:
-        back0 = (
-            h,
-            sums_ptr,
-            gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
-        )
-        back1 = (
-            h,
-            sums_ptr,
-            gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
-        )
+        ROWS: gl.constexpr = BLOCK_M // 2 if COOPERATIVE else BLOCK_M
+        STAGED: gl.constexpr = [ROWS * BLOCK_N // 4096, 64, 64]
+        arrived0 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        arrived1 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        staged0 = gl.allocate_shared_memory(y.dtype, STAGED, y.layout)
+        staged1 = gl.allocate_shared_memory(y.dtype, STAGED, y.layout)
         for i in gl.static_range(SLOTS):
-            mbarrier.init(back0[2].index(i), count=1)
-            mbarrier.init(back1[2].index(i), count=1)
+            mbarrier.init(arrived0.index(i), count=1)
+            mbarrier.init(arrived1.index(i), count=1)
+        back0, back1 = (h, sums_ptr, arrived0, staged0), (h, sums_ptr, arrived1, staged1)
     else:
         back0, back1 = order, order
 

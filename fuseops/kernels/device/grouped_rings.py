@@ -18,9 +18,7 @@ from . import grouped_mm
 
 MAX_GROUPS = gl.constexpr(2048)
 swizzle = gluon.jit(grouped_mm.swizzle.fn)  # one order of tiles for both languages
-SWIZZLED = {
-    width: gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16) for width in (32, 64)
-}  # by the columns of a box
+SWIZZLED = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 
 
 class Address:
@@ -41,7 +39,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
     def __init__(self, t, shape, strides, block_shape):
         self.base, self.shape = Address(t), shape
         self.strides, self.block_shape = strides, block_shape
-        self.layout, self.padding = SWIZZLED[block_shape[-1]], "zero"
+        self.layout, self.padding = SWIZZLED, "zero"
 
 
 @gluon.jit
