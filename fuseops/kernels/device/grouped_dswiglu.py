@@ -86,7 +86,10 @@ def swiglu_back(
     for i in gl.static_range(PARTS // EACH):
         tile.index(i).store(blocks[i].to(h.dtype))
     parts = tile._reinterpret(h.dtype, [PARTS, ROWS, WIDTH], h.layout)
-    each, across = gl.arange(0, ROWS, layout=row_layout), gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    each, across = (
+        gl.arange(0, ROWS, layout=row_layout),
+        gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)),
+    )
     dot = gl.zeros((ROWS,), gl.float32, layout=row_layout)
     for i in range(PARTS):
         down, right = i // ACROSS, i % ACROSS
@@ -119,7 +122,10 @@ def swiglu_back(
             tma.async_copy_shared_to_global(a, [start + first, part_col], buffer)
         else:
             rows = (start + first + each).to(gl.int64)[:, None]
-            mask, cols = inside[:, None] & (part_col + across < N)[None, :], (part_col + across)[None, :]
+            mask, cols = (
+                inside[:, None] & (part_col + across < N)[None, :],
+                (part_col + across)[None, :],
+            )
             gl.store(dh_ptr + rows * (2 * N) + cols, gate_buffer.load(layout), mask=mask)
             gl.store(dh_ptr + rows * (2 * N) + N + cols, up_buffer.load(layout), mask=mask)
             gl.store(a_ptr + rows * N + cols, buffer.load(layout), mask=mask)
