@@ -1,15 +1,15 @@
 """The end of a tile of the gradient of SwiGLU's output: the gradients of gate and up, the activation and the
 row sums of dprobs, while the other consumer multiplies.
 
-The tile goes to shared memory first, so that what follows is one short loop over parts of a few rows: code that
-is written out for every part of the accumulator does not fit the instruction cache, and takes ten times as long.
+The tile goes to shared memory, so that what follows is one short loop over parts of a few rows: code that is
+written out for every part of the accumulator does not fit the instruction cache, and takes ten times as long.
 h comes in such parts by TMA, the first ones beside the tile's products, each later one into the place of one
-that is done with; the results leave from where their operands lay.
+that has been read. Stores are whole lines of 128 bytes, so that full and ragged tiles are one path.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 WIDTH = gl.constexpr(64)  # columns of a part
 
@@ -96,7 +96,7 @@ def swiglu_back(
     phases repeat.
     """
     h, gates, ups, arrived = hidden
-    dh, dh_ptr, a, a_ptr = outs
+    dh_ptr, a_ptr = outs
     _, start, size, N = place
     SLOTS: gl.constexpr = gates.shape[0]
     ROWS: gl.constexpr = h.block_type.shape[0]
@@ -109,51 +109,34 @@ def swiglu_back(
     blocks = blocks_of(acc)
     parts = staged._reinterpret(h.dtype, [EACH * ACROSS, ROWS, WIDTH], h.layout)
     scales = scales._reinterpret(gl.float32, [acc.shape[0] // ROWS, ROWS], scales.layout)
-    each = gl.arange(0, ROWS, layout=row_layout)
-    across = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    each = row + gl.arange(0, ROWS, layout=row_layout)
+    across = col + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     dot = gl.zeros((ROWS,), gl.float32, layout=row_layout)
     for lower in gl.static_range(acc.shape[0] // 64):
-        tma.store_wait(0)
         for i in gl.static_range(ACROSS):
             staged.index(i).store(blocks[lower * ACROSS + i].to(h.dtype))
         for i in range(lower * EACH * ACROSS, (lower + 1) * EACH * ACROSS):
-            down, right = i // ACROSS, i % ACROSS
-            first, part_col = row + down * ROWS, col + right * WIDTH
-            slot = i % SLOTS
-            gate_buffer, up_buffer = gates.index(slot), ups.index(slot)
-            buffer = parts.index(right * EACH + down % EACH)
-            da = buffer.load(layout).to(gl.float32)
+            down, right, slot = i // ACROSS, i % ACROSS, i % SLOTS
+            da = parts.index(right * EACH + down % EACH).load(layout).to(gl.float32)
             mbarrier.wait(arrived.index(slot), i // SLOTS & 1)
-            gate, up = gate_buffer.load(layout).to(gl.float32), up_buffer.load(layout).to(gl.float32)
+            gate, up = gates.index(slot).load(layout), ups.index(slot).load(layout)
+            if i + SLOTS < PARTS:
+                ask(hidden, place, row, col, i + SLOTS, ACROSS)
+            gate, up = gate.to(gl.float32), up.to(gl.float32)
             slope = sigmoid(gate)
             silu = gate * slope
             act = silu * up
+            rows, cols = each + down * ROWS, across + right * WIDTH
             if HAS_PROBS:
-                scale = scales.index(down).load(row_layout)[:, None]
-                sums = gl.where(part_col < N, gl.sum(da * act, axis=1), 0.0)
+                sums = gl.sum(gl.where(cols < N, da * act, 0.0), axis=1)
                 dot = gl.where(right == 0, sums, dot + sums)
+                last = (rows < size) & (right == ACROSS - 1)
+                gl.store(sums_ptr + start + rows, dot, mask=last)
+                scale = scales.index(down).load(row_layout)[:, None]
                 da *= scale
                 act *= scale
-            gate_buffer.store((da * up * (slope + silu * (1.0 - slope))).to(h.dtype))
-            up_buffer.store((da * silu).to(h.dtype))
-            buffer.store(act.to(h.dtype))
-            fence_async_shared()
-            if (first + ROWS <= size) & (part_col < N):
-                tma.async_copy_shared_to_global(dh, [start + first, part_col], gate_buffer)
-                tma.async_copy_shared_to_global(dh, [start + first, N + part_col], up_buffer)
-                tma.async_copy_shared_to_global(a, [start + first, part_col], buffer)
-            else:
-                rows = (start + first + each).to(gl.int64)[:, None]
-                cols = (part_col + across)[None, :]
-                mask = (first + each < size)[:, None] & (cols < N)
-                gl.store(dh_ptr + rows * (2 * N) + cols, gate_buffer.load(layout), mask=mask)
-                gl.store(dh_ptr + rows * (2 * N) + N + cols, up_buffer.load(layout), mask=mask)
-                gl.store(a_ptr + rows * N + cols, buffer.load(layout), mask=mask)
-                tma.store_wait(0)
-            if HAS_PROBS:
-                last = (first + each < size) & (right == ACROSS - 1)
-                gl.store(sums_ptr + start + first + each, dot, mask=last)
-            tma.store_wait(3)  # of the part before, whose slot may be filled again
-            if (i > 0) & (i - 1 + SLOTS < PARTS):
-                ask(hidden, place, row, col, i - 1 + SLOTS, ACROSS)
-    tma.store_wait(0)
+            mask, at = (rows < size)[:, None] & (cols < N), (start + rows).to(gl.int64)[:, None]
+            dgate = da * up * (slope + silu * (1.0 - slope))
+            gl.store(dh_ptr + at * (2 * N) + cols, dgate.to(h.dtype), mask=mask)
+            gl.store(dh_ptr + at * (2 * N) + N + cols, (da * silu).to(h.dtype), mask=mask)
+            gl.store(a_ptr + at * N + cols, act.to(h.dtype), mask=mask)

@@ -147,7 +147,7 @@ def multiply_tiles(
         if not SLOTS:
             left, right = halves(acc)
         if SLOTS:
-            outs = out[0], out[1], act_out[0], act_out[1]
+            outs = out[1], act_out[1]
             sums_ptr += block_n * R
             swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
