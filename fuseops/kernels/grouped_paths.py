@@ -100,7 +100,11 @@ def _back(
 
 
 def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_back(128, 128, 0, 4, 32, 4), _back(128, 128, 0, 5, 16, 4), _back(128, 128, 0, 5, 32, 2)]
+    return [
+        _back(128, 128, 0, 4, 32, 4),
+        _back(128, 128, 0, 5, 16, 4),
+        _back(128, 128, 0, 5, 32, 2),
+    ]
 
 
 def _swiglu_bwd_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:

@@ -8,7 +8,7 @@ sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,12 @@ def apart(
     h: Tensor | None,
     dy_index: Tensor | None,
     calls: tuple[Call, ...],
+    rows: int,
 ) -> str | None:
-    """Why the activation's backward is a kernel of its own; None where the GEMM goes on through it."""
+    """Why the activation's backward is a kernel of its own; None where the GEMM goes on through it.
+
+    rows: of the product; dy and h may stand for tensors of so many rows.
+    """
     first, _, last = calls
     if mlp.kind != "swiglu" or any(mlp.form):
         return f"the activation is {mlp.kind}, in another form than [gate | up]"
@@ -57,9 +61,28 @@ def apart(
         return "the reference runs"
     if not swiglu_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
-    if not THROUGH.pick(len(h), (*weight.shape, dy_index is not None), dy)["THROUGH"]:
+    if not THROUGH.pick(rows, (*weight.shape, dy_index is not None), dy)["THROUGH"]:
         return "two kernels are faster for this shape"
     return None
+
+
+def said(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    dy_index: Tensor | None,
+    calls: tuple[Call, ...],
+    rows: int,
+) -> str:
+    """`apart` of a backward to come, in words."""
+    if not calls[2].needs:
+        return ""
+    x, fc1, fc2 = cast("tuple[Tensor, Tensor, Tensor]", (s.x, s.fc1, s.fc2))
+    dtype = calls[0].precision.cast(fc1).dtype  # type: ignore[union-attr]
+    dy, h = (x.new_empty(1, w.shape[1], dtype=dtype) for w in (fc2, fc1))
+    why = apart(mlp, s, dy, h, dy_index, calls, rows)
+    if why is None:
+        return "the GEMM of fc2's input gradient goes on through SwiGLU"
+    return f"the backward of the activation is a kernel of its own: {why}"
 
 
 def through(

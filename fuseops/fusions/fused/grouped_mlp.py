@@ -23,7 +23,7 @@ from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
-from .dswiglu import apart, through
+from .dswiglu import apart, said, through
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
@@ -105,6 +105,9 @@ class GroupedMLP(FusedOp):
         rest, h = without_h(saved)
         del saved
         return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
+
+    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        return said(self, self.inputs(x, t), None, calls, len(x))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -196,7 +199,8 @@ class GroupedMLP(FusedOp):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
-        fused = apart(self, s, dy, h, dy_index, calls) is None
+        rows = len(dy) if dy_index is None else len(dy_index)
+        fused = apart(self, s, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(
             fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
         )

@@ -46,7 +46,6 @@ def blocks_of(acc):
 def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr):
     """What a consumer needs besides the slots of gates, whose phases are set up: see `swiglu_back`."""
     SLOTS: gl.constexpr = gates.shape[0]
-    ROWS: gl.constexpr = h.block_type.shape[0]
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ups = gl.allocate_shared_memory(h.dtype, gates.shape, h.layout)
     staged = gl.allocate_shared_memory(h.dtype, [TILE_WIDTH // WIDTH, 64, WIDTH], h.layout)
