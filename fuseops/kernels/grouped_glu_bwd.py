@@ -31,8 +31,6 @@ from fuseops.kernels.plans import Plan, kind, misaligned, places, planned, rows_
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv
 
-SUMMED = 128  # columns of a partial sum of dprobs
-
 
 def _fake(
     dy: Tensor,
@@ -139,7 +137,7 @@ def _plan(
     config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
     aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
     plan = ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
-    plan.blocks = 0 if probs is None else cdiv(n, SUMMED)
+    plan.blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     return plan
 
 

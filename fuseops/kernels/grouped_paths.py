@@ -101,14 +101,14 @@ def _back(
 
 def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [
-        _back(128, 128, 0, 5, 32, 2),
+        _back(128, 128, 0, 4, 32, 4),
         _back(128, 128, 0, 5, 16, 4),
-        _back(64, 256, 0, 4, 32, 2),
+        _back(128, 128, 0, 5, 32, 2),
     ]
 
 
 def _swiglu_bwd_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_back(64, 256, 0, 4, 32, 2), _back(64, 256, 0, 4, 16, 4), _back(128, 128, 0, 5, 16, 4)]
+    return _swiglu_bwd_candidates(dims, itemsize)[::-1]
 
 
 def _wgrad_ring(tile: Config) -> Config:

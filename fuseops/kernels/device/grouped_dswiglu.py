@@ -12,9 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 WIDTH = gl.constexpr(64)  # columns of a part
-CHUNK = gl.constexpr(
-    128
-)  # columns that go to shared memory at a time, with 64 rows; and of a partial row sum
 
 
 @gluon.jit
@@ -46,12 +43,12 @@ def blocks_of(acc):
 
 
 @gluon.jit
-def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr):
+def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr):
     """What a consumer needs besides the slots of gates, whose phases are set up: see `swiglu_back`."""
     SLOTS: gl.constexpr = gates.shape[0]
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ups = gl.allocate_shared_memory(h.dtype, gates.shape, h.layout)
-    staged = gl.allocate_shared_memory(h.dtype, [CHUNK // WIDTH, 64, WIDTH], h.layout)
+    staged = gl.allocate_shared_memory(h.dtype, [TILE_WIDTH // WIDTH, 64, WIDTH], h.layout)
     scales = gl.allocate_shared_memory(gl.float32, [TILE_ROWS], line)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -60,24 +57,13 @@ def room_for(h, gates, sums_ptr, TILE_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def place_of(number, ROWS: gl.constexpr, TILE_WIDTH: gl.constexpr):
-    """(first row, first column) of a part in its tile: chunk by chunk, and there row by row."""
-    ACROSS: gl.constexpr = CHUNK // WIDTH
-    EACH: gl.constexpr = 64 // ROWS * ACROSS  # parts of a chunk
-    CHUNKS: gl.constexpr = TILE_WIDTH // CHUNK
-    chunk, inside = number // EACH, number % EACH
-    row = chunk // CHUNKS * 64 + inside // ACROSS * ROWS
-    return row, chunk % CHUNKS * CHUNK + inside % ACROSS * WIDTH
-
-
-@gluon.jit
-def ask(hidden, place, row, col, number, TILE_WIDTH: gl.constexpr):
-    """Gate and up of this part of a tile, into the slot that is its turn."""
+def ask(hidden, place, row, col, number, ACROSS: gl.constexpr):
+    """Gate and up of this part of a tile that is ACROSS parts wide, into the slot that is its turn."""
     h, gates, ups, arrived = hidden
     _, start, _, N = place
     slot = number % gates.shape[0]
-    down, right = place_of(number, h.block_type.shape[0], TILE_WIDTH)
-    row, col = start + row + down, col + right
+    row += start + number // ACROSS * h.block_type.shape[0]
+    col += number % ACROSS * WIDTH
     mbarrier.expect(arrived.index(slot), 2 * h.block_type.nbytes)
     tma.async_copy_global_to_shared(h, [row, col], arrived.index(slot), gates.index(slot))
     tma.async_copy_global_to_shared(h, [row, N + col], arrived.index(slot), ups.index(slot))
@@ -103,9 +89,9 @@ def sigmoid(x):
 
 @gluon.jit
 def swiglu_back(
-    acc, hidden, staged, scales, outs, sums_ptr, R, place, row, col, HAS_PROBS: gl.constexpr
+    acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS: gl.constexpr
 ):
-    """Gradients and activation of a tile, chunk after chunk. A slot is used an even number of times: its
+    """Gradients and activation of a tile, 64 rows after 64. A slot is used an even number of times: its
     phases repeat.
     """
     h, gates, ups, arrived = hidden
@@ -113,42 +99,39 @@ def swiglu_back(
     _, start, size, N = place
     SLOTS: gl.constexpr = gates.shape[0]
     ROWS: gl.constexpr = h.block_type.shape[0]
-    ACROSS: gl.constexpr = CHUNK // WIDTH
-    EACH: gl.constexpr = 64 // ROWS * ACROSS  # parts of a chunk
-    TILE_WIDTH: gl.constexpr = acc.shape[1]
-    PARTS: gl.constexpr = acc.shape[0] // ROWS * (TILE_WIDTH // WIDTH)
+    ACROSS: gl.constexpr = staged.shape[0]
+    EACH: gl.constexpr = 64 // ROWS  # parts of a block
+    PARTS: gl.constexpr = acc.shape[0] // ROWS * ACROSS
     gl.static_assert(PARTS % (2 * SLOTS) == 0)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     blocks = blocks_of(acc)
-    parts = staged._reinterpret(h.dtype, [EACH, ROWS, WIDTH], h.layout)
+    parts = staged._reinterpret(h.dtype, [EACH * ACROSS, ROWS, WIDTH], h.layout)
     scales = scales._reinterpret(gl.float32, [acc.shape[0] // ROWS, ROWS], scales.layout)
     each = row + gl.arange(0, ROWS, layout=row_layout)
     across = col + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     dot = gl.zeros((ROWS,), gl.float32, layout=row_layout)
-    for chunk in gl.static_range(PARTS // EACH):
+    for lower in gl.static_range(acc.shape[0] // 64):
         for i in gl.static_range(ACROSS):
-            staged.index(i).store(blocks[chunk * ACROSS + i].to(h.dtype))
-        for i in range(chunk * EACH, (chunk + 1) * EACH):
-            slot, side, line = i % SLOTS, i % ACROSS, i % EACH // ACROSS
-            down, right = place_of(i, ROWS, TILE_WIDTH)
-            da = parts.index(side * (64 // ROWS) + line).load(layout).to(gl.float32)
+            staged.index(i).store(blocks[lower * ACROSS + i].to(h.dtype))
+        for i in range(lower * EACH * ACROSS, (lower + 1) * EACH * ACROSS):
+            down, right, slot = i // ACROSS, i % ACROSS, i % SLOTS
+            da = parts.index(right * EACH + down % EACH).load(layout).to(gl.float32)
             mbarrier.wait(arrived.index(slot), i // SLOTS & 1)
             gate, up = gates.index(slot).load(layout), ups.index(slot).load(layout)
             if i + SLOTS < PARTS:
-                ask(hidden, place, row, col, i + SLOTS, TILE_WIDTH)
+                ask(hidden, place, row, col, i + SLOTS, ACROSS)
             gate, up = gate.to(gl.float32), up.to(gl.float32)
             slope = sigmoid(gate)
             silu = gate * slope
             act = silu * up
-            rows, cols = each + down, across + right
+            rows, cols = each + down * ROWS, across + right * WIDTH
             if HAS_PROBS:
                 sums = gl.sum(gl.where(cols < N, da * act, 0.0), axis=1)
-                dot = gl.where(side == 0, sums, dot + sums)
-                first = col + right - side * WIDTH
-                to = sums_ptr + first // CHUNK * R + start + rows
-                gl.store(to, dot, mask=(rows < size) & (side == ACROSS - 1) & (first < N))
-                scale = scales.index(down // ROWS).load(row_layout)[:, None]
+                dot = gl.where(right == 0, sums, dot + sums)
+                last = (rows < size) & (right == ACROSS - 1)
+                gl.store(sums_ptr + start + rows, dot, mask=last)
+                scale = scales.index(down).load(row_layout)[:, None]
                 da *= scale
                 act *= scale
             mask, at = (rows < size)[:, None] & (cols < N), (start + rows).to(gl.int64)[:, None]

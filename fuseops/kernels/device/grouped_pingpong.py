@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_dswiglu import CHUNK, ask, keep_scales, room_for, swiglu_back
+from .grouped_dswiglu import ask, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
 
@@ -110,7 +110,7 @@ def multiply_tiles(
             sums_ptr, hidden, staged, scales = back
             place = group, start, size, N
             for i in gl.static_range(SLOTS):
-                ask(hidden, place, row, col, i, BLOCK_N)
+                ask(hidden, place, row, col, i, BLOCK_N // PART)
             if HAS_PROBS:
                 keep_scales(scales, probs_ptr, place, row)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
@@ -147,10 +147,9 @@ def multiply_tiles(
         if not SLOTS:
             left, right = halves(acc)
         if SLOTS:
-            swiglu_back(
-                acc, hidden, staged, scales, (out[1], act_out[1]), sums_ptr, R, place, row, col,
-                HAS_PROBS,
-            )  # fmt: skip
+            outs = out[1], act_out[1]
+            sums_ptr += block_n * R
+            swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
             gate0, gate1 = halves(left)
             up0, up1 = halves(right)
@@ -224,8 +223,8 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
     if SLOTS:
-        back0 = room_for(h, buffers0, sums_ptr, BLOCK_M // (1 + COOPERATIVE))
-        back1 = room_for(h, buffers1, sums_ptr, BLOCK_M // (1 + COOPERATIVE))
+        back0 = room_for(h, buffers0, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        back1 = room_for(h, buffers1, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
     else:
         back0, back1 = order, order
 
@@ -234,7 +233,7 @@ def grouped_mm_pingpong_kernel(
     if SLOTS:
         zero_padding(act_ptr, offs_ptr, R, E, N)
         if HAS_PROBS:
-            for i in range(gl.cdiv(N, CHUNK)):
+            for i in range(gl.cdiv(N, BLOCK_N)):
                 zero_padding(sums_ptr + i * R, offs_ptr, R, E, 1)
     if SWIGLU:
         zero_padding(act_ptr, offs_ptr, R, E, N // 2)
