@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops import torch_private
+from fuseops import offload, torch_private
 from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
 from fuseops.fusions.tables import TABLES
@@ -215,6 +215,16 @@ def test_the_peak_of_a_rehearsed_step_is_all_that_lives_in_it() -> None:
     assert plan.peak_bytes == (x + y + x + w) * FLOAT  # with dx and dw
     assert all(p.grad is None for p in model.parameters())
     assert "at the peak of a step" in str(plan) and "at the peak of a step" in plan.to_html()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_search_for_anomalies_does_not_stop_a_rehearsal() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, 4 * D, bias=False))
+    with torch.autograd.detect_anomaly():
+        inside = model.plan(rows())
+        assert torch.is_anomaly_check_nan_enabled()
+        assert offload.plan(model, rows()).before.peak > 0
+    assert inside.rehearsed and inside.peak_bytes == model.plan(rows()).peak_bytes
 
 
 def test_peak_without_a_rehearsal_adds_the_largest_output_that_is_not_saved() -> None:

@@ -249,6 +249,34 @@ def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
     assert compiling == [False]
 
 
+class Tanhs(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().tanh()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_region_is_known_while_it_saves(compiled: bool) -> None:
+    torch._dynamo.reset()
+    module = Tanhs()
+    if compiled:
+        module.compile(backend="aot_eager")
+    found: list[Any] = []
+
+    def pack(t: Tensor) -> Tensor:
+        found.append(torch_private.compiled_region())
+        return t
+
+    torch_private.never_compile(pack)
+    with saved_tensors_hooks(pack, Tensor.detach):
+        torch.nn.Sequential(torch.nn.Sigmoid(), module)(torch.ones(2, requires_grad=True))
+    assert found[0] is None
+    if compiled:
+        assert all(region[0] is module and len(region) == 2 for region in found[1:])
+    else:
+        assert len(found) > 1 and not any(found)
+
+
 def test_levels_of_torch_func_are_known() -> None:
     seen: list[bool] = []
 
