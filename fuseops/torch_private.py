@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -42,6 +43,18 @@ def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], 
 def inside_functorch() -> bool:
     """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def inside_forward_ad() -> bool:
+    """True inside `torch.autograd.forward_ad.dual_level()`, where any tensor may carry a tangent."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(t: torch.Tensor | None) -> bool:
+    """Whether t carries a tangent of the current level of forward-mode AD."""
+    if t is None:
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

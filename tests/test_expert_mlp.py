@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
+from fuseops.fusions.explain import FusionPlan
 from fuseops.fusions.fused import routed_mlp
-from fuseops.fusions.plan import FusionPlan
 from fuseops.fusions.rule import types_of
 from fuseops.fusions.tables import PLAIN, SCALED
 from fuseops.kernels import configs

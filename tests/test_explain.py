@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
+from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
@@ -699,3 +700,28 @@ def test_on_cuda_under_autocast() -> None:
     assert found["0.weight"].nbytes == 0
     assert "3.NativeDropoutBackward0.0" in found
     assert torch.cuda.get_rng_state().equal(before) and x.grad is None
+
+
+def test_a_quantized_edge_says_what_multiplies_it() -> None:
+    model, x = fo.Sequential(fo.ops.Linear(8, 6)), torch.randn(5, 8)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        assert any("FP8 tensor cores" in note for note in model.plan(x).notes)
+    assert not model.plan(x).notes
+
+
+def test_an_op_that_was_configured_by_itself_is_told_that_it_runs_as_its_sequential_does() -> None:
+    model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6)}), torch.randn(5, 8)
+    fo.configure(model.fc, recipe=fo.recipes.Float8BlockScaling())
+    (note,) = model.plan(x).notes
+    assert note.startswith("fc (Linear) was configured by itself") and "recipe was Float8" in note
+    fo.configure(model, recipe=None)
+    assert not model.plan(x).notes
+
+
+def test_a_wide_drawing_shrinks_to_its_page() -> None:
+    drawing = svg(fo.Sequential(*(fo.ops.SiLU() for _ in range(20))).plan(torch.randn(2, 8)))
+    width, least = (
+        float(re.search(pattern, drawing)[1])
+        for pattern in (r'width="(\d+)"', r"max-width:max\(100%,(\d+)px\);height:auto")
+    )
+    assert "viewBox" in drawing and 0.6 * width < least < width

@@ -145,6 +145,16 @@ def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
         assert torch_private.top_saved_tensor_hooks() == (second, second)
 
 
+def test_inside_forward_ad_is_true_inside_a_level_only() -> None:
+    assert not torch_private.inside_forward_ad()
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.inside_forward_ad()
+        assert torch_private.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
+        assert not torch_private.has_tangent(x) and not torch_private.has_tangent(None)
+    assert not torch_private.inside_forward_ad()
+
+
 def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     seen: list[bool] = []
 

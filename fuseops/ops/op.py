@@ -124,7 +124,7 @@ class Op(nn.Module, Generic[S]):
         None  # of its operands under a recipe; None: no recipe applies
     )
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
-    # Set on an instance, before its first call:
+    # Set on an instance:
     delays: tuple[str, ...] = ()  # parameters whose gradients wait for Sequential.backward_dw()
     accumulate_into_main_grad: bool = False  # add parameter gradients to `parameter.main_grad`
 
