@@ -32,57 +32,105 @@ def scores_of(logits, largest, total, SOFTMAX: tl.constexpr):
 @triton.jit
 def order_of(key):
     """int32 in the order of float32 keys, above LOWEST; NaN is the largest, as inf, and -0 is 0."""
-    key = tl.where(key == key, tl.where(key == 0.0, 0.0, key), float("inf"))
-    bits = key.to(tl.int32, bitcast=True)
+    bits = tl.minimum(key + 0.0, float("inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def larger_first(a, b):
-    return tl.maximum(a, b), tl.minimum(a, b)
+def reverse(x, N: tl.constexpr):
+    y = ()
+    for i in tl.static_range(N):
+        y = y + (x[N - 1 - i],)
+    return y
 
 
 @triton.jit
-def sorted4(keys, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Four slices (BLOCK_R, BLOCK_E // 4) of the keys, in descending order at every place."""
-    ac, bd = tl.split(tl.reshape(keys, (BLOCK_R, BLOCK_E // 4, 2, 2)))
+def merged(x, N: tl.constexpr):
+    """A bitonic tuple of N tensors, in descending order at every place."""
+    if N == 1:
+        return x
+    else:
+        upper = ()
+        lower = ()
+        for i in tl.static_range(N // 2):
+            upper = upper + (tl.maximum(x[i], x[i + N // 2]),)
+            lower = lower + (tl.minimum(x[i], x[i + N // 2]),)
+        return merged(upper, N // 2) + merged(lower, N // 2)
+
+
+@triton.jit
+def largest_of(x, N: tl.constexpr, L: tl.constexpr):
+    """(the L largest, or all, of a tuple of N tensors, in descending order at every place; the
+    largest that is left out)
+    """
+    if N == 1:
+        return x, tl.full(x[0].shape, LOWEST, dtype=tl.int32)
+    else:
+        a, left = largest_of(x[: N // 2], N // 2, L)
+        b, other = largest_of(x[N // 2 :], N // 2, L)
+        left = tl.maximum(left, other)
+        if N <= L:
+            c = a + reverse(b, N // 2)
+        else:
+            c = ()
+            for i in tl.static_range(L):
+                c = c + (tl.maximum(a[i], b[L - 1 - i]),)
+                left = tl.maximum(left, tl.minimum(a[i], b[L - 1 - i]))
+        return merged(c, N if N < L else L), left
+
+
+@triton.jit
+def largest_of_rows(x, left, L: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """The same of each row of L sorted tensors (R, W) and of what they left out: L tensors (R,)."""
+    if W == 1:
+        y = ()
+        for i in tl.static_range(L):
+            y = y + (tl.reshape(x[i], (R,)),)
+        return y, tl.reshape(left, (R,))
+    else:
+        odd = tl.arange(0, 2)[None, None, :] == 1  # these lists are turned round: bitonic pairs
+        left = tl.max(tl.reshape(left, (R, W // 2, 2)), axis=2)
+        y = ()
+        for i in tl.static_range(L):
+            a = tl.reshape(x[i], (R, W // 2, 2))
+            b = tl.reshape(x[L - 1 - i], (R, W // 2, 2))
+            a = tl.where(odd, b, a)
+            y = y + (tl.max(a, axis=2),)
+            left = tl.maximum(left, tl.min(a, axis=2))
+        return largest_of_rows(merged(y, L), left, L, R, W // 2)
+
+
+@triton.jit
+def quarters(x, R: tl.constexpr, W: tl.constexpr):
+    """(R, 4 W) -> four tensors (R, W); every fourth number of a row belongs to one."""
+    ac, bd = tl.split(tl.reshape(x, (R, W, 2, 2)))
     a, c = tl.split(ac)
     b, d = tl.split(bd)
-    a, b = larger_first(a, b)
-    c, d = larger_first(c, d)
-    a, c = larger_first(a, c)
-    b, d = larger_first(b, d)
-    b, c = larger_first(b, c)
-    return a, b, c, d
+    return (a, b, c, d)
 
 
 @triton.jit
-def top_by_pieces(
-    keys, cols, E,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+def top_by_pieces(pieces, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, W: tl.constexpr, P: tl.constexpr, LOW: tl.constexpr):
     """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong). Experts take the place of the lowest bits of their keys, which makes all keys different:
-    it may be wrong if two of the largest differ in those bits alone.
+    wrong), of P pieces (R, 4 W) of keys whose lowest bits tell the experts.
+    It may be wrong if two of the largest differ in those bits alone.
     """
-    LOW: tl.constexpr = BLOCK_E - 1
-    unique = tl.where(cols < E, (keys & ~LOW) | (LOW - cols), LOWEST)
-    a, b, c, d = sorted4(unique, BLOCK_R, BLOCK_E)
-    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    alike = tl.zeros((BLOCK_R, 1), dtype=tl.int32)
-    before = tl.full((BLOCK_R, 1), LOWEST, dtype=tl.int32)
-    for k in tl.static_range(K + 1):
-        top = tl.max(a, axis=1)[:, None]
-        if k < K:
-            experts = tl.where(slots == k, LOW - (top & LOW), experts)
-            taken = a == top
-            a, b, c = tl.where(taken, b, a), tl.where(taken, c, b), tl.where(taken, d, c)
-            d = tl.where(taken, LOWEST, d)
-        alike = tl.where((top & ~LOW) == (before & ~LOW), 1, alike)
-        before = top
-    bits = tl.max(tl.where(cols < E, keys & LOW, 0), axis=1)[:, None]
-    return experts, tl.max(tl.where(bits != 0, alike, 0))
+    keys = ()
+    for p in tl.static_range(P):
+        keys = keys + quarters(pieces[p], R, W)
+    top, left = largest_of(keys, 4 * P, L)
+    for _ in tl.static_range(L - 4 * P):
+        top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
+    top, left = largest_of_rows(top, left, L, R, W)
+    top = top + (left,)
+    closest = tl.full((R,), -1, dtype=tl.int32).to(tl.uint32, bitcast=True)
+    for i in tl.static_range(K):
+        closest = tl.minimum(closest, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
+    slots = tl.arange(0, L)[None, :]
+    experts = tl.zeros((R, L), dtype=tl.int32)
+    for i in tl.static_range(K):
+        experts = tl.where(slots == i, top[i][:, None], experts)
+    return LOW - (experts & LOW), tl.min(closest, axis=0) <= LOW
 
 
 @triton.jit
@@ -94,7 +142,7 @@ def top_one_by_one(
     left = tl.where(cols < E, keys, LOWEST)
     experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    for k in tl.static_range(K):
+    for k in range(K):
         top = tl.max(left, axis=1)[:, None]
         best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
         experts = tl.where(slots == k, best, experts)
@@ -128,51 +176,130 @@ def in_best_groups(
     return allowed
 
 
-@triton.jit(do_not_specialize=["T"])
-def router_fwd_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, E, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+@triton.jit
+def row_keys(
+    logits_ptr, bias_ptr, tokens, here,
+    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    E: tl.constexpr, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the chosen are computed again, from their logits: a sum over the row for each
-    would cost more.
-    """
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """(int32 keys of whole rows, LOWEST for experts that may not be chosen; the softmax's terms)"""
     cols = tl.arange(0, BLOCK_E)[None, :]
-    mask = (tokens < T)[:, None] & (cols < E)
-    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
+    mask = here[:, None] & (cols < E)
+    logits = load_logits(logits_ptr + (tokens * STRIDE)[:, None] + cols, mask, cols, E)
     largest, total = softmax_terms(logits)
     key = logits
     if BIASED or GROUPS > 1:
         key = scores_of(logits, largest, total, SOFTMAX)
     if BIASED:
         key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-    keys = order_of(key)
+    keys = tl.where(cols < E, order_of(key), LOWEST)
     if GROUPS > 1:
         allowed = in_best_groups(key, cols, E, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_E)
         keys = tl.where(allowed, keys, LOWEST)
-    experts, unsure = top_by_pieces(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    if unsure > 0:
-        experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    flat = tl.arange(0, BLOCK_R * BLOCK_K)  # one chosen expert a thread
-    token, slot = flat // BLOCK_K, flat % BLOCK_K
-    expert = tl.gather(tl.reshape(experts, (BLOCK_R * BLOCK_K,)), flat, axis=0)
-    token64 = tl.program_id(0).to(tl.int64) * BLOCK_R + token
-    mask = (token64 < T) & (slot < K)
-    chosen = tl.load(logits_ptr + token64 * stride_logits + expert, mask=mask, other=0.0)
+    return keys, largest, total
+
+
+@triton.jit
+def piece_keys(
+    logits_ptr, bias_ptr, tokens, here,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    E: tl.constexpr, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    PIECES: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """The same in pieces of BLOCK_P experts, which take the place of the lowest bits of their keys."""
+    place = tl.arange(0, BLOCK_P)[None, :]
+    x = ()
+    for p in tl.static_range(PIECES):
+        cols = place + p * BLOCK_P
+        mask = here[:, None] & (cols < E)
+        x = x + (load_logits(logits_ptr + (tokens * STRIDE)[:, None] + cols, mask, cols, E),)
+    largest = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
+    total = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
+    if SOFTMAX and (BIASED or not NORMALIZE):
+        top = x[0]
+        for p in tl.static_range(1, PIECES):
+            top = tl.maximum(top, x[p])
+        largest = tl.max(top, axis=1)[:, None]
+        sums = tl.exp(x[0] - largest)
+        for p in tl.static_range(1, PIECES):
+            sums += tl.exp(x[p] - largest)
+        total = tl.sum(sums, axis=1)[:, None]
+    keys = ()
+    for p in tl.static_range(PIECES):
+        cols = place + p * BLOCK_P
+        key = x[p]
+        if BIASED:
+            key = scores_of(key, largest, total, SOFTMAX)
+            key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
+        key = (order_of(key) & ~LOW) | (LOW - cols)
+        keys = keys + (tl.where(cols < E, key, LOWEST),)
+    return keys, largest, total
+
+
+@triton.jit
+def store_chosen(
+    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest, total, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The scores of the chosen are computed again, from their logits: a sum over the row for each
+    would cost more. BEST: they have the largest logits, and a softmax over them needs no others.
+    """
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    mask = here[:, None] & (slots < K)
+    chosen = tl.load(logits_ptr + (tokens * STRIDE)[:, None] + experts, mask=mask, other=0.0)
     chosen = chosen.to(tl.float32)
-    top = tl.gather(tl.reshape(largest, (BLOCK_R,)), token, axis=0)
-    below = tl.gather(tl.reshape(total, (BLOCK_R,)), token, axis=0)
-    weights = scores_of(chosen, top, below, SOFTMAX)
-    weights = tl.where(slot < K, weights, 0.0)
-    if NORMALIZE:
-        sums = tl.sum(tl.reshape(weights, (BLOCK_R, BLOCK_K)), axis=1)
-        weights = weights / (tl.gather(sums, token, axis=0) + TINY)
-    at = token64 * K + slot
+    if SOFTMAX and NORMALIZE and BEST:
+        weights = tl.where(slots < K, chosen, float("-inf"))
+        weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    else:
+        weights = tl.where(slots < K, scores_of(chosen, largest, total, SOFTMAX), 0.0)
+        if NORMALIZE:
+            weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
+    at = (tokens * K)[:, None] + slots
     tl.store(weights_ptr + at, weights * scale, mask=mask)
-    tl.store(experts_ptr + at, expert, mask=mask)
+    tl.store(experts_ptr + at, experts, mask=mask)
     tl.store(chosen_ptr + at, chosen, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_fwd_kernel(
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    LOW: tl.constexpr = BLOCK_E - 1
+    BEST: tl.constexpr = GROUPS == 1 and not BIASED
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here = tokens < T
+    unsure = True
+    if BLOCK_P > 0:
+        PIECES: tl.constexpr = BLOCK_E // BLOCK_P
+        pieces, largest, total = piece_keys(
+            logits_ptr, bias_ptr, tokens, here, SOFTMAX, NORMALIZE, BIASED, E, STRIDE,
+            BLOCK_R, BLOCK_P, PIECES, LOW,
+        )  # fmt: skip
+        experts, unsure = top_by_pieces(pieces, K, BLOCK_K, BLOCK_R, BLOCK_P // 4, PIECES, LOW)
+        store_chosen(
+            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest, total,
+            scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_K,
+        )  # fmt: skip
+    if unsure:
+        cols = tl.arange(0, BLOCK_E)[None, :]
+        keys, largest, total = row_keys(
+            logits_ptr, bias_ptr, tokens, here, SOFTMAX, BIASED, GROUPS, TOP_GROUPS,
+            E, STRIDE, BLOCK_R, BLOCK_E,
+        )  # fmt: skip
+        lost = tl.where(cols < E, (keys ^ (keys >> 31)) & LOW, 0)
+        if BLOCK_P == 0 or tl.max(tl.max(lost, axis=1), axis=0) > 0:
+            experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
+            tl.debug_barrier()  # these stores come after those above
+            store_chosen(
+                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest,
+                total, scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
