@@ -146,7 +146,7 @@ def router_bwd(
     if num_experts:
         launch(
             kernels.router_bwd_chosen_kernel, grid, dweights, logits.contiguous(), experts, dlogits,
-            tokens, wide, float(scale), **form, **config,
+            tokens, float(scale), E=wide, BLOCK_K=pow2(k), **form, **config,
         )  # fmt: skip
     else:
         logits = as_rows(logits)

@@ -15,7 +15,7 @@ from fuseops.kernels import routing as k
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
-SMALL = {"PROGRAMS": 512, "BLOCK_S": 16, "BLOCK_H": 32, "num_warps": 4}
+SMALL = {"BLOCK_S": 16, "num_warps": 4}
 
 
 def chosen(tokens, top_k, experts, seed, skew=False, lost=False, dtype=torch.int32):
@@ -62,10 +62,9 @@ def test_route_as_shipped(tokens):
 
 
 def test_many_chunks():
-    """More copies than PROGRAMS chunks of the smallest size."""
-    e = chosen(200, 2, 7, 0)
-    few_programs = SMALL | {"PROGRAMS": 3}
-    with forced(k.ROUTE, few_programs), mock.patch.object(k, "ONE_LAUNCH", -1):
+    """More chunks than are scanned at once."""
+    e = chosen(1000, 17, 7, 0)
+    with forced(k.ROUTE, SMALL):
         same(k.route, e, 7, None)
 
 

@@ -335,46 +335,34 @@ def router_bwd_kernel(
     )
 
 
-@triton.jit
-def chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX: tl.constexpr):
-    """(gradient of the score, the score or its exponential) of one of the chosen of each token."""
-    logits = tl.load(logits_ptr + at, mask=here, other=0.0).to(tl.float32)
-    dw = tl.load(dweights_ptr + at, mask=here, other=0.0).to(tl.float32)
-    return dw * scale, tl.exp(logits - largest) if SOFTMAX else tl.sigmoid(logits)
-
-
 @triton.jit(do_not_specialize=["T"])
 def router_bwd_chosen_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The same from the logits of the chosen alone (T, K): a softmax is one over those."""
+    """The same from the logits of the chosen alone (T, K): a softmax is one over those. Their
+    gradients go over zeros.
+    """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = tokens < T
-    cols = tl.arange(0, BLOCK_E)[None, :]
-    largest = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
-    for k in tl.static_range(K if SOFTMAX else 0):
-        logits = tl.load(logits_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, logits)
-    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
-    dot = tl.zeros((BLOCK_R,), dtype=tl.float32)
-    for k in tl.static_range(K):
-        at = tokens * K + k
-        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
-        total += s
-        dot += g * s
-    total += 0.0 if SOFTMAX else TINY
-    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    for k in tl.static_range(K):
-        at = tokens * K + k
-        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
-        if NORMALIZE:
-            g = (g - dot / total) / total
-        g = g * s if SOFTMAX else g * s * (1.0 - s)
-        expert = tl.load(experts_ptr + at, mask=here, other=-1)
-        d = tl.where(cols == expert[:, None], g[:, None], d)
-    tl.store(
-        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty),
-        mask=here[:, None] & (cols < E),
-    )  # fmt: skip
+    here = (tokens < T)[:, None]
+    cols, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    row, at = dlogits_ptr + (tokens * E)[:, None], (tokens * K)[:, None] + slots
+    zeros = tl.zeros((BLOCK_R, BLOCK_E), dtype=dlogits_ptr.dtype.element_ty)
+    tl.store(row + cols, zeros, mask=here & (cols < E))
+    mask = here & (slots < K)
+    logits = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    expert = tl.load(experts_ptr + at, mask=mask, other=0)
+    if SOFTMAX:
+        logits = tl.where(slots < K, logits, float("-inf"))
+        s = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        total = tl.sum(s, axis=1)[:, None]
+    else:
+        s = tl.where(slots < K, tl.sigmoid(logits), 0.0)
+        total = tl.sum(s, axis=1)[:, None] + TINY
+    if NORMALIZE:
+        d = (d - tl.sum(d * s, axis=1)[:, None] / total) / total
+    d = d * s if SOFTMAX else d * s * (1.0 - s)
+    tl.debug_barrier()  # these stores come after the zeros
+    tl.store(row + expert, d.to(dlogits_ptr.dtype.element_ty), mask=mask)
