@@ -37,14 +37,6 @@ def order_of(key):
 
 
 @triton.jit
-def reverse(x, N: tl.constexpr):
-    y = ()
-    for i in tl.static_range(N):
-        y = y + (x[N - 1 - i],)
-    return y
-
-
-@triton.jit
 def merged(x, N: tl.constexpr):
     """A bitonic tuple of N tensors, in descending order at every place."""
     if N == 1:
@@ -59,24 +51,38 @@ def merged(x, N: tl.constexpr):
 
 
 @triton.jit
+def merged_pair(a, b, N: tl.constexpr):
+    """Two tuples of N tensors in descending order as one (odd-even merge, Batcher 1968)."""
+    if N == 1:
+        return (tl.maximum(a[0], b[0]), tl.minimum(a[0], b[0]))
+    else:
+        even = merged_pair(a[::2], b[::2], N // 2)
+        odd = merged_pair(a[1::2], b[1::2], N // 2)
+        c = (even[0],)
+        for i in tl.static_range(N - 1):
+            c = c + (tl.maximum(odd[i], even[i + 1]), tl.minimum(odd[i], even[i + 1]))
+        return c + (odd[N - 1],)
+
+
+@triton.jit
 def largest_of(x, N: tl.constexpr, L: tl.constexpr):
     """(the L largest, or all, of a tuple of N tensors, in descending order at every place; the
     largest that is left out)
     """
     if N == 1:
-        return x, tl.full(x[0].shape, LOWEST, dtype=tl.int32)
+        return x, tl.full(x[0].shape, LOWEST + 4096, dtype=tl.int32)
     else:
         a, left = largest_of(x[: N // 2], N // 2, L)
         b, other = largest_of(x[N // 2 :], N // 2, L)
         left = tl.maximum(left, other)
         if N <= L:
-            c = a + reverse(b, N // 2)
+            return merged_pair(a, b, N // 2), left
         else:
             c = ()
             for i in tl.static_range(L):
                 c = c + (tl.maximum(a[i], b[L - 1 - i]),)
                 left = tl.maximum(left, tl.minimum(a[i], b[L - 1 - i]))
-        return merged(c, N if N < L else L), left
+            return merged(c, L), left
 
 
 @triton.jit
@@ -117,11 +123,17 @@ def top_by_pieces(pieces, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, W: 
     """
     keys = ()
     for p in tl.static_range(P):
-        keys = keys + quarters(pieces[p], R, W)
-    top, left = largest_of(keys, 4 * P, L)
+        each = quarters(pieces[p], R, W)
+        for j in tl.static_range(4):
+            keys = keys + ((each[j] | LOW) - (4 * W * p + j),)
+    mine, left = largest_of(keys, 4 * P, L)
+    lane = 4 * tl.arange(0, W)[None, :]
+    top = ()
+    for i in tl.static_range(L if L < 4 * P else 4 * P):
+        top = top + (mine[i] - lane,)
     for _ in tl.static_range(L - 4 * P):
         top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
-    top, left = largest_of_rows(top, left, L, R, W)
+    top, left = largest_of_rows(top, left - lane, L, R, W)
     top = top + (left,)
     closest = tl.full((R,), -1, dtype=tl.int32).to(tl.uint32, bitcast=True)
     for i in tl.static_range(K):
@@ -204,9 +216,9 @@ def piece_keys(
     logits_ptr, bias_ptr, tokens, here,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     E: tl.constexpr, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    PIECES: tl.constexpr, LOW: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same in pieces of BLOCK_P experts, which take the place of the lowest bits of their keys."""
+    """The same in pieces of BLOCK_P experts."""
     place = tl.arange(0, BLOCK_P)[None, :]
     x = ()
     for p in tl.static_range(PIECES):
@@ -230,36 +242,37 @@ def piece_keys(
         key = x[p]
         if BIASED:
             key = scores_of(key, largest, total, SOFTMAX)
-            key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-        key = (order_of(key) & ~LOW) | (LOW - cols)
-        keys = keys + (tl.where(cols < E, key, LOWEST),)
+            key += tl.load(bias_ptr + cols, mask=cols < E, other=float("-inf")).to(tl.float32)
+        keys = keys + (order_of(key),)
     return keys, largest, total
 
 
 @triton.jit
 def store_chosen(
-    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest, total, scale,
+    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest, total, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_K: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The scores of the chosen are computed again, from their logits: a sum over the row for each
     would cost more. BEST: they have the largest logits, and a softmax over them needs no others.
     """
+    flat = tl.arange(0, BLOCK_R * BLOCK_K)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_R + flat // BLOCK_K
+    expert, mask = tl.reshape(experts, (BLOCK_R * BLOCK_K,)), (token < T) & (flat % BLOCK_K < K)
+    chosen = tl.load(logits_ptr + token * STRIDE + expert, mask=mask, other=0.0).to(tl.float32)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    mask = here[:, None] & (slots < K)
-    chosen = tl.load(logits_ptr + (tokens * STRIDE)[:, None] + experts, mask=mask, other=0.0)
-    chosen = chosen.to(tl.float32)
+    weights = tl.reshape(chosen, (BLOCK_R, BLOCK_K))
     if SOFTMAX and NORMALIZE and BEST:
-        weights = tl.where(slots < K, chosen, float("-inf"))
+        weights = tl.where(slots < K, weights, float("-inf"))
         weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
     else:
-        weights = tl.where(slots < K, scores_of(chosen, largest, total, SOFTMAX), 0.0)
+        weights = tl.where(slots < K, scores_of(weights, largest, total, SOFTMAX), 0.0)
         if NORMALIZE:
             weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
-    at = (tokens * K)[:, None] + slots
-    tl.store(weights_ptr + at, weights * scale, mask=mask)
-    tl.store(experts_ptr + at, experts, mask=mask)
+    at = token * K + flat % BLOCK_K
+    tl.store(weights_ptr + at, tl.reshape(weights, (BLOCK_R * BLOCK_K,)) * scale, mask=mask)
+    tl.store(experts_ptr + at, expert, mask=mask)
     tl.store(chosen_ptr + at, chosen, mask=mask)
 
 
@@ -279,12 +292,12 @@ def router_fwd_kernel(
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
         pieces, largest, total = piece_keys(
             logits_ptr, bias_ptr, tokens, here, SOFTMAX, NORMALIZE, BIASED, E, STRIDE,
-            BLOCK_R, BLOCK_P, PIECES, LOW,
+            BLOCK_R, BLOCK_P, PIECES,
         )  # fmt: skip
         experts, unsure = top_by_pieces(pieces, K, BLOCK_K, BLOCK_R, BLOCK_P // 4, PIECES, LOW)
         store_chosen(
-            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest, total,
-            scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_K,
+            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest, total,
+            scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_R, BLOCK_K,
         )  # fmt: skip
     if unsure:
         cols = tl.arange(0, BLOCK_E)[None, :]
@@ -297,8 +310,8 @@ def router_fwd_kernel(
             experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
             tl.debug_barrier()  # these stores come after those above
             store_chosen(
-                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, tokens, here, experts, largest,
-                total, scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_K,
+                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest,
+                total, scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_R, BLOCK_K,
             )  # fmt: skip
 
 
