@@ -37,10 +37,10 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """dims: experts, k, groups. With pieces, a lane holds 32 experts of a token (8 to 128 of few or
     many), in pieces of four; without (BLOCK_P = 0), a program holds whole rows.
     """
-    e, k, groups = pow2(dims[0], least=4), dims[1], dims[2]
-    if k > 16 or groups > 1:
-        return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
+    (experts, k, groups), e = dims, pow2(dims[0], least=4)
     lanes = min(max(e // 32, 1), 32)
+    if k > 16 or (groups > 1 and experts // groups % (4 * lanes)):
+        return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
     return [
         {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": 4 * lanes, "num_warps": warps}
         for warps in (4, 1, 2)
@@ -99,13 +99,14 @@ def router_fwd(
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     picked = torch.empty_like(weights)
-    config = FWD.pick(tokens, (experts, k, groups), logits)
+    config, stride = FWD.pick(tokens, (experts, k, groups), logits), logits.stride(0)
+    wide = 1 if stride % 4 else 4
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         logits, logits if bias is None else bias.contiguous(), weights, chosen, picked,
-        tokens, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
-        BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=experts,
-        STRIDE=logits.stride(0), BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
+        tokens, stride // wide, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
+        BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=experts, WIDE=wide,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
     )  # fmt: skip
     return weights, chosen, picked
 

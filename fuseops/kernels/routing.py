@@ -29,10 +29,13 @@ from fuseops.kernels.tiles import cdiv, pow2, require
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
+SCAN = 1 << 10
+"""Chunks that are scanned at once."""
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [{"BLOCK_S": s, "num_warps": warps} for s, warps in ((256, 2), (256, 1), (256, 4), (512, 4))]
+    """BLOCK_S: the copies of a chunk"""
+    return [{"BLOCK_S": s, "num_warps": warps} for s, warps in ((256, 2), (256, 4), (512, 4))]
 
 
 ROUTE = Space("route", _candidates)
@@ -84,14 +87,14 @@ def route(
     pos = torch.empty(experts.shape, dtype=torch.int32, device=where)
     probs = torch.empty(0 if weights is None else rows, dtype=torch.float32, device=where)
     config = ROUTE.pick(rows, (num_experts,), experts)
-    chunks, block_e = max(cdiv(rows, config["BLOCK_S"]), 1), pow2(num_experts, least=16)
+    chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
     counted, counts, total = rows > ONE_LAUNCH, offs, offs
     (leads, follows), kernels = chain(where), device("routing")
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
             kernels.scan_kernel, (num_experts,), counts, total, chunks, **follows,
-            BLOCK_P=pow2(chunks, least=128, most=1024), num_warps=4,
+            BLOCK_P=pow2(chunks, most=SCAN), num_warps=4,
         )  # fmt: skip
     launch(
         kernels.route_kernel, (chunks,),
@@ -128,10 +131,15 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     return counts.sum(1, dtype=torch.int32)
 
 
+def _chunks(rows: int, config: Config) -> int:
+    """One that is empty where there are no rows: its program writes offs."""
+    return max(cdiv(rows, config["BLOCK_S"]), 1)
+
+
 def _count(experts: Tensor, num_experts: int, config: Config, **options: Any) -> Tensor:
     """counts (E, chunks) int32 of each chunk of copies."""
     rows = experts.numel()
-    chunks, block_e = max(cdiv(rows, config["BLOCK_S"]), 1), pow2(num_experts, least=16)
+    chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
     counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
     launch(
         device("routing").count_kernel, (chunks,), experts, counts, rows, num_experts, chunks,

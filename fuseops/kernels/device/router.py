@@ -1,10 +1,16 @@
-"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token."""
+"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token.
+
+The forward has two ways to the K largest keys. The fast one gives a token to BLOCK_P / 4 threads, and
+runs a selection network over what they hold: all of it is minima and maxima of int32. It knows where
+it may be wrong, and goes the slow way there, K times the maximum of a row, as it does where BLOCK_P is 0.
+"""
 
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.select import LOWEST, largest_of, largest_of_rows, quarters
+
 TINY: tl.constexpr = tl.constexpr(1e-20)
-LOWEST: tl.constexpr = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -37,112 +43,47 @@ def order_of(key):
 
 
 @triton.jit
-def merged(x, N: tl.constexpr):
-    """A bitonic tuple of N tensors, in descending order at every place."""
-    if N == 1:
-        return x
-    else:
-        upper = ()
-        lower = ()
-        for i in tl.static_range(N // 2):
-            upper = upper + (tl.maximum(x[i], x[i + N // 2]),)
-            lower = lower + (tl.minimum(x[i], x[i + N // 2]),)
-        return merged(upper, N // 2) + merged(lower, N // 2)
+def float_of(order):
+    """The inverse of order_of."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def merged_pair(a, b, N: tl.constexpr):
-    """Two tuples of N tensors in descending order as one (odd-even merge, Batcher 1968)."""
-    if N == 1:
-        return (tl.maximum(a[0], b[0]), tl.minimum(a[0], b[0]))
-    else:
-        even = merged_pair(a[::2], b[::2], N // 2)
-        odd = merged_pair(a[1::2], b[1::2], N // 2)
-        c = (even[0],)
-        for i in tl.static_range(N - 1):
-            c = c + (tl.maximum(odd[i], even[i + 1]), tl.minimum(odd[i], even[i + 1]))
-        return c + (odd[N - 1],)
-
-
-@triton.jit
-def largest_of(x, N: tl.constexpr, L: tl.constexpr):
-    """(the L largest, or all, of a tuple of N tensors, in descending order at every place; the
-    largest that is left out)
-    """
-    if N == 1:
-        return x, tl.full(x[0].shape, LOWEST + 4096, dtype=tl.int32)
-    else:
-        a, left = largest_of(x[: N // 2], N // 2, L)
-        b, other = largest_of(x[N // 2 :], N // 2, L)
-        left = tl.maximum(left, other)
-        if N <= L:
-            return merged_pair(a, b, N // 2), left
-        else:
-            c = ()
-            for i in tl.static_range(L):
-                c = c + (tl.maximum(a[i], b[L - 1 - i]),)
-                left = tl.maximum(left, tl.minimum(a[i], b[L - 1 - i]))
-            return merged(c, L), left
-
-
-@triton.jit
-def largest_of_rows(x, left, L: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """The same of each row of L sorted tensors (R, W) and of what they left out: L tensors (R,)."""
-    if W == 1:
-        y = ()
-        for i in tl.static_range(L):
-            y = y + (tl.reshape(x[i], (R,)),)
-        return y, tl.reshape(left, (R,))
-    else:
-        odd = tl.arange(0, 2)[None, None, :] == 1  # these lists are turned round: bitonic pairs
-        left = tl.max(tl.reshape(left, (R, W // 2, 2)), axis=2)
-        y = ()
-        for i in tl.static_range(L):
-            a = tl.reshape(x[i], (R, W // 2, 2))
-            b = tl.reshape(x[L - 1 - i], (R, W // 2, 2))
-            a = tl.where(odd, b, a)
-            y = y + (tl.max(a, axis=2),)
-            left = tl.maximum(left, tl.min(a, axis=2))
-        return largest_of_rows(merged(y, L), left, L, R, W // 2)
-
-
-@triton.jit
-def quarters(x, R: tl.constexpr, W: tl.constexpr):
-    """(R, 4 W) -> four tensors (R, W); every fourth number of a row belongs to one."""
-    ac, bd = tl.split(tl.reshape(x, (R, W, 2, 2)))
-    a, c = tl.split(ac)
-    b, d = tl.split(bd)
-    return (a, b, c, d)
-
-
-@triton.jit
-def top_by_pieces(pieces, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, W: tl.constexpr, P: tl.constexpr, LOW: tl.constexpr):
+def top_by_pieces(
+    pieces, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
     """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong), of P pieces (R, 4 W) of keys whose lowest bits tell the experts.
-    It may be wrong if two of the largest differ in those bits alone.
+    wrong), of P pieces (R, 4 W) of keys: a selection network over the numbers of each thread, then
+    over the W threads of a row.
+
+    Experts take the place of the lowest bits of their keys, which makes all keys different: it may be
+    wrong if two of the largest differ in those bits alone.
     """
+    N: tl.constexpr = 4 * P
     keys = ()
     for p in tl.static_range(P):
         each = quarters(pieces[p], R, W)
         for j in tl.static_range(4):
             keys = keys + ((each[j] | LOW) - (4 * W * p + j),)
-    mine, left = largest_of(keys, 4 * P, L)
+    own, left = largest_of(keys, N, L)
     lane = 4 * tl.arange(0, W)[None, :]
     top = ()
-    for i in tl.static_range(L if L < 4 * P else 4 * P):
-        top = top + (mine[i] - lane,)
-    for _ in tl.static_range(L - 4 * P):
-        top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
+    for i in tl.static_range(L):
+        if i < N:
+            top = top + (own[i] - lane,)
+        else:
+            top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
     top, left = largest_of_rows(top, left - lane, L, R, W)
     top = top + (left,)
-    closest = tl.full((R,), -1, dtype=tl.int32).to(tl.uint32, bitcast=True)
-    for i in tl.static_range(K):
-        closest = tl.minimum(closest, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
+    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
+    for i in tl.static_range(1, K):
+        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
     slots = tl.arange(0, L)[None, :]
     experts = tl.zeros((R, L), dtype=tl.int32)
     for i in tl.static_range(K):
         experts = tl.where(slots == i, top[i][:, None], experts)
-    return LOW - (experts & LOW), tl.min(closest, axis=0) <= LOW
+    return LOW - (experts & LOW), tl.min(gap, axis=0) <= LOW
 
 
 @triton.jit
@@ -189,15 +130,47 @@ def in_best_groups(
 
 
 @triton.jit
+def of_best_groups(
+    keys, EACH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Pieces of int32 keys, LOWEST where the group of EACH experts is not among the best."""
+    W: tl.constexpr = BLOCK_P // 4
+    OWN: tl.constexpr = EACH // BLOCK_P
+    worth = ()
+    for g in tl.static_range(GROUPS):
+        own = ()
+        for p in tl.static_range(OWN):
+            own = own + quarters(keys[g * OWN + p], R, W)
+        own, left = largest_of(own, 4 * OWN, 2)
+        best, _ = largest_of_rows(own, left, 2, R, W)
+        worth = worth + (order_of(float_of(best[0]) + float_of(best[1])),)
+    kept = ()
+    for p in tl.static_range(PIECES):
+        if p < GROUPS * OWN:
+            mine = worth[p // OWN]
+            better = tl.zeros((R,), dtype=tl.int32)
+            for g in tl.static_range(GROUPS):
+                if g * OWN > p:
+                    better += (worth[g] > mine).to(tl.int32)
+                elif (g + 1) * OWN <= p:
+                    better += (worth[g] >= mine).to(tl.int32)
+            kept = kept + (tl.where((better < TOP_GROUPS)[:, None], keys[p], LOWEST),)
+        else:
+            kept = kept + (keys[p],)
+    return kept
+
+
+@triton.jit
 def row_keys(
-    logits_ptr, bias_ptr, tokens, here,
+    logits_ptr, bias_ptr, tokens, here, stride,
     SOFTMAX: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    E: tl.constexpr, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """(int32 keys of whole rows, LOWEST for experts that may not be chosen; the softmax's terms)"""
     cols = tl.arange(0, BLOCK_E)[None, :]
     mask = here[:, None] & (cols < E)
-    logits = load_logits(logits_ptr + (tokens * STRIDE)[:, None] + cols, mask, cols, E)
+    logits = load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E)
     largest, total = softmax_terms(logits)
     key = logits
     if BIASED or GROUPS > 1:
@@ -213,21 +186,21 @@ def row_keys(
 
 @triton.jit
 def piece_keys(
-    logits_ptr, bias_ptr, tokens, here,
+    logits_ptr, bias_ptr, tokens, here, stride,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
-    E: tl.constexpr, STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    PIECES: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same in pieces of BLOCK_P experts."""
+    """The same in pieces of BLOCK_P experts; a group has whole pieces."""
     place = tl.arange(0, BLOCK_P)[None, :]
     x = ()
     for p in tl.static_range(PIECES):
         cols = place + p * BLOCK_P
         mask = here[:, None] & (cols < E)
-        x = x + (load_logits(logits_ptr + (tokens * STRIDE)[:, None] + cols, mask, cols, E),)
+        x = x + (load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E),)
     largest = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
     total = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
-    if SOFTMAX and (BIASED or not NORMALIZE):
+    if SOFTMAX and (BIASED or GROUPS > 1 or not NORMALIZE):
         top = x[0]
         for p in tl.static_range(1, PIECES):
             top = tl.maximum(top, x[p])
@@ -240,26 +213,29 @@ def piece_keys(
     for p in tl.static_range(PIECES):
         cols = place + p * BLOCK_P
         key = x[p]
-        if BIASED:
+        if BIASED or GROUPS > 1:
             key = scores_of(key, largest, total, SOFTMAX)
-            key += tl.load(bias_ptr + cols, mask=cols < E, other=float("-inf")).to(tl.float32)
-        keys = keys + (order_of(key),)
+        if BIASED:
+            key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
+        keys = keys + (tl.where(cols < E, order_of(key), LOWEST),)
+    if GROUPS > 1:
+        keys = of_best_groups(keys, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_P, PIECES)
     return keys, largest, total
 
 
 @triton.jit
 def store_chosen(
-    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest, total, scale,
+    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest, total, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the chosen are computed again, from their logits: a sum over the row for each
-    would cost more. BEST: they have the largest logits, and a softmax over them needs no others.
+    """Scores of the chosen are computed again, from their logits. BEST: they have the largest logits,
+    and a softmax over them needs no others.
     """
     flat = tl.arange(0, BLOCK_R * BLOCK_K)
     token = tl.program_id(0).to(tl.int64) * BLOCK_R + flat // BLOCK_K
     expert, mask = tl.reshape(experts, (BLOCK_R * BLOCK_K,)), (token < T) & (flat % BLOCK_K < K)
-    chosen = tl.load(logits_ptr + token * STRIDE + expert, mask=mask, other=0.0).to(tl.float32)
+    chosen = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
     slots = tl.arange(0, BLOCK_K)[None, :]
     weights = tl.reshape(chosen, (BLOCK_R, BLOCK_K))
     if SOFTMAX and NORMALIZE and BEST:
@@ -278,40 +254,43 @@ def store_chosen(
 
 @triton.jit(do_not_specialize=["T"])
 def router_fwd_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, scale,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, quads, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr, STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     LOW: tl.constexpr = BLOCK_E - 1
     BEST: tl.constexpr = GROUPS == 1 and not BIASED
+    EXACT: tl.constexpr = BEST and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here = tokens < T
+    stride = quads * WIDE  # so that Triton sees what it is a multiple of
     unsure = True
     if BLOCK_P > 0:
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
         pieces, largest, total = piece_keys(
-            logits_ptr, bias_ptr, tokens, here, SOFTMAX, NORMALIZE, BIASED, E, STRIDE,
-            BLOCK_R, BLOCK_P, PIECES,
+            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, NORMALIZE, BIASED, GROUPS,
+            TOP_GROUPS, E, BLOCK_R, BLOCK_P, PIECES,
         )  # fmt: skip
-        experts, unsure = top_by_pieces(pieces, K, BLOCK_K, BLOCK_R, BLOCK_P // 4, PIECES, LOW)
+        experts, unsure = top_by_pieces(pieces, K, LOW, PIECES, BLOCK_R, BLOCK_P // 4, BLOCK_K)
+        unsure = unsure & (not EXACT)
         store_chosen(
-            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest, total,
-            scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_R, BLOCK_K,
+            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest,
+            total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
         )  # fmt: skip
     if unsure:
         cols = tl.arange(0, BLOCK_E)[None, :]
         keys, largest, total = row_keys(
-            logits_ptr, bias_ptr, tokens, here, SOFTMAX, BIASED, GROUPS, TOP_GROUPS,
-            E, STRIDE, BLOCK_R, BLOCK_E,
+            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, BIASED, GROUPS, TOP_GROUPS,
+            E, BLOCK_R, BLOCK_E,
         )  # fmt: skip
-        lost = tl.where(cols < E, (keys ^ (keys >> 31)) & LOW, 0)
+        lost = tl.where(keys > LOWEST, (keys ^ (keys >> 31)) & LOW, 0)
         if BLOCK_P == 0 or tl.max(tl.max(lost, axis=1), axis=0) > 0:
             experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
             tl.debug_barrier()  # these stores come after those above
             store_chosen(
-                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, experts, largest,
-                total, scale, K, SOFTMAX, NORMALIZE, BEST, STRIDE, BLOCK_R, BLOCK_K,
+                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts,
+                largest, total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
             )  # fmt: skip
 
 
