@@ -220,7 +220,16 @@ def router_bwd_args(r: int, n: int) -> tuple:
 def router_bwd_chosen_args(r: int, n: int) -> tuple:
     """As a layer calls it: the logits of the chosen are enough, and dlogits are an operand."""
     experts, num_experts, scores = chosen(r, n)
-    return torch.rand_like(scores), scores, experts, "softmax", True, 1.0, num_experts, torch.bfloat16
+    return (
+        torch.rand_like(scores),
+        scores,
+        experts,
+        "softmax",
+        True,
+        1.0,
+        num_experts,
+        torch.bfloat16,
+    )
 
 
 def scatter(x: Tensor, pos: Tensor, offs: Tensor, rows: int) -> Tensor:

@@ -57,19 +57,19 @@ def test_forward(tokens, sizes, dtype, seed, values, score, normalize, strided):
     assert chosen.sort(-1).values.diff().gt(0).all()  # no expert twice
 
 
-@given(st.sampled_from([(4, 3), (128, 8), (1024, 8), (512, 10)]), SEEDS, st.booleans())
+@given(st.sampled_from([(4, 3), (128, 8), (512, 10)]), SEEDS, st.booleans())
 @few
 def test_both_ways_choose_the_same(sizes, seed, close):
     """The network, and K times the maximum, where it knows that it may be wrong and where it does not."""
     experts, top_k = sizes
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(33, experts, generator=g)
+    x = torch.randn(9, experts, generator=g)
     if close:  # every other token: to all but the last bits one number
         x[::2] = (1 + torch.randint(0, 9, x[::2].shape, generator=g) * 2**-23) * x[::2, :1]
-    rows = {"BLOCK_R": 4, "BLOCK_P": 0, "num_warps": 4}
-    with forced(k.FWD, rows):
-        slow = run(k.router_fwd, x, top_k)
-    assert all(map(torch.equal, run(k.router_fwd, x, top_k), slow))
+    with forced(k.FWD, {"BLOCK_R": 4, "BLOCK_P": 0, "num_warps": 4}):
+        slow = run(k.router_fwd, x, top_k, "softmax", True)
+    fast = run(k.router_fwd, x, top_k, "softmax", True)
+    assert all(map(torch.equal, fast, slow))
     assert torch.equal(slow[1], k.router_fwd.twin(x, top_k)[1])
 
 
