@@ -43,13 +43,13 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
         return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
     return [
         {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": 4 * lanes, "num_warps": warps}
-        for warps in (4, 1, 2)
+        for warps in (1, 2, 4)
     ]
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     e = pow2(dims[0])
-    sizes = ((512, 4), (1024, 4), (2048, 4)) if e <= 512 else ((e, 4), (e, 8))
+    sizes = ((2048, 4), (1024, 4), (512, 4)) if e <= 512 else ((e, 4), (e, 8))
     return [{"BLOCK_R": min(max(total // e, 1), 16), "num_warps": w} for total, w in sizes]
 
 
@@ -140,21 +140,14 @@ def router_bwd(
             dweights, logits, experts, score, normalize, scale, num_experts, dtype
         )
     dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
-    config = BWD.pick(tokens, (wide, k), logits)
-    form = {"K": k, "SOFTMAX": score == "softmax", "NORMALIZE": normalize, "BLOCK_E": pow2(wide)}
-    grid, kernels = (cdiv(tokens, config["BLOCK_R"]),), device("router")
-    dweights, experts = dweights.contiguous(), experts.contiguous()
-    if num_experts:
-        launch(
-            kernels.router_bwd_chosen_kernel, grid, dweights, logits.contiguous(), experts, dlogits,
-            tokens, float(scale), E=wide, BLOCK_K=pow2(k), **form, **config,
-        )  # fmt: skip
-    else:
-        logits = as_rows(logits)
-        launch(
-            kernels.router_bwd_kernel, grid, dweights, logits, experts, dlogits,
-            tokens, wide, logits.stride(0), float(scale), **form, **config,
-        )  # fmt: skip
+    config, logits = BWD.pick(tokens, (wide, k), logits), as_rows(logits)
+    launch(
+        device("router").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
+        dweights.contiguous(), logits if not num_experts else logits.contiguous(),
+        experts.contiguous(), dlogits, tokens, logits.stride(0), float(scale), K=k,
+        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=wide,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(wide), **config,
+    )  # fmt: skip
     return dlogits
 
 

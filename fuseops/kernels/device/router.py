@@ -299,65 +299,47 @@ def router_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def router_bwd_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, stride_logits, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
+    E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = tokens < T
-    cols = tl.arange(0, BLOCK_E)[None, :]
-    mask = here[:, None] & (cols < E)
-    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
-    largest, total = softmax_terms(logits)
-    scores = scores_of(logits, largest, total, SOFTMAX)
-    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    picked = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
-    for k in tl.static_range(K):
-        expert = tl.load(experts_ptr + tokens * K + k, mask=here, other=-1)[:, None]
-        dw = tl.load(dweights_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
-        d = tl.where(cols == expert, dw[:, None] * scale, d)
-        picked = picked | (cols == expert)
-    if NORMALIZE:
-        chosen = tl.where(picked, scores, 0.0)
-        total = tl.sum(chosen, axis=1)[:, None] + TINY
-        d = tl.where(picked, (d - tl.sum(d * chosen, axis=1)[:, None] / total) / total, 0.0)
-    if SOFTMAX:
-        d = scores * (d - tl.sum(d * scores, axis=1)[:, None])
-    else:
-        d = d * scores * (1.0 - scores)
-    tl.store(
-        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty), mask=mask
-    )
-
-
-@triton.jit(do_not_specialize=["T"])
-def router_bwd_chosen_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """The same from the logits of the chosen alone (T, K): a softmax is one over those. Their
-    gradients go over zeros.
+    """From all logits (T, E) if ALL; otherwise from those of the chosen (T, K), whose softmax is one
+    over those. Rows are written as if nothing were chosen, and the K of the chosen over that.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here = (tokens < T)[:, None]
     cols, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    row, at = dlogits_ptr + (tokens * E)[:, None], (tokens * K)[:, None] + slots
-    zeros = tl.zeros((BLOCK_R, BLOCK_E), dtype=dlogits_ptr.dtype.element_ty)
-    tl.store(row + cols, zeros, mask=here & (cols < E))
-    mask = here & (slots < K)
-    logits = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    mask, at = here & (slots < K), (tokens * K)[:, None] + slots
     expert = tl.load(experts_ptr + at, mask=mask, other=0)
-    if SOFTMAX:
-        logits = tl.where(slots < K, logits, float("-inf"))
-        s = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        total = tl.sum(s, axis=1)[:, None]
+    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    rest = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    if ALL:
+        first = logits_ptr + (tokens * stride_logits)[:, None]
+        chosen = tl.load(first + expert, mask=mask, other=0.0).to(tl.float32)
     else:
-        s = tl.where(slots < K, tl.sigmoid(logits), 0.0)
-        total = tl.sum(s, axis=1)[:, None] + TINY
+        chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if SOFTMAX and ALL:
+        logits = load_logits(first + cols, here & (cols < E), cols, E)
+        largest, total = softmax_terms(logits)
+        rest = scores_of(logits, largest, total, True)
+        s = tl.where(slots < K, scores_of(chosen, largest, total, True), 0.0)
+    elif SOFTMAX:
+        chosen = tl.where(slots < K, chosen, float("-inf"))
+        s = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+    else:
+        s = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
     if NORMALIZE:
-        d = (d - tl.sum(d * s, axis=1)[:, None] / total) / total
-    d = d * s if SOFTMAX else d * s * (1.0 - s)
-    tl.debug_barrier()  # these stores come after the zeros
+        sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
+        d = (d - tl.sum(d * s, axis=1)[:, None] / sums) / sums
+    if SOFTMAX and ALL:
+        dot = tl.sum(d * s, axis=1)[:, None]
+        rest = -dot * rest
+        d = (d - dot) * s
+    elif SOFTMAX:
+        d = d * s
+    else:
+        d = d * s * (1.0 - s)
+    row = dlogits_ptr + (tokens * E)[:, None]
+    tl.store(row + cols, rest.to(dlogits_ptr.dtype.element_ty), mask=here & (cols < E))
+    tl.debug_barrier()  # the stores below come after those above
     tl.store(row + expert, d.to(dlogits_ptr.dtype.element_ty), mask=mask)
