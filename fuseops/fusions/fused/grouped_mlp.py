@@ -55,6 +55,7 @@ class GroupedMLP(FusedOp):
     """y = fc2(act(fc1(x)) * probs), grouped, for every activation, with or without probs and biases."""
 
     Saved = GroupedMLPSaved
+    takes_saved = True
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -95,13 +96,12 @@ class GroupedMLP(FusedOp):
 
     def bwd(
         self,
-        saved: GroupedMLPSaved,
+        held: list[GroupedMLPSaved],
         dy: Tensor,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        rest, h = without_h(saved)
-        del saved
+        rest, h = without_h(held.pop())
         return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
