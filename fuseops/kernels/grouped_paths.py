@@ -89,7 +89,7 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_ring(128, 256, 1, 4), _ring(64, 256, 0, 5)]
+    return [_ring(128, 256, 1, 4), _ring(64, 256, 0, 4)]
 
 
 def _back(
