@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import configs
-from fuseops.kernels.grouped_paths import (
-    MM_SPACES,
-    SWIGLU_BWD_SPACES,
-    SWIGLU_SPACES,
-    WGRAD_SPACES,
-    swiglu_bwd_path,
-    swiglu_path,
-)
+from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import Prepared, device, num_sms
@@ -139,52 +132,9 @@ def _swiglu_plan(
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(
+    return ring_plan(
         path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
     )
-
-
-def launch_swiglu_bwd(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, a and dprobs of each block of columns, for operands that `swiglu_bwd_path` has a path for."""
-    (rows, width), where = h.shape, places(dy, weight, h, probs, offs, tiles, index)
-    key = (
-        "swiglu_bwd", dy.device, dy.dtype, dy.shape[-1], dy.stride(), kind(weight), probs is None,
-        kind(offs), way(index), rows_kind(rows), where[0],
-    )  # fmt: skip
-    plan = planned.now.get(key)
-    if plan is None:
-        plan = planned.now[key] = _swiglu_bwd_plan(dy, weight, offs, tiles, probs, h, index)
-    dh, a = torch.empty_like(h), h.new_empty(rows, width // 2)
-    sums = torch.empty(plan.blocks, rows, dtype=torch.float32, device=h.device)
-    where = *where, dh.data_ptr(), a.data_ptr(), sums.data_ptr(), rows
-    plan(where, dy, weight, None, offs, tiles, index, dh, a, probs, h, sums)
-    return dh, a, sums
-
-
-def _swiglu_bwd_plan(
-    dy: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor,
-    probs: Tensor | None,
-    h: Tensor,
-    index: Tensor | None,
-) -> Plan:
-    path = swiglu_bwd_path(dy, weight, h, index)
-    rows, (groups, n, k) = len(h), weight.shape
-    config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
-    aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
-    plan = _ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
-    plan.blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
-    return plan
 
 
 def _mm_plan(
@@ -201,7 +151,7 @@ def _mm_plan(
     config = MM_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
     if path in ("gather", "pingpong"):
-        return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
+        return ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
     return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
 
 
@@ -219,7 +169,7 @@ def _grid(
     return sizes
 
 
-def _ring_plan(
+def ring_plan(
     path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""

@@ -138,8 +138,10 @@ def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, w
     da, scale = k.grouped_mm(full, weight, offs), probs if with_probs else torch.ones(len(h)).cuda()
     want = scaled_act_bwd(da, h, scale, "swiglu", with_probs, True)
     for one, other in zip(got, (want[0], want[2], want[1]), strict=True):
-        torch.testing.assert_close(one[:end].float(), other[:end].float(), rtol=2e-5, atol=1e-5)
-        assert not one[end:].any()
+        one, other = one[:end].float(), other[:end].float()
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2e-3)  # one rounding
+        assert (one - other).norm() <= 1e-4 * other.norm()
+    assert not any(t[end:].any() for t in got)
 
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))

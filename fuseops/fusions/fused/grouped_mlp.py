@@ -15,13 +15,15 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
-from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
+from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.routing import check_offs, check_probs
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
+
+from .dswiglu import apart, said, through
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
@@ -32,19 +34,11 @@ WEIGHT = frozenset({"weight"})
 
 
 EPILOGUE = Space(
-    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 1 to 8 % where h is not written, and a little where
-    # rows are read by index; elsewhere it loses.
+    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 0 to 5 % where h is written, more where it is not
+    # or rows are read by index; where the product is short nothing hides it.
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4])},
-)
-
-
-BACKWARD = Space(
-    # of fc2: (groups, F, D, by index). On an H200 ...
-    "dswiglu_epilogue",
-    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": 1},
+    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4] or dims[2] >= 1024)},
 )
 
 
@@ -111,6 +105,9 @@ class GroupedMLP(FusedOp):
         rest, h = without_h(saved)
         del saved
         return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
+
+    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        return said(self, self.inputs(x, t), None, calls, len(x))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -202,15 +199,16 @@ class GroupedMLP(FusedOp):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
-        wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
-        goes_on = self._goes_on(s, dy, h, dy_index, last, *wanted)
+        rows = len(dy) if dy_index is None else len(dy_index)
+        fused = apart(self, s, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(
-            fc2, dy, _without(last, "weight", *["x"] * goes_on), dy_index=dy_index
+            fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
         )
         da, above = above.x, above._replace(x=None)
-        if goes_on:
-            dh, a, dprobs = self._through(s, dy, h, dy_index, last)  # type: ignore[arg-type]
+        if fused:
+            dh, a, dprobs = through(self, s, dy, h, dy_index, last)  # type: ignore[arg-type]
         elif da is not None:
+            wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
             del da
         if "weight" in last.needs and a is None:
@@ -228,54 +226,6 @@ class GroupedMLP(FusedOp):
                 dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
-
-    def _goes_on(
-        self,
-        s: GroupedMLPSaved,
-        dy: Any,
-        h: Tensor | None,
-        dy_index: Tensor | None,
-        call: Call,
-        need_dh: bool,
-        need_dprobs: bool,
-        need_a: bool,
-    ) -> bool:
-        """Whether the GEMM of fc2's input gradient goes on through the activation: see `_in_epilogue`."""
-        if (
-            self.kind != "swiglu"
-            or any(self.form)
-            or not (need_dh and need_a and "x" in call.needs)
-        ):
-            return False
-        if (
-            h is None
-            or h.dim() != 2
-            or not isinstance(dy, Tensor)
-            or (call.out or {}).get("dx") is not None
-        ):
-            return False
-        if self.scaled and s.probs.dtype is not torch.float32:  # type: ignore[union-attr]
-            return False
-        if torch.compiler.is_compiling() or dy.stride(1) != 1:
-            return False
-        weight: Tensor = call.precision.cast(s.fc2).transpose(1, 2)  # type: ignore[union-attr]
-        if not dy.dtype == weight.dtype == h.dtype or not K.grouped_dswiglu.launches(
-            (dy, weight, h), {}
-        ):
-            return False
-        if not swiglu_bwd_path(dy, weight, h, dy_index):
-            return False
-        dims = (*weight.shape, dy_index is not None)
-        return bool(BACKWARD.pick(len(h), dims, dy)["EPILOGUE"])
-
-    def _through(
-        self, s: GroupedMLPSaved, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dh, the activation and dprobs from one kernel."""
-        weight: Tensor = call.precision.cast(s.fc2).transpose(1, 2)  # type: ignore[union-attr]
-        offs: Tensor = s.offs  # type: ignore[assignment]
-        tiles, probs = tiles_of(call, offs, len(h)), s.probs if self.scaled else None
-        return K.grouped_dswiglu(dy, weight, h, offs, tiles, probs, dy_index)
 
     def _activation_bwd(
         self,

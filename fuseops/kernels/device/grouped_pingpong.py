@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_dswiglu import ask, swiglu_back
+from .grouped_dswiglu import ask, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
 from .grouped_swiglu import store_swiglu
@@ -89,10 +89,12 @@ def multiply_tiles(
         if COOPERATIVE:
             row += WHICH * ROWS
         if SLOTS:
-            h, sums_ptr, arrived, staged = back
-            hidden, place = (h, out[3], arrived), (group, start, size, N)
+            sums_ptr, hidden, staged, scales = back
+            place = group, start, size, N
             for i in gl.static_range(SLOTS):
                 ask(hidden, place, row, col, i, BLOCK_N // PART)
+            if HAS_PROBS:
+                keep_scales(scales, probs_ptr, place, row)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
         if not COOPERATIVE:
             mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
@@ -125,9 +127,9 @@ def multiply_tiles(
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
         if SLOTS:
-            outs = out[0], out[1], act_out[0], act_out[1]
+            outs = out[1], act_out[1]
             sums_ptr += block_n * R
-            swiglu_back(acc, hidden, staged, outs, probs_ptr, sums_ptr, place, row, col, HAS_PROBS)
+            swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
             col = block_n * (BLOCK_N // 2)
             store_swiglu(
@@ -175,7 +177,7 @@ def grouped_mm_pingpong_kernel(
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    COUNT: gl.constexpr = 2 * SLOTS if SLOTS else 2 if COOPERATIVE or SWIGLU else 1
+    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE or SWIGLU else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
@@ -192,16 +194,8 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
     if SLOTS:
-        ROWS: gl.constexpr = BLOCK_M // 2 if COOPERATIVE else BLOCK_M
-        STAGED: gl.constexpr = [ROWS * BLOCK_N // 4096, 64, 64]
-        arrived0 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        arrived1 = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        staged0 = gl.allocate_shared_memory(y.dtype, STAGED, y.layout)
-        staged1 = gl.allocate_shared_memory(y.dtype, STAGED, y.layout)
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(arrived0.index(i), count=1)
-            mbarrier.init(arrived1.index(i), count=1)
-        back0, back1 = (h, sums_ptr, arrived0, staged0), (h, sums_ptr, arrived1, staged1)
+        back0 = room_for(h, buffers0, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        back1 = room_for(h, buffers1, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
     else:
         back0, back1 = order, order
 
