@@ -192,37 +192,56 @@ def source_of(kernel: Any) -> str:
     return "\n".join(parts)
 
 
+def compiled(launch: Launch, arch: int) -> Any:
+    """Triton's compiled kernel of a launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    options = {k: v for k, v in launch.options.items() if k not in kernel.arg_names}
+    source = ASTSource(kernel, *specialize(launch))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
 def compile_row(row: Row) -> dict[str, Any]:
     """Compile one row and measure it: registers, stack and shared bytes, tensor cores."""
     result: dict[str, Any] = {"op": row.op, "hash": row.hash}
     if row.launch is None:
         return result | {"note": row.note}
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, attrs = specialize(row.launch)
-    names = row.launch.kernel.arg_names
-    options = {k: v for k, v in row.launch.options.items() if k not in names}
-    kernel = row.launch.kernel
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    source = ASTSource(kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options)
-    usage = _resource_usage(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    kernel = compiled(row.launch, row.arch)
+    usage = _resource_usage(kernel.asm["cubin"])
+    ptx = kernel.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
+    misreads = misread(ptx)
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
     return (
         result
         | {
             "regs": usage["REG"],
             "stack": usage["STACK"],
-            "shared": compiled.metadata.shared,
+            "shared": kernel.metadata.shared,
             "mma": mma,
         }
         | ({"unsafe": unsafe[0]} if unsafe else {})
+        | ({"misread": misreads} if misreads else {})
     )
+
+
+def misread(ptx: str) -> list[str]:
+    """Conversions to two FP8 numbers whose result is packed into a word and used by itself too.
+
+    ptxas 12.8, which Triton 3.6 brings, converts straight into the word then, and lets the other use
+    read its register before anything is written to it: bytes are whatever an earlier kernel left.
+    """
+    pairs = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
+    packed, alone = set[str](), set[str]()
+    for line in map(str.strip, pairs.sub("", ptx).splitlines()):
+        used = re.findall(r"%rs\d+", line)
+        (packed if re.match(r"mov\.b(32|64)\s+%rd?\d+, {", line) else alone).update(used)
+    return sorted(packed & alone & set(pairs.findall(ptx)))
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -248,6 +267,8 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
         return f"needs {result['shared']} bytes of shared memory of {SHARED_LIMIT[row.arch]}"
     if "unsafe" in result:
         return f"converts to FP8 without saturation: {result['unsafe']}"
+    if "misread" in result:
+        return f"ptxas misreads conversions to FP8: {', '.join(result['misread'])}"
     if result["stack"] > SPILLS_ALLOWED.get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"
     return None

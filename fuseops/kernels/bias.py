@@ -153,6 +153,9 @@ def _backward(
         chunks, each = tiles.row_splits(rows, blocks, config, dy)
     partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
     dots = partial.new_empty(blocks if bias is not None else 0, rows)
+    # A product contracted with the first exchange between lanes would leave each lane of a row another
+    # last bit of its dot product, and which of them is stored would be a race: no contraction here.
+    form = {} if bias is None else {"enable_fp_fusion": False}
     launch(
         device("bias").bias_bwd_kernel, (blocks, chunks),
         dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
@@ -160,6 +163,6 @@ def _backward(
         rows, n, groups, each, dy.stride(0),
         GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None,
         **chain(dy.device)[0], BLOCK_E=pow2(groups),
-        AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
+        AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **form, **config,
     )  # fmt: skip
     return sum_partials(partial, offs, each), sum_partials(dots) if len(dots) else dots.view(-1)

@@ -149,15 +149,10 @@ fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 def quantize_tensor(
     x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all.
-
-    The columnwise layout of rows that are no multiple of 16 runs the reference.
-    """
+    """(rowwise (R, N), columnwise (N, R), scale (), amax ()) with one scale for all."""
     x, row, col = _outputs(x, dtype, layout)
     rows, n = x.shape
-    # such columns, stored byte by byte, came out wrong on an H200 now and then: cause unknown
-    by_bytes = layout != "row" and _align(rows) == 1
-    if not x.numel() or _too_large(x) or by_bytes:
+    if not x.numel() or _too_large(x):
         return reference.quantize_tensor(x, dtype, layout, pow2)
     scale, amax = (x.new_empty((), dtype=torch.float32) for _ in range(2))
     config = AMAX.pick(rows, (n,), x)
@@ -176,14 +171,15 @@ def quantize_tensor(
         **config,
     )
     inv = _scales(partial, scale, amax, count, 1, dtype, pow2)
-    if layout == "row":
+    together = _together(rows, layout)
+    if layout != "col" and not together:
         config = TENSOR.pick(rows, (n,), x)
         launch(
             device("quantize").quantize_tensor_kernel, tiles.tile_grid(rows, n, config),
             x, inv, row, rows, n, x.stride(0), **then, **config,
         )  # fmt: skip
-    else:
-        _columns(x, inv, row, col, one=True)
+    if layout != "row":
+        _columns(x, inv, row if together else row.new_empty(0), col, one=True)
     return row, col, scale, amax
 
 
@@ -233,7 +229,8 @@ def quantize_blocks(
     )
     form = {"LIMIT": _limit(dtype), "POW2": pow2}
     kernels = device("quantize")
-    if layout == "row":
+    together = _together(rows, layout) if block_rows == 128 else layout == "both"
+    if layout != "col" and not together:
         space, kernel = (
             (VECTORS, kernels.quantize_vectors_kernel)
             if block_rows == 1
@@ -244,15 +241,15 @@ def quantize_blocks(
             kernel, tiles.tile_grid(rows, n, config),
             x, row, row_scale, rows, n, x.stride(0), **form, **config,
         )  # fmt: skip
-        return row, col, row_scale, col_scale
-    space = COLUMN_BLOCKS if block_rows == 1 else COLUMN_SQUARES
-    space = BLOCKS_BOTH if layout == "both" else space
-    config = space.pick(rows, (n,), x)
-    launch(
-        device("quantize_columns").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
-        x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form, SQUARE=block_rows == 128,
-        ROW=layout == "both", ALIGN=_align(rows), **config,
-    )  # fmt: skip
+    if layout != "row":
+        space = COLUMN_BLOCKS if block_rows == 1 else COLUMN_SQUARES
+        space = BLOCKS_BOTH if together else space
+        config = space.pick(rows, (n,), x)
+        launch(
+            device("quantize_columns").quantize_blocks_kernel, tiles.tile_grid(rows, n, config),
+            x, row, col, row_scale, col_scale, rows, n, x.stride(0), **form,
+            SQUARE=block_rows == 128, ROW=together, ALIGN=_align(rows), **config,
+        )  # fmt: skip
     return row, col, row_scale, col_scale
 
 
@@ -356,6 +353,14 @@ def _align(rows: int) -> int:
     store can be wide.
     """
     return 16 if rows % 16 == 0 else 1
+
+
+def _together(rows: int, layout: str) -> bool:
+    """Whether one launch gives both layouts with the same scales. Not where columns are stored byte by
+    byte: conversions of which bytes and words are stored are what ptxas gets wrong
+    (``fuseops.kernels.aot.misread``).
+    """
+    return layout == "both" and _align(rows) > 1
 
 
 def _limit(dtype: torch.dtype) -> float:

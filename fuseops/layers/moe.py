@@ -158,8 +158,7 @@ class MoE(Sequential):
         """
         children = dict(self.named_children())
         children["router"] = self["router"].replaying()
-        new = self._like(children.items())
-        return new  # type: ignore[return-value]
+        return self._like(children.items())
 
 
 def scaled(activation: str | ScaledActivation) -> ScaledActivation:

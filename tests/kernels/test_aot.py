@@ -23,6 +23,31 @@ def test_table_is_fresh_and_a_sample_compiles():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+ONE_ELEMENT_A_LANE = r"""
+import re, torch
+from fuseops.kernels import aot, bias
+from fuseops.kernels.launch import recording
+x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
+offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
+with recording(90) as recorder:
+    bias.grouped_bias_bwd.launcher(x, offs, probs, w)
+ptx = aot.compiled(recorder.launches[0], 90).asm["ptx"]
+shuffled = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
+assert shuffled and not shuffled & added, shuffled & added
+"""
+
+
+def test_all_lanes_of_a_row_hold_the_same_dot_product():
+    """A product contracted with the exchange between lanes would round another way in each of them,
+    and lanes that hold one sum race to store it.
+    """
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", ONE_ELEMENT_A_LANE]
+    done = subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_no_row_ships_with_a_problem():
     for key, row in aot.read_table().items():
         arch, kernel = int(key.rsplit("_", 1)[1]), key.split()[0]
@@ -33,6 +58,22 @@ def test_a_conversion_that_does_not_saturate_may_not_ship():
     row = aot.Row("op", "kernel", "variant", 90, "new", None)
     result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "unsafe": "cvt.rn.e4m3x2.f32"}
     assert "without saturation" in aot.problem_of(row, result)
+
+
+CONVERSIONS = """
+cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r1;
+cvt.rn.satfinite.e5m2x2.f32 %rs2, %r4, %r3;
+mov.b32 %r9, {%rs1, %rs2};
+cvt.rn.satfinite.e4m3x2.f32 %rs3, %r6, %r5;
+"""
+
+
+def test_a_conversion_of_which_words_and_bytes_are_used_may_not_ship():
+    assert aot.misread(CONVERSIONS + "shr.u16 %rs4, %rs3, 8;") == []
+    assert aot.misread(CONVERSIONS + "shr.u16 %rs4, %rs2, 8;") == ["%rs2"]
+    row = aot.Row("op", "kernel", "variant", 90, "new", None)
+    result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "misread": ["%rs2"]}
+    assert "misreads" in aot.problem_of(row, result)
 
 
 def test_changed_missing_and_unused_rows_are_named():

@@ -89,3 +89,13 @@ def test_round_trip(block_rows):
         )
     for y in back:
         torch.testing.assert_close(y, x, rtol=2**-4, atol=x.abs().max().item() * 2**-9)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(6, 16), (2, 1), (65, 100)])
+def test_both_layouts_of_ragged_rows(shape, dtype, strided):
+    """A conversion whose bytes and words are both stored is one that ptxas gets wrong."""
+    x = tensor(shape, dtype, strided=strided)
+    same_bits(k.quantize_tensor, x, torch.float8_e4m3fn, "both", False)
+    same_bits(k.quantize_blocks, x, torch.float8_e4m3fn, 128, "both", False)

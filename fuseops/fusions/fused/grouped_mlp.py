@@ -57,6 +57,7 @@ class GroupedMLP(FusedOp):
     """y = fc2(act(fc1(x)) * probs), grouped, for every activation, with or without probs and biases."""
 
     Saved = GroupedMLPSaved
+    takes_saved = True
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -97,13 +98,12 @@ class GroupedMLP(FusedOp):
 
     def bwd(
         self,
-        saved: GroupedMLPSaved,
+        held: list[GroupedMLPSaved],
         dy: Tensor,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        rest, h = without_h(saved)
-        del saved
+        rest, h = without_h(held.pop())
         return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:

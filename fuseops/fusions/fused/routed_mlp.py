@@ -62,6 +62,7 @@ class RoutedMLP(FusedOp):
     """y = combine(fc2(act(fc1(permute(x))) * probs)), or without the combine."""
 
     Saved = RoutedMLPSaved
+    takes_saved = True
     recomputes = GroupedMLP.recomputes
     names = {
         **{field: _moved(name) for field, name in GroupedMLP.names.items()},
@@ -100,14 +101,13 @@ class RoutedMLP(FusedOp):
 
     def bwd(
         self,
-        saved: RoutedMLPSaved,
+        held: list[RoutedMLPSaved],
         dy: Tensor,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        index, pos = saved.index, saved.pos
-        s, h = without_h(GroupedMLPSaved(*saved[: len(GroupedMLPSaved._fields)]))
-        del saved
+        index, pos = held[0].index, held[0].pos
+        s, h = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:

@@ -139,6 +139,7 @@ def quantize_blocks_kernel(
     along rows and columns. For vectors of both the tile is loaded again, from the cache, as slices:
     it would take too many registers to keep.
     """
+    tl.static_assert(ALIGN % 4 == 0 or not (SQUARE and ROW), "see kernels.quantize._together")
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block_r, block_n = pid // num_n, pid % num_n
@@ -177,6 +178,7 @@ def quantize_columns_kernel(
     """Columnwise, and rowwise too if ROW, with ONE scale, or one a column. The last tile comes first:
     the pass for the amax left it in L2.
     """
+    tl.static_assert(ALIGN % 4 == 0 or not ROW, "see kernels.quantize._together")
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
