@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .grouped_dswiglu import ask, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
+from .grouped_swiglu import store_swiglu
 
 ZEROS = gl.constexpr(1024)
 
@@ -47,25 +48,6 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
         cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))
         to = y_ptr + (start + rows).to(gl.int64)[:, None] * N + cols[None, :]
         gl.store(to, buffer.load(layout), mask=(rows < size)[:, None] & (cols < N)[None, :])
-
-
-@gluon.jit
-def swiglu(gate, up, scale, dtype: gl.constexpr):
-    """Of what is stored of gate and up, so that a pass over them would give the same."""
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    return gate * (1.0 / (1.0 + gl.exp(-gate))) * up * scale[:, None]
-
-
-@gluon.jit
-def row_scale(probs_ptr, start, size, row, like, HAS_PROBS: gl.constexpr):
-    """probs of the rows of a part, or ones."""
-    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
-    rows = row + gl.arange(0, like.shape[0], layout=layout)
-    if HAS_PROBS:
-        scale = gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)
-    else:
-        scale = gl.full((like.shape[0],), 1.0, gl.float32, layout=layout)
-    return scale
 
 
 @gluon.jit
@@ -144,32 +126,21 @@ def multiply_tiles(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
-        if not SLOTS:
-            left, right = halves(acc)
         if SLOTS:
             outs = out[1], act_out[1]
             sums_ptr += block_n * R
             swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
-            gate0, gate1 = halves(left)
-            up0, up1 = halves(right)
-            half, col = N // 2, block_n * (BLOCK_N // 2)
-            scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
-            act_place = group, start, size, half
-            if KEEPS:
-                store_part(out, place, gate0, row, col, False, 0)
-                store_part(out, place, up0, row, half + col, False, 1)
-            act = swiglu(gate0, up0, scale, out[0].dtype)
-            store_part(act_out, act_place, act, row, col, False, 0)
-            if KEEPS:
-                store_part(out, place, gate1, row, col + PART, False, 1)
-                store_part(out, place, up1, row, half + col + PART, False, 0)
-            act = swiglu(gate1, up1, scale, out[0].dtype)
-            store_part(act_out, act_place, act, row, col + PART, False, 1)
+            col = block_n * (BLOCK_N // 2)
+            store_swiglu(
+                acc, out[3], out[1], act_out[1], probs_ptr, place, row, col, HAS_PROBS, KEEPS
+            )
         elif BLOCK_N == 2 * PART:
+            left, right = halves(acc)
             store_part(out, place, left, row, col, HAS_BIAS, 0)
             store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
         else:
+            left, right = halves(acc)
             part0, part1 = halves(left)
             part2, part3 = halves(right)
             store_part(out, place, part0, row, col, HAS_BIAS, 0)
@@ -206,7 +177,7 @@ def grouped_mm_pingpong_kernel(
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1
+    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE or SWIGLU else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
