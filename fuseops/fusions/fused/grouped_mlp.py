@@ -103,8 +103,9 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        rest, h = without_h(held.pop())
-        return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
+        rest, taken = without_h(held.pop())
+        taken.append(dy)
+        return self.gradients(rest, taken, calls, lambda width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         return said(expected(self, self.inputs(x, t), None, calls, len(x)))
@@ -176,7 +177,6 @@ class GroupedMLP(FusedOp):
         self,
         s: GroupedMLPSaved,
         held: list[Tensor | None],
-        dy: Tensor,
         calls: tuple[Call, ...],
         source: Callable[[int], Rows],
         dy_index: Tensor | None = None,
@@ -184,9 +184,9 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
-        held: h, which is taken out. source: the rows of x, for a product of that many features. finish: what becomes
-        of dx (R, D). h goes before the gradients of weights are made, and the rows of dx before the last of them:
-        there the peak would be.
+        held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
+        becomes of dx (R, D). h goes before the gradients of weights are made, dy when fc2's is there, and the rows of
+        dx before the last of them: there the peak would be.
         """
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
@@ -194,6 +194,7 @@ class GroupedMLP(FusedOp):
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
+        dy: Tensor = held.pop()  # type: ignore[assignment]
         h, a, dh, dprobs = held.pop(), None, None, None
         if h is None and not last.needs.isdisjoint(("x", "weight")):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
@@ -217,6 +218,7 @@ class GroupedMLP(FusedOp):
         if "weight" in last.needs:
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
+        del dy
         if dh is not None:
             below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:

@@ -110,7 +110,7 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
-        s, h = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
+        s, taken = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
@@ -123,7 +123,9 @@ class RoutedMLP(FusedOp):
         def finish(dx: Tensor) -> Tensor:
             return K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
 
-        grads = self.mlp.gradients(s, h, dy, calls[1:4], source, dy_index, finish)
+        taken.append(dy)
+        del dy  # a copy of its rows goes when fc2's gradients are there
+        grads = self.mlp.gradients(s, taken, calls[1:4], source, dy_index, finish)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
 
