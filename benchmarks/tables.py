@@ -28,7 +28,7 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 
 What is not built or not met is not here: a file holds what ran.
 """
-OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
 PARTS = ("plans", "exact", "fit", "dry", "beyond", "host")  # figures of several depths
 WAY = {
     "peak_gib": "peak GiB",
@@ -72,6 +72,8 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
     if isinstance(result.get("bandwidth"), list):
         yield table(bandwidth(result["bandwidth"]))
+        if result.get("small"):
+            yield table(small(result["small"]))
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
@@ -118,6 +120,16 @@ def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
             ", ".join(f"{peer} {us[peer]:g}" for peer in peers),
         ])  # fmt: skip
     return rows
+
+
+def small(cells: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = {}
+    for c in cells:
+        parts = {"host": c.get("host_us", {}), "graph": c.get("graph_us", {})}
+        rows[f"{c['case']} {c['rows']} x {c['columns']}"] = {
+            f"{part} {name}": us for part, found in parts.items() for name, us in found.items()
+        }
+    return keyed("small shapes, us a call", rows)
 
 
 def is_way(value: Any) -> bool:
