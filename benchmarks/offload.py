@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from measure import environment
-from offload_report import GIB, Row, say, summary, table
+from offload_report import GIB, Row, bars, say, summary, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -53,7 +53,7 @@ from fuseops.offload.planning.plan import SPARE, Limits, OffloadPlan, plan_profi
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 LAYERS = "blocks.*"
-PEAKS = {"dense": "12.8,11,7,free", "moe": "carried"}
+PEAKS = {"dense": "12.8,11,7", "moe": "carried"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
@@ -360,7 +360,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", choices=sorted(SHAPES), default="dense")
     parser.add_argument("--blocks", type=int)
-    parser.add_argument("--peaks", help="of the plans: GiB, or free, by comma")
+    parser.add_argument("--peaks", help="of the plans: GiB, free or carried, by comma")
     parser.add_argument("--parts", default=PARTS, help=f"of {PARTS}")
     parser.add_argument("--steps", type=int, default=3, help="that count in a visit")
     parser.add_argument("--small", action="store_true")
@@ -403,7 +403,9 @@ def main() -> int:
         if part in record:
             shown = table(record[part]) if part in ("rounds", "others") else record[part]
         say(f"{part}\n{shown if part in record else record[f'{part} failed']}")
+        write("bars", bars(record))
         write("schedule", dict(bench.scheduler.report().schedule))  # of all steps so far
+    say("\n".join(f"{what}: {found}" for what, found in record["bars"].items()))
     equal = record.get("exact", {}).values()
     return 0 if all(all(e.values()) if isinstance(e, dict) else e for e in equal) else 1
 
