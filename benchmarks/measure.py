@@ -7,6 +7,8 @@ import contextlib
 import datetime
 import json
 import math
+import os
+import platform
 import re
 import statistics
 import time
@@ -18,20 +20,24 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import fuseops as fo
 from fuseops.kernels import configs
 
 Call = Callable[[], Any]
 
 
 def environment() -> dict[str, Any]:
-    """What the figures belong to."""
-    device = torch.cuda.get_device_properties(0)
-    return {
+    """What the figures belong to: when they were measured, and with what."""
+    found = {
         "date": datetime.date.today().isoformat(),
+        "fuseops": fo.__version__,
+        "python": platform.python_version(),
         **configs.versions(),
-        "gpu": device.name,
-        "sms": device.multi_processor_count,
     }
+    if not torch.cuda.is_available():
+        return found | {"cpu": f"{platform.machine()}, {os.cpu_count()} cores"}
+    device = torch.cuda.get_device_properties(0)
+    return found | {"gpu": device.name, "sms": device.multi_processor_count}
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
@@ -152,6 +158,19 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     """Frobenius norm of the difference over that of the exact value; NaN is infinite."""
     error = (got.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(1e-30)
     return math.inf if error.isnan() else error.item()
+
+
+def median_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, float]:
+    """Between which two of the values the median of what they were drawn from lies, with that
+    probability at least, whatever the distribution: of n fair coins, no more than k heads. Below six
+    values the least and the greatest, which are less sure.
+    """
+    found = sorted(values)
+    n, k, outside = len(found), 0, 1.0
+    while 2 * (outside + math.comb(n, k + 1)) <= (1 - level) * 2**n:
+        k += 1
+        outside += math.comb(n, k)
+    return found[k], found[n - 1 - k]
 
 
 def geomean(values: Iterable[float]) -> float:

@@ -4,28 +4,35 @@ bandwidth.
     python benchmarks/memory_bound.py --out benchmarks/results/memory_bound_h200.json [--only
     rmsnorm] [--tune]
 
+Several processes compile all cases at once, which takes most of the time. Then the cases are timed one
+after another, each in the process that compiled it, while the others wait for their turn.
+
 Bandwidth: candidates are captured into CUDA graphs over rotated buffers (together larger than L2,
 so nothing is L2-hot) and replayed round robin, order rotated each round; medians. ``copy`` moves the
 same bytes in the same run: the faster of an elementwise kernel and the driver's copy, which at some
-sizes loses a third of the bandwidth. Small shapes: microseconds a call, eager on the host and under graph
+sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their results
+lie, which changes times by some tenths of a percent, and a peer counts as faster where it beats the lower
+quartiles of both. Small shapes: microseconds a call, eager on the host and under graph
 replay. A case whose results differ from its reference is reported as wrong, without times.
-``--tune`` first writes the fastest configurations of this GPU to the user's cache; ``--warm 0/4`` only
-compiles every fourth case, so that four processes fill the compilers' caches. ``launch_us`` is what a
-graph takes for a kernel that does nothing; the floor of a case is the copy, and one of these for each
-launch beyond the first: that of route and the router is made of little else.
+``--tune`` first writes the fastest configurations of this GPU to the user's cache; ``--warm`` only
+fills the compilers' caches. ``launch_us`` is what a graph takes for a kernel that does nothing; the
+floor of a case is the copy, and one of these for each launch beyond the first: that of route and the
+router is made of little else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import measure
 import torch
@@ -42,11 +49,22 @@ SMALL_CASES = (
     "quantize_tensor", "quantize_1x128_both",
 )  # fmt: skip
 FOOTPRINT = 400 << 20
+COMPILED = 64
+"""Compiled forms of one function that a process keeps; torch's own limit is 8."""
+Calls = dict[str, Call | str]
 
 
-def candidates(case: Case) -> dict[str, Call | str]:
+class Cell(NamedTuple):
+    """One case at one shape, of one part of the report."""
+
+    part: str
+    case: Case
+    shape: tuple[int, int]
+
+
+def candidates(case: Case) -> Calls:
     """Name -> call on the arguments, or why the peer is absent."""
-    found: dict[str, Call | str] = {"fuseops": case.op}
+    found: Calls = {"fuseops": case.op}
     found["eager"] = case.eager or case.op.twin
     found["compile"] = torch.compile(case.op.twin, fullgraph=True, dynamic=False)
     try:
@@ -121,8 +139,11 @@ def launches(case: Case, args: tuple) -> int:
     return len(recorder.launches)
 
 
-def bandwidth(case: Case, rows: int, n: int, rounds: int, launch_us: float) -> dict[str, Any]:
+def bandwidth(
+    case: Case, shape: tuple[int, int], calls: Calls, options: argparse.Namespace
+) -> dict[str, Any]:
     """One case at one shape: microseconds of every candidate and the share of copy bandwidth."""
+    rows, n = shape
     first = (*case.make(rows, n), *case.tail)
     problem = wrong(case, first)
     record: dict[str, Any] = {"case": case.name, "rows": rows, "columns": n}
@@ -132,7 +153,7 @@ def bandwidth(case: Case, rows: int, n: int, rounds: int, launch_us: float) -> d
     count = max(3, -(-FOOTPRINT // nbytes))
     sets = [first, *((*case.make(rows, n), *case.tail) for _ in range(count - 1))]
     replays, absent = {}, {}
-    for name, call in candidates(case).items():
+    for name, call in calls.items():
         try:
             if isinstance(call, str):
                 absent[name] = call
@@ -142,23 +163,24 @@ def bandwidth(case: Case, rows: int, n: int, rounds: int, launch_us: float) -> d
         except Exception as error:  # a peer that cannot run is reported, not hidden
             torch.cuda.synchronize()
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    with contextlib.suppress(Exception):  # reported above
+        replays["again"] = Replay(case.op, sets)
     source = [
         torch.empty(nbytes // 16, dtype=torch.int64, device="cuda").random_() for _ in range(count)
     ]
     for name, copy in (("memcpy", torch.clone), ("copy_kernel", torch.bitwise_not)):
         replays[name] = Replay(copy, [(s,) for s in source])
-    times = round_robin(replays, rounds)
+    times = round_robin(replays, options.rounds)
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
     ours = medians.get("fuseops")
-    faster = [
-        peer
-        for peer in ("eager", "compile", "liger")
-        if ours and peer in times and medians[peer] < quartiles["fuseops"][0]
-    ]
+    best = min(
+        (quartiles[name][0] for name in ("fuseops", "again") if name in quartiles), default=0.0
+    )
+    faster = [peer for peer in ("eager", "compile", "liger") if medians.get(peer, best) < best]
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
     kernels = launches(case, first)
-    floor = medians["copy"] + (kernels - 1) * launch_us
+    floor = medians["copy"] + (kernels - 1) * options.launch_us
     return record | {
         "bytes": nbytes,
         "launches": kernels,
@@ -173,44 +195,68 @@ def bandwidth(case: Case, rows: int, n: int, rounds: int, launch_us: float) -> d
     }
 
 
-def small(case: Case, rows: int, n: int) -> dict[str, Any]:
+def small(
+    case: Case, shape: tuple[int, int], calls: Calls, options: argparse.Namespace
+) -> dict[str, Any]:
     """Launch cost: microseconds a call on the host (no waiting) and under graph replay."""
-    args = (*case.make(rows, n), *case.tail)
-    record: dict[str, Any] = {
-        "case": case.name,
-        "rows": rows,
-        "columns": n,
-        "host_us": {},
-        "graph_us": {},
-    }
-    for name, call in candidates(case).items():
+    args = (*case.make(*shape), *case.tail)
+    host: dict[str, float | str] = {}
+    graph: dict[str, float] = {}
+    for name, call in calls.items():
         if isinstance(call, str):
             continue
         try:
             for _ in range(5):
                 call(*args)
             spans = []
-            for _ in range(5):
+            for _ in range(options.rounds):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(50):
                     call(*args)
                 spans.append((time.perf_counter() - start) / 50 * 1e6)
-            record["host_us"][name] = round(statistics.median(spans), 1)
+            host[name] = round(statistics.median(spans), 1)
             replay = Replay(call, [args] * 20)
-            record["graph_us"][name] = round(statistics.median(replay.time() for _ in range(7)), 2)
+            graph[name] = round(statistics.median(replay.time() for _ in range(options.rounds)), 2)
         except Exception as error:
-            record["host_us"][name] = f"{type(error).__name__}: {str(error)[:100]}"
-    return record
+            host[name] = f"{type(error).__name__}: {str(error)[:100]}"
+    names = {"case": case.name, "rows": shape[0], "columns": shape[1]}
+    return names | {"host_us": host, "graph_us": graph}
 
 
-def warm(case: Case, rows: int, n: int) -> None:
-    """Compile what ``bandwidth`` will call."""
-    args = (*case.make(rows, n), *case.tail)
-    for name, call in candidates(case).items():
+def compiled(cell: Cell) -> Calls:
+    """The candidates of a cell, after a first call of those that compile something."""
+    calls = candidates(cell.case)
+    args = (*cell.case.make(*cell.shape), *cell.case.tail)
+    for name, call in calls.items():
         if not isinstance(call, str) and name != "eager":
             with contextlib.suppress(Exception):  # reported when it is timed
                 call(*args)
+    return calls
+
+
+def worker(pipe: Connection, mine: list[int], options: argparse.Namespace) -> None:
+    """Compile some of the cells, then time those that are asked for, one at a time."""
+    torch._dynamo.config.recompile_limit = COMPILED
+    every, ready = cells(options), {}
+    for number in mine:
+        if time.time() < options.compile_until:
+            ready[number] = compiled(every[number])
+            torch.cuda.empty_cache()
+    pipe.send(len(ready))
+    for number in iter(pipe.recv, None):
+        part, case, shape = every[number]
+        calls = ready.get(number) or candidates(case)
+        try:
+            record = TIMED[part](case, shape, calls, options)
+        except Exception as error:  # reported, not hidden
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            record = {"case": case.name, "rows": shape[0], "columns": shape[1], "wrong": why}
+        torch.cuda.empty_cache()
+        pipe.send(record)
+
+
+TIMED = {"small": small, "bandwidth": bandwidth}
 
 
 def launch_us() -> float:
@@ -245,6 +291,16 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """What is timed, in this order: small shapes, which take least, first."""
+    parts = options.only.split(",")
+    chosen = [case for case in cases() if any(part in case.name for part in parts)]
+    few = [c for c in chosen if c.name in SMALL_CASES]
+    return [Cell("small", c, (rows, 4096)) for c in few for rows in SMALL_ROWS] + [
+        Cell("bandwidth", c, shape) for c in chosen for shape in c.shapes
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("memory_bound.json"))
@@ -254,46 +310,56 @@ def main() -> None:
         "--budget", type=float, default=420.0, help="seconds after which no new case is begun"
     )
     parser.add_argument(
+        "--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile"
+    )
+    parser.add_argument(
         "--tune", action="store_true", help="tune this GPU first and keep the result in its cache"
     )
-    parser.add_argument("--warm", metavar="I/N", help="compile case I of every N, time nothing")
+    parser.add_argument("--warm", action="store_true", help="compile, time nothing")
     options = parser.parse_args()
-    begun = time.perf_counter()
-    parts = options.only.split(",")
-    chosen = [case for case in cases() if any(part in case.name for part in parts)]
-    large = [(c, s) for c in chosen for s in c.shapes]
-    few = [(c, (r, 4096)) for c in chosen if c.name in SMALL_CASES for r in SMALL_ROWS]
-    if options.warm:
-        first, every = map(int, options.warm.split("/"))
-        for case, shape in (large + few)[first::every]:
-            torch.compiler.reset()
-            warm(case, *shape)
-            torch.cuda.empty_cache()
-        return
+    begun = time.time()
+    options.compile_until = begun + options.budget * (1.0 if options.warm else 0.5)
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # each of the jobs
     report: dict[str, Any] = {
-        "environment": measure.environment(), "launch_us": launch_us(), "summary": {}, "skipped": [],
-        "bandwidth": [], "small": [], "tuned": {},
+        "environment": measure.environment(), "summary": {}, "skipped": [], "bandwidth": [],
+        "small": [], "tuned": {},
     }  # fmt: skip
-    timed = functools.partial(bandwidth, rounds=options.rounds, launch_us=report["launch_us"])
-    work: list[tuple] = [("tuned", tune, *cell) for cell in large if options.tune]
-    work += [("bandwidth", timed, *cell) for cell in large] + [
-        ("small", small, *cell) for cell in few
-    ]
-    for place, cell, case, shape in work:
-        if time.perf_counter() - begun > options.budget:
-            report["skipped"].append([place, case.name, *shape])
+    every = cells(options)
+    for part, case, shape in every if options.tune else ():
+        if part == "bandwidth":
+            report["tuned"].update(tune(case, *shape))
+    report["launch_us"] = options.launch_us = launch_us()
+    pipes = [begin(options, list(range(first, len(every), options.jobs)))
+             for first in range(min(options.jobs, len(every)))]  # fmt: skip
+    print(f"{sum(pipe.recv() for pipe in pipes)} of {len(every)} compiled", flush=True)
+    report["compile_seconds"] = round(time.time() - begun, 1)
+    for number, (part, case, shape) in enumerate(() if options.warm else every):
+        if time.time() - begun > options.budget:
+            report["skipped"].append([part, case.name, *shape])
             continue
-        torch.compiler.reset()
-        result = cell(case, *shape)
-        if place == "tuned":
-            report[place].update(result)
-        else:
-            report[place].append(result)
-            print(json.dumps(result), flush=True)
-        torch.cuda.empty_cache()
+        pipe = pipes[number % len(pipes)]
+        try:
+            pipe.send(number)
+            report[part].append(pipe.recv())
+        except (EOFError, OSError):
+            report["skipped"].append([part, case.name, *shape, "its process ended"])
+            continue
+        print(json.dumps(report[part][-1]), flush=True)
         save(report, options.out)
-    save(report, options.out)
-    print(f"{time.perf_counter() - begun:.0f} s", json.dumps(report["summary"]))
+    for pipe in pipes:
+        with contextlib.suppress(OSError):
+            pipe.send(None)
+    print(f"{time.time() - begun:.0f} s", json.dumps(report["summary"]))
+
+
+def begin(options: argparse.Namespace, mine: list[int]) -> Connection:
+    """Start a worker.   -> its pipe: how many cells it compiled, then a record for each number"""
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=worker, args=(there, mine, options), daemon=True).start()
+    there.close()
+    return here
 
 
 def save(report: dict[str, Any], out: Path) -> None:

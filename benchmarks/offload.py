@@ -5,10 +5,13 @@
 The models, bf16, of fuseops ops: `dense`, 12 transformer blocks (D 4096, F 14336, 32 heads, 8192
 tokens); `moe`, 32 blocks with 32 experts of which each token takes 8 (D 1024, F 1024, 8 heads, 8
 sequences of 4096 tokens), whose saved tensors exceed 40 GiB. One step is recorded and planned for a few
-peaks, "free" is what leaves without a stall, and one scheduler follows the plans in turn. The parts:
+peaks: so many GiB above what is there before a step; "free", what leaves without a stall; "carried",
+lower by what the simulator says a link of 55 GB/s each way carries for free. One scheduler follows the
+plans in turn. The parts:
 
 rounds  the plain step and the plans take turns, until the seconds are over: a step to get in and some
-        that count; medians of the ratio to the plain step of the same round, with quartiles
+        that count; medians of the ratio to the plain step of the same round, with the interval in which
+        the median of all such rounds lies with 95 %
 exact   gradients under each plan equal those of the plain step to the bit, with a delay on each stream
         in turn before every block, forward and backward
 fit     with less memory allowed than the plain step takes, a plan trains
@@ -36,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload_report import GIB, Row, provenance, say, summary, table
+from measure import environment
+from offload_report import GIB, Row, bars, say, summary, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,15 +48,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fuseops import offload
 from fuseops.offload.lanes.devices import lanes_of
 from fuseops.offload.planning.hardware import Curve
-from fuseops.offload.planning.plan import LAGS, SPARE, Limits, OffloadPlan, plan_profile
-from fuseops.offload.planning.simulate import DEFAULT
+from fuseops.offload.planning.plan import SPARE, Limits, OffloadPlan, plan_profile
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 LAYERS = "blocks.*"
-PEAKS = {"dense": "12.8,11,7,free", "moe": "free,link"}
+PEAKS = {"dense": "12.8,11,7", "moe": "carried"}
 PARTS = "rounds,exact,fit,dry,others"
-LINK = 55.0  # GB/s each way, what the free bytes are counted for
+LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
 LANES = ("compute", "d2h", "h2d")
 
@@ -68,14 +71,13 @@ class Bench:
         self.plans: dict[str, OffloadPlan] = {}
         self.base = 0  # bytes before a step
         self.forward_left = 0  # bytes after the last forward that was looked at
+        self.host_ms: dict[str, float] = {}  # to launch a step, by way
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
 
     # --- plans
 
     def make_plans(self, peaks: list[str]) -> dict[str, Any]:
-        """Plans of one recorded step for each peak, in GiB above what is there before it. "free": what
-        leaves without a stall, "link": what would at 55 GB/s each way.
-        """
+        """Plans of one recorded step, by name of the peak."""
         self.step()
         self.forget_gradients()
         machine = offload.Hardware.measure() if self.cuda else offload.Hardware.h200()
@@ -84,25 +86,20 @@ class Bench:
         self.base = self.active("current")
         free = offload.plan(self.model, self.batch(), layers=LAYERS, **options)
         one, both = Curve(((1, LINK),)), Curve(((1, 2 * LINK),))
-        link = replace(machine, d2h=one, h2d=one, both=both)
+        link = replace(machine, d2h=one, h2d=one, both=both).slower(1 / SPARE)  # none is spared
+        carried = plan_profile(free.profile, link)
+        known = {"free": None, "carried": carried.after.peak}
         for peak in peaks:
-            known = peak in ("free", "link")
-            limits = Limits(None if known else self.base + int(float(peak) * GIB))
-            on = link if peak == "link" else machine
-            plan = plan_profile(free.profile, on, limits, layers=(LAYERS,))
-            name = f"plan {peak}" + ("" if known else " GiB")
+            limit = known[peak] if peak in known else self.base + int(float(peak) * GIB)
+            plan = plan_profile(free.profile, machine, Limits(limit), layers=(LAYERS,))
+            name = f"plan {peak}" + ("" if peak in known else " GiB")
             self.plans[name] = plan
             self.ways[name] = lambda plan=plan: self.following(plan)
-        all_of_it = link.slower(1 / SPARE)  # of which the plan spares none
-        carried = {
-            f"lag {lag}": plan_profile(free.profile, all_of_it, settings=DEFAULT._replace(lag=lag))
-            for lag in LAGS
-        }
         return {
             "machine": machine.to_json(),
             "recorded_ms": free.before.seconds * 1e3,
             "recorded_peak_gib": self.above(free.before.peak),
-            "free_at_55_gbs_gib": {k: p.bytes_of("offload") / GIB for k, p in carried.items()},
+            "carried_at_55_gbs_gib": (carried.before.peak - carried.after.peak) / GIB,
             "free_plan_gib": free.bytes_of("offload") / GIB,
             "link_in_forward_gib": forward_seconds(free) * LINK * 1e9 / GIB,
         }
@@ -140,11 +137,10 @@ class Bench:
     def above(self, nbytes: float) -> float:
         return (nbytes - self.base) / GIB
 
-    def visit(self, way: str, steps: int = 0) -> Row:
-        """A step to get in, and some that count: milliseconds of one on the device and on the host,
-        and their peak.
+    def visit(self, way: str, steps: int = 0) -> Callable[[], Row]:
+        """A step to get in, and some that count.   -> their time and memory, once it is called: the
+        device has no pause between visits, after which it would run faster for a while.
         """
-        steps = steps or self.steps
         with self.ways[way]():
             moved = self.scheduler.report().moved_bytes
             self.step(look=True)
@@ -155,23 +151,45 @@ class Bench:
                 "resident_gib": (self.forward_left - before) / GIB,
                 "moved_gib": moved / GIB,
             }
-            return found | self.timed(steps) | {"peak_gib": (self.active("peak") - before) / GIB}
+            ms = self.launched(steps or self.steps)
+            found["peak_gib"] = (self.active("peak") - before) / GIB
+        return lambda: found | {"ms": ms()}
 
-    def timed(self, steps: int) -> Row:
+    def launched(self, steps: int) -> Callable[[], float]:
+        """Launches steps.   -> milliseconds of one, once it is called"""
         if self.cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.reset_peak_memory_stats()
-            start.record()
-        begun = time.perf_counter()
+        start = self.mark()
         for _ in range(steps):
             self.step()
-        host = took = time.perf_counter() - begun
-        if self.cuda:
-            end.record()
-            torch.cuda.synchronize()
-            took = start.elapsed_time(end) / 1e3
+        end = self.mark()
         self.forget_gradients()
-        return {"ms": took * 1e3 / steps, "host_ms": host * 1e3 / steps}
+        if isinstance(start, float):
+            return lambda: (end - start) * 1e3 / steps
+
+        def read() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / steps
+
+        return read
+
+    def mark(self) -> Any:
+        """Now, on the device; seconds where there is none."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def launching(self, way: str) -> float:
+        """Milliseconds of the host to launch a step on an idle device."""
+        with self.ways[way]():
+            self.step()
+            if self.cuda:
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            self.step()
+            return (time.perf_counter() - begun) * 1e3
 
     # --- parts
 
@@ -179,22 +197,36 @@ class Bench:
         """Rounds of these ways until the clock says `stop`, but so many at least; what is known after
         each. Who comes first changes from round to round.
         """
+        self.visit("nothing", steps)  # hot, as in training
         found: dict[str, list[Row]] = {way: [] for way in ways}
+        launched: dict[str, Callable[[], Row]] = {}
         number = 0
-        while number < least or time.perf_counter() < stop:
+        while number <= least or time.perf_counter() < stop:
             turn = number % len(ways)
+            before, launched = launched, {}
             for way in ways[turn:] + ways[:turn]:
-                found[way].append(self.visit(way, steps))
+                launched[way] = self.visit(way, steps)
+            for way, read in before.items():
+                found[way].append(read())
             number += 1
-            yield {
-                way: summary(found[way], found["nothing"], self.plans.get(way), self.base)
-                for way in ways
-            }
+            if before:
+                yield self.summary(found)
+        for way, read in launched.items():
+            found[way].append(read())
+        yield self.summary(found)
+
+    def summary(self, found: dict[str, list[Row]]) -> dict[str, Any]:
+        return {
+            way: summary(rows, found["nothing"], self.plans.get(way), self.base)
+            | ({"host_ms": self.host_ms[way]} if way in self.host_ms else {})
+            for way, rows in found.items()
+        }
 
     def warm_up(self) -> None:
-        """Twice each: compiled kernels, the order of layers, pinned memory."""
+        """A few steps each: compiled kernels, the order of layers, pinned memory."""
         for way in self.ways:
-            self.visit(way, steps=1)
+            self.visit(way, steps=1)()
+            self.host_ms[way] = self.launching(way)
             say(f"{way} is warm")
         gc.collect()
         gc.freeze()  # as training loops do: no pause that belongs to no way
@@ -253,7 +285,7 @@ class Bench:
         torch.cuda.set_per_process_memory_fraction(cap / total, device)
         for way in ("nothing", name):
             try:
-                found[way] = self.visit(way)
+                found[way] = self.visit(way)()
             except torch.OutOfMemoryError as error:
                 found[way] = str(error).splitlines()[0][:200]
             self.forget_gradients()
@@ -265,7 +297,7 @@ class Bench:
         """Steps of a stack that takes more memory than there is."""
         found: dict[str, Any] = {"parameters_gib": self.active("current") / GIB}
         try:
-            found["nothing"] = self.timed(1)
+            found["nothing"] = self.launched(1)()
         except torch.OutOfMemoryError as error:
             found["nothing"] = str(error).splitlines()[0][:200]
         self.forget_gradients()
@@ -276,7 +308,7 @@ class Bench:
         with offload.Scheduler(self.model, LAYERS, peak=int(0.93 * room)) as scheduler:
             self.step()
             say("planned, and trained a step")
-            found["trained"] = self.timed(2)
+            found["trained"] = {"ms": self.launched(2)()}
         plan, report = scheduler.plan, scheduler.report()
         return found | {
             "device_gib": room / GIB,
@@ -315,7 +347,7 @@ class Bench:
         del self.ways["async hooks"], hooks  # torch's allocator keeps their pinned memory
         scope = lambda: torch.autograd.graph.save_on_cpu(pin_memory=self.cuda)  # noqa: E731
         with scope():
-            yield found | {"save_on_cpu": self.timed(1)}
+            yield found | {"save_on_cpu": {"ms": self.launched(1)()}}
 
 
 def forward_seconds(plan: OffloadPlan) -> float:
@@ -328,7 +360,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", choices=sorted(SHAPES), default="dense")
     parser.add_argument("--blocks", type=int)
-    parser.add_argument("--peaks", help="of the plans: GiB, or free, by comma")
+    parser.add_argument("--peaks", help="of the plans: GiB, free or carried, by comma")
     parser.add_argument("--parts", default=PARTS, help=f"of {PARTS}")
     parser.add_argument("--steps", type=int, default=3, help="that count in a visit")
     parser.add_argument("--small", action="store_true")
@@ -340,7 +372,7 @@ def main() -> int:
         steps=args.steps,
     )
     say("model made")
-    record: dict[str, Any] = {**provenance(device), "model": args.model, "small": args.small}
+    record: dict[str, Any] = {**environment(), "model": args.model, "small": args.small}
 
     def write(name: str, found: Any) -> None:
         record[name] = found  # each time, so that a run that is cut off leaves something
@@ -371,7 +403,9 @@ def main() -> int:
         if part in record:
             shown = table(record[part]) if part in ("rounds", "others") else record[part]
         say(f"{part}\n{shown if part in record else record[f'{part} failed']}")
+        write("bars", bars(record))
         write("schedule", dict(bench.scheduler.report().schedule))  # of all steps so far
+    say("\n".join(f"{what}: {found}" for what, found in record["bars"].items()))
     equal = record.get("exact", {}).values()
     return 0 if all(all(e.values()) if isinstance(e, dict) else e for e in equal) else 1
 

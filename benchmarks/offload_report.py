@@ -1,16 +1,13 @@
-"""What the offload benchmark says: progress, provenance, tables."""
+"""What the offload benchmark says: progress, tables."""
 
 from __future__ import annotations
 
-import datetime
-import platform
 import statistics
 import time
 from typing import Any
 
-import torch
+from measure import median_interval
 
-import fuseops as fo
 from fuseops.offload import OffloadPlan
 
 START = time.perf_counter()
@@ -26,13 +23,12 @@ def summary(
 
     plan    that it followed; before: bytes on the device before a step
     """
-    ratios = sorted(a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False))
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    ratios = [a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False)]
     found: dict[str, Any] = {
         "rounds": len(mine),
         "ratio": statistics.median(ratios),
-        "quartiles": [quartiles[0], quartiles[2]],
-        **{k: statistics.median(r[k] for r in mine) for k in ("ms", "host_ms")},
+        "interval": median_interval(ratios),
+        "ms": statistics.median(r["ms"] for r in mine),
         "peak_gib": max(r["peak_gib"] for r in mine),
         "resident_gib": mine[-1]["resident_gib"],
     }
@@ -67,16 +63,42 @@ def beside_plan(
     return rest
 
 
-def provenance(device: torch.device) -> dict[str, str]:
-    """When and with what a figure was measured."""
-    cuda = device.type == "cuda"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fuseops": fo.__version__,
-    }
+SLOWER = {"plan 12.8 GiB": 1.015, "plan 11 GiB": 1.06, "plan carried": 1.008}  # at most
+
+
+def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the plans are held to, of the parts that ran: what was found, the bar, whether it is met."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def at_most(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at most": bar, "met": value <= bar}
+
+    def at_least(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at least": bar, "met": value >= bar}
+
+    rounds = record.get("rounds", {})
+    for way, row in rounds.items():
+        if way in SLOWER:
+            at_most(f"{way}: ratio, upper end of the interval", row["interval"][1], SLOWER[way])
+        if "predicted" not in row:
+            continue
+        at_most(f"{way}: peak beside the prediction", abs(row["peak_error"]), 0.01)
+        at_most(f"{way}: time beside the prediction", abs(row["time_error"]), 0.05)
+        at_least(f"{way}: lower peak over the prediction", row["lower_over_predicted"], 0.997)
+        if "gone_over_moved" in row:
+            at_least(f"{way}: bytes gone over bytes chosen", row["gone_over_moved"], 0.999)
+    if "plan carried" in rounds:
+        chosen = rounds["plan carried"]["predicted"]["offload_gib"]
+        carried = record["plans"]["carried_at_55_gbs_gib"]
+        at_least("plan carried: GiB chosen over those that 55 GB/s carry for free", chosen, carried)
+    others = record.get("others", {})
+    if "plan 7 GiB" in rounds and "checkpoint" in others:
+        at_most(
+            "plan 7 GiB: ms, less than checkpoint of every block",
+            rounds["plan 7 GiB"]["ms"],
+            others["checkpoint"]["ms"],
+        )
+    return found
 
 
 def say(what: str) -> None:
@@ -84,11 +106,11 @@ def say(what: str) -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'quartiles':>16}{'peak':>7}{'moved':>7}"]
+    lines = [f"{'way':20}{'ms':>9}{'host':>8}{'ratio':>8}{'interval':>16}{'peak':>7}{'moved':>7}"]
     for way, row in found.items():
-        spread = "{:.4f}-{:.4f}".format(*row["quartiles"]) if "quartiles" in row else ""
+        spread = "{:.4f}-{:.4f}".format(*row["interval"]) if "interval" in row else ""
         lines.append(
-            f"{way:20}{row['ms']:9.2f}{row['host_ms']:8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
+            f"{way:20}{row['ms']:9.2f}{row.get('host_ms', 0):8.1f}{row.get('ratio', 0):8.4f}{spread:>16}"
             f"{row.get('peak_gib', 0):7.2f}{row.get('moved_gib', 0):7.2f}"
         )
         if "predicted" in row:

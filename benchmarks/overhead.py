@@ -6,16 +6,14 @@ Interleaved with plain `nn.Sequential`; prints medians in microseconds and their
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measure import environment
 from torch import nn
 
 import fuseops as fo
@@ -55,17 +53,6 @@ def measure(rounds: int, calls: int) -> dict[str, float]:
     return result
 
 
-def provenance() -> dict[str, str]:
-    """When and with what a figure was measured."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fuseops": fo.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,7 +61,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = {**provenance(), "microseconds": measure(args.rounds, args.calls)}
+    result = {**environment(), "microseconds": measure(args.rounds, args.calls)}
     text = json.dumps(result, indent=2)
     print(text)
     if args.out:

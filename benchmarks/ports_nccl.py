@@ -7,7 +7,6 @@ Run it: python benchmarks/ports_nccl.py --out results.json        (two CUDA devi
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
@@ -16,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import measure
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ports"))
 
@@ -50,12 +49,10 @@ def outcome(both: Any, port: str, titles: tuple[str, ...]) -> dict[str, Any]:
 
 def environment(backend: str) -> dict[str, Any]:
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **measure.environment(),
+        "gpus": torch.cuda.device_count(),
         "backend": backend,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None,
-        "triton": triton.__version__,
         "error": "largest distance of an element, over the mean magnitude of its tensor",
         "command": " ".join(["python", *sys.argv]),
     }

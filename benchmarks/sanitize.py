@@ -12,7 +12,6 @@ sanitizer prints is kept beside the JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -24,9 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fuseops.kernels import configs
+import measure
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
@@ -118,12 +115,7 @@ def earlier(path: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str,
 def environment() -> dict[str, Any]:
     """What the summary belongs to."""
     version = subprocess.run([TOOL, "--version"], capture_output=True, text=True).stdout
-    return {
-        "date": datetime.date.today().isoformat(),
-        **configs.versions(),
-        "gpu": torch.cuda.get_device_name(),
-        "compute-sanitizer": version.strip().splitlines()[-1],
-    }
+    return {**measure.environment(), "compute-sanitizer": version.strip().splitlines()[-1]}
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
   `below` counts the cells under the bar of that row.
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
-- **ratio** of a way to train: its step over the plain step of the same round, with quartiles.
+- **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
+  interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
 What is not built or not met is not here: a file holds what ran.
 """
-OURS = ("fuseops", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
 PARTS = ("plans", "exact", "fit", "dry", "beyond", "host")  # figures of several depths
 WAY = {
     "peak_gib": "peak GiB",
@@ -65,10 +66,14 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
         yield table(facts("microseconds", result["microseconds"]))
+    if isinstance(result.get("bars"), dict):
+        yield table(keyed("bar", result["bars"]))
     if isinstance(result.get("runs"), list):
         yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
     if isinstance(result.get("bandwidth"), list):
         yield table(bandwidth(result["bandwidth"]))
+        if result.get("small"):
+            yield table(small(result["small"]))
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
@@ -117,6 +122,16 @@ def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
     return rows
 
 
+def small(cells: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = {}
+    for c in cells:
+        parts = {"host": c.get("host_us", {}), "graph": c.get("graph_us", {})}
+        rows[f"{c['case']} {c['rows']} x {c['columns']}"] = {
+            f"{part} {name}": us for part, found in parts.items() for name, us in found.items()
+        }
+    return keyed("small shapes, us a call", rows)
+
+
 def is_way(value: Any) -> bool:
     """A way to train, as `offload.py` writes it."""
     return isinstance(value, dict) and "ms" in value
@@ -124,9 +139,9 @@ def is_way(value: Any) -> bool:
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
     keys = [key for key in WAY if any(key in row for row in found.values())]
-    rows = [[name, "step ms", "ratio (quartiles)", *(WAY[key] for key in keys)]]
+    rows = [[name, "step ms", "ratio (interval)", *(WAY[key] for key in keys)]]
     for way, row in found.items():
-        low, high = row.get("quartiles", (None, None))
+        low, high = row.get("interval", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
         rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])
     return rows

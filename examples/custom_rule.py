@@ -20,7 +20,7 @@ class ScaledAct(fo.FusedOp):
     ) -> fo.Out:
         act, scale = self.members[0], cast(fo.ops.ConstantScale, self.members[1])
         y = (x.float() * torch.sigmoid(x.float()) * scale.scale).to(x.dtype)  # a kernel goes here
-        return fo.Out(y, (act.Saved(x), scale.Saved()))
+        return fo.Out(y, (act.Saved(x), scale.Saved(scale.scale)))
 
 
 def even_width(ops: tuple[fo.Op[Any], ...], c: fo.Conditions) -> str | None:

@@ -16,9 +16,9 @@ from .fusions.config import recipe as recipe
 from .fusions.config import reference as reference
 from .fusions.config import rules as rules
 from .fusions.debug import debug as debug
+from .fusions.explain import FusionPlan as FusionPlan
 from .fusions.explain import explain as explain
 from .fusions.explain import plans as plans
-from .fusions.plan import FusionPlan as FusionPlan
 from .fusions.plan import Miss as Miss
 from .fusions.plan import SavedTensor as SavedTensor
 from .fusions.rule import Conditions as Conditions

@@ -3,10 +3,13 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -40,6 +43,18 @@ def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], 
 def inside_functorch() -> bool:
     """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def inside_forward_ad() -> bool:
+    """True inside `torch.autograd.forward_ad.dual_level()`, where any tensor may carry a tangent."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(t: torch.Tensor | None) -> bool:
+    """Whether t carries a tangent of the current level of forward-mode AD."""
+    if t is None:
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -126,6 +141,29 @@ def never_compile(function: Callable[..., Any]) -> None:
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def compiled_region() -> list[torch.nn.Module] | None:
+    """Inside a pack hook: the modules whose forwards run, innermost first, if a node that torch.compile
+    made is what saves. Else None. A compiled forward calls no hooks; its frames know the modules.
+    """
+
+    def home(frame: FrameType) -> str:
+        return frame.f_globals.get("__name__") or ""
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not home(frame).startswith("torch."):
+        frame = frame.f_back
+    if frame is not None and home(frame) == "torch.autograd.function":
+        frame = frame.f_back
+    if frame is None or not home(frame).startswith("torch._functorch._aot_autograd"):
+        return None
+    found = []
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and home(frame) == "torch.nn.modules.module":
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
 
 
 def is_functorch_wrapped(t: torch.Tensor) -> bool:

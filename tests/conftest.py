@@ -62,9 +62,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=reason))
-    # A compile that torch refuses leaves its evaluation of frames on: from then on the callers of Python
-    # functions hold the arguments, and peaks of memory are higher.
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 @pytest.fixture(autouse=True)

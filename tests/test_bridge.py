@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -422,6 +423,19 @@ def test_under_reference_the_gradient_of_parameters_by_torch_func() -> None:
 def test_torch_func_outside_reference_says_where_to_go() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"torch\.func.*fuseops\.reference\(\)"):
         torch.func.grad(lambda x: stack()(x).sum())(torch.randn(3, 4))
+
+
+def test_forward_mode_outside_reference_says_where_to_go() -> None:
+    seq, x = stack(), torch.randn(3, 4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(fo.FuseOpsError, match=r"forward-mode.*'0..4'.*fuseops\.reference\(\)"):
+            seq(dual)
+        seq(x).sum().backward()  # what carries no tangent runs as ever
+        with fo.reference():
+            tangent = forward_ad.unpack_dual(seq(dual)).tangent
+        frozen = forward_ad.unpack_dual(seq.requires_grad_(False)(dual)).tangent
+    assert tangent is not None and torch.equal(frozen, tangent)
 
 
 # --- in-place on the result -------------------------------------------------------------------

@@ -175,6 +175,17 @@ def test_the_compiled_reference_differentiates(bias: bool) -> None:
             torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_wrong_width_is_refused_as_in_eager(fullgraph: bool) -> None:
+    # a Bias of one feature would be spread over all of them
+    seq = fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Bias(1))
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=fullgraph)
+    # with fullgraph dynamo may wrap it, and quotes it
+    wanted = (fo.errors.ShapeError, torch._dynamo.exc.Unsupported)
+    with pytest.raises(wanted, match="Bias expects x with 1 features on the last axis"):
+        compiled(torch.randn(3, D))
+
+
 def test_a_routing_by_position_compiles() -> None:
     model = experts(False)
     run, _ = compiled(model, "aot_eager")

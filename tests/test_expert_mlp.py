@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
+from fuseops.fusions.explain import FusionPlan
 from fuseops.fusions.fused import routed_mlp
-from fuseops.fusions.plan import FusionPlan
 from fuseops.fusions.rule import types_of
 from fuseops.fusions.tables import PLAIN, SCALED
 from fuseops.kernels import configs
@@ -213,9 +213,15 @@ T, WIDE, HIDDEN = 256, 128, 64
 WEIGHT = 2 * GROUPS * WIDE * HIDDEN  # bytes of fc2's, half of fc1's
 
 
-@pytest.mark.first
-def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient() -> None:
-    """h goes when dh is there, and the rows of dx when they are summed: before the gradients of the weights."""
+def as_it_is(function: Any) -> Any:
+    return function
+
+
+@pytest.mark.parametrize("frames", [as_it_is, torch._dynamo.run], ids=["python", "dynamo"])
+def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient(frames: Any) -> None:
+    """h goes when dh is there, and the rows of dx when they are summed: before the gradients of the weights.
+    Where dynamo evaluates frames, callers hold the arguments until a call returns.
+    """
     moe = fo.MoE(WIDE, HIDDEN, GROUPS, TOP_K, dtype=torch.bfloat16)
     x = torch.randn(T, WIDE, dtype=torch.bfloat16, requires_grad=True)
     tokens, rows, a = 2 * T * WIDE, 2 * T * TOP_K * WIDE, 2 * T * TOP_K * HIDDEN
@@ -223,14 +229,14 @@ def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient() -> N
     summing = 2 * a + WEIGHT + rows + tokens
     last = 2 * a + 3 * WEIGHT + tokens
     with as_if_on(90):
-        plan = moe.plan(x)
+        plan = frames(moe.plan)(x)
     least = 2 * tokens + max(making, summing, last)  # x and y live throughout
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 64 * T * (GROUPS + TOP_K)
 
 
-@pytest.mark.first
+@pytest.mark.parametrize("frames", [as_it_is, torch._dynamo.run], ids=["python", "dynamo"])
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_grouped_experts_need_h_once(main_grad: bool) -> None:
+def test_grouped_experts_need_h_once(main_grad: bool, frames: Any) -> None:
     fc1 = fo.ops.GroupedLinear(GROUPS, WIDE, 2 * HIDDEN, False, accumulate_into_main_grad=main_grad)
     fc2 = fo.ops.GroupedLinear(GROUPS, HIDDEN, WIDE, False, accumulate_into_main_grad=main_grad)
     model = fo.Sequential(fc1, fo.ops.ScaledSwiGLU(), fc2).bfloat16()
@@ -239,7 +245,8 @@ def test_grouped_experts_need_h_once(main_grad: bool) -> None:
     split = Split((200, 0, 100, 212), 0)
     x = torch.randn(split.rows, WIDE, dtype=torch.bfloat16, requires_grad=True)
     with as_if_on(90):
-        plan = model.plan(x, offs=split.offs, probs=torch.rand(split.rows).requires_grad_())
+        probs = torch.rand(split.rows).requires_grad_()
+        plan = frames(model.plan)(x, offs=split.offs, probs=probs)
     rows, a = 2 * split.rows * WIDE, 2 * split.rows * HIDDEN
     last = 2 * a + rows + (0 if main_grad else 3 * WEIGHT)
     least = 2 * rows + max(6 * a, last)  # x and y live throughout

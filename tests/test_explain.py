@@ -16,7 +16,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops import torch_private
+from fuseops import offload, torch_private
+from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
@@ -214,6 +215,16 @@ def test_the_peak_of_a_rehearsed_step_is_all_that_lives_in_it() -> None:
     assert plan.peak_bytes == (x + y + x + w) * FLOAT  # with dx and dw
     assert all(p.grad is None for p in model.parameters())
     assert "at the peak of a step" in str(plan) and "at the peak of a step" in plan.to_html()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_search_for_anomalies_does_not_stop_a_rehearsal() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, 4 * D, bias=False))
+    with torch.autograd.detect_anomaly():
+        inside = model.plan(rows())
+        assert torch.is_anomaly_check_nan_enabled()
+        assert offload.plan(model, rows()).before.peak > 0
+    assert inside.rehearsed and inside.peak_bytes == model.plan(rows()).peak_bytes
 
 
 def test_peak_without_a_rehearsal_adds_the_largest_output_that_is_not_saved() -> None:
@@ -689,3 +700,28 @@ def test_on_cuda_under_autocast() -> None:
     assert found["0.weight"].nbytes == 0
     assert "3.NativeDropoutBackward0.0" in found
     assert torch.cuda.get_rng_state().equal(before) and x.grad is None
+
+
+def test_a_quantized_edge_says_what_multiplies_it() -> None:
+    model, x = fo.Sequential(fo.ops.Linear(8, 6)), torch.randn(5, 8)
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        assert any("FP8 tensor cores" in note for note in model.plan(x).notes)
+    assert not model.plan(x).notes
+
+
+def test_an_op_that_was_configured_by_itself_is_told_that_it_runs_as_its_sequential_does() -> None:
+    model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6)}), torch.randn(5, 8)
+    fo.configure(model.fc, recipe=fo.recipes.Float8BlockScaling())
+    (note,) = model.plan(x).notes
+    assert note.startswith("fc (Linear) was configured by itself") and "recipe was Float8" in note
+    fo.configure(model, recipe=None)
+    assert not model.plan(x).notes
+
+
+def test_a_wide_drawing_shrinks_to_its_page() -> None:
+    drawing = svg(fo.Sequential(*(fo.ops.SiLU() for _ in range(20))).plan(torch.randn(2, 8)))
+    width, least = (
+        float(re.search(pattern, drawing)[1])
+        for pattern in (r'width="(\d+)"', r"max-width:max\(100%,(\d+)px\);height:auto")
+    )
+    assert "viewBox" in drawing and 0.6 * width < least < width

@@ -145,6 +145,17 @@ def test_linear_takes_no_rows_of_any_rank(shape: tuple[int, ...]) -> None:
     assert linear.weight.grad is not None and not linear.weight.grad.any()
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "value"),
+    [(fo.ops.ConstantScale(2.0), "scale", 3.0), (fo.ops.Dropout(0.5), "p", 0.25)],
+)
+def test_a_late_backward_is_that_of_its_forward(op: Op[Any], name: str, value: float) -> None:
+    x = torch.ones(64, requires_grad=True)
+    y = op(x)
+    setattr(op, name, value)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
+
+
 @pytest.mark.parametrize("wide", ["x", "side"])
 def test_add_gives_each_operand_a_gradient_in_its_own_dtype(wide: str) -> None:
     # Found: inside a node the op before the Add got a float32 gradient for its bfloat16 output.

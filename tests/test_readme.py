@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -15,7 +13,6 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.first
 def test_the_snippets_run_in_order_and_print_what_is_shown() -> None:
     namespace: dict[str, Any] = {}
     printed = []

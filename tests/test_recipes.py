@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,7 +44,9 @@ def dense(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, recipe: Any = RECIPE) -> 
     return Expected(qx @ qw.t() + b.double(), qdy @ qw, dweight, dbias)
 
 
-def grouped(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, split: Split) -> Expected:
+def grouped(
+    x: Tensor, w: Tensor, b: Tensor, dy: Tensor, split: Split, dense: Any = dense
+) -> Expected:
     """`dense` for every group by itself; nothing for padding rows."""
     end = sum(split.counts)
     parts = zip(x[:end].split(split.counts), w, b, dy[:end].split(split.counts), strict=True)
@@ -103,9 +106,107 @@ def test_grouped_linear_has_a_scale_a_group(split: Split, k: int, n: int) -> Non
     check(op, x, dy, expected, RECIPE, offs=split.offs)
 
 
-def test_it_is_not_high_precision() -> None:
+# --- blocks
+
+BLOCKS = fo.recipes.Float8BlockScaling()
+UNEVEN = st.sampled_from([1, 100, 128, 130, 300])
+
+
+def in_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int) -> Tensor:
+    """What a matrix stands for after it went through blocks of that size, with a power of two each."""
+    most, padded = torch.finfo(dtype).max, x.float()
+    padded = F.pad(padded, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
+    tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
+    amax = tiles.abs().amax((1, 3), keepdim=True)
+    ratio = most / torch.where(amax == 0, most, amax)
+    inv = torch.ldexp(torch.ones_like(ratio), torch.frexp(ratio).exponent - 1)
+    data = (tiles * inv).clamp(-most, most).to(dtype)
+    return (data.double() / inv.double()).view_as(padded)[: x.shape[0], : x.shape[1]]
+
+
+def dense_in_blocks(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, recipe: Any = BLOCKS) -> Expected:
+    """Vectors along the axis that is summed, squares of the weight."""
+    rows, grad = x.flatten(0, -2), dy.flatten(0, -2)
+    weight = in_blocks(w, recipe.fwd, 128, 128)
+    y = in_blocks(rows, recipe.fwd, 1, 128) @ weight.t() + b.double()
+    dx = in_blocks(grad, recipe.bwd, 1, 128) @ weight
+    dweight = in_blocks(grad, recipe.bwd, 128, 1).t() @ in_blocks(rows, recipe.fwd, 128, 1)
+    return Expected(y.view(dy.shape), dx.view(x.shape), dweight, grad.double().sum(0))
+
+
+@pytest.mark.parametrize("recipe", [BLOCKS, fo.recipes.Float8BlockScaling(bwd=E5M2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@given(rows=st.sampled_from([0, 1, 127, 129]), k=UNEVEN, n=UNEVEN, rank=st.sampled_from([2, 3]))
+def test_linear_in_blocks_is_a_product_of_what_its_operands_stand_for(
+    recipe: Any, dtype: torch.dtype, rows: int, k: int, n: int, rank: int
+) -> None:
+    op, lead = fo.ops.Linear(k, n, dtype=dtype), (2, rows) if rank == 3 else (rows,)
+    x, dy = filled((*lead, k), dtype, "normal", 1), filled((*lead, n), dtype, "normal", 2)
+    expected = dense_in_blocks(x, op.weight.detach(), op.bias.detach(), dy, recipe)
+    check(op, x, dy, expected, recipe)
+
+
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 127, 128, 200]), min_size=1, max_size=4),
+    padding=st.sampled_from([0, 1, 130]), k=UNEVEN, n=UNEVEN,
+)  # fmt: skip
+def test_blocks_of_a_grouped_linear_lie_in_one_group(
+    counts: list[int], padding: int, k: int, n: int
+) -> None:
+    split = Split(counts, padding)
+    op = fo.ops.GroupedLinear(len(counts), k, n)
+    x = filled((split.rows, k), torch.float32, "normal", 1)
+    dy = filled((split.rows, n), torch.float32, "normal", 2)
+    x[sum(counts) :] = float("nan")
+    dy[sum(counts) :] = float("nan")
+    weights = op.weight.detach(), op.bias.detach()
+    expected = grouped(x, *weights, dy, split, dense_in_blocks)
+    check(op, x, dy, expected, BLOCKS, offs=split.offs)
+
+
+def test_the_operands_of_blocks_are_exact_in_bfloat16() -> None:
+    x = filled((300, 300), torch.bfloat16, "normal", 1) * torch.logspace(-30, 30, 300).bfloat16()
+    for rows, cols in ((1, 128), (128, 1), (128, 128)):
+        value = in_blocks(x, E4M3, rows, cols)
+        assert torch.equal(value.bfloat16().double(), value)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_blocks_save_the_columns_with_their_scales(grouped: bool) -> None:
+    op = fo.ops.GroupedLinear(2, 4, 6, bias=False) if grouped else fo.ops.Linear(4, 6, bias=False)
+    model = fo.Sequential({"fc1": op})
+    side = {"offs": torch.tensor([2, 5], dtype=torch.int32)} if grouped else {}
+    found = saving(model, torch.randn(5, 4, requires_grad=True), BLOCKS, **side)
+    expected = {"fc1.x.col", "fc1.x.col_scale", "fc1.weight"}
+    assert found.names == expected | ({"fc1.offs", "fc1.x.offs"} if grouped else set())
+    grain = "blocks of a group" if grouped else "blocks of a tensor"
+    made = f"float8_e4m3fn[{grain}, col+row], quantize step"
+    assert found.edges == {"forward fc1": made, "backward fc1": made}
+
+
+def test_a_main_grad_takes_the_float32_sums_of_blocks() -> None:
+    x, dy = (
+        filled((130, 64), torch.bfloat16, "normal", 1),
+        filled((130, 32), torch.bfloat16, "normal", 2),
+    )
+    op = fo.ops.GroupedLinear(
+        1, 64, 32, bias=False, dtype=torch.bfloat16, accumulate_into_main_grad=True
+    )
+    op.weight.main_grad = torch.zeros(1, 32, 64)
+    with fo.recipe(BLOCKS):
+        op(x, offs=torch.tensor([130], dtype=torch.int32)).backward(dy)
+    expected = dense_in_blocks(x, op.weight.detach()[0], torch.zeros(32), dy).dweight
+    # rounded to bfloat16 the sums would be off by 2^-9
+    torch.testing.assert_close(op.weight.main_grad[0].double(), expected, rtol=1e-5, atol=1e-4)
+
+
+# --- all recipes
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, BLOCKS], ids=str)
+def test_it_is_not_high_precision(recipe: Any) -> None:
     op, x = fo.ops.Linear(64, 64), torch.randn(32, 64)
-    with fo.recipe(RECIPE):
+    with fo.recipe(recipe):
         error = (op(x) - torch.nn.functional.linear(x, op.weight, op.bias)).abs().max()
     assert error > 1e-3
 
@@ -119,7 +220,7 @@ class Saving(NamedTuple):
     edges: dict[str, str]
 
 
-def saving(model: fo.Sequential, x: Tensor, **side: Tensor) -> Saving:
+def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor) -> Saving:
     """Names and dtypes of what a call saves, and the formats on its edges."""
     dtypes: dict[str, torch.dtype] = {}
     edges: dict[str, str] = {}
@@ -136,7 +237,7 @@ def saving(model: fo.Sequential, x: Tensor, **side: Tensor) -> Saving:
     scopes.current().watchers.append(watch)
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with fo.recipe(RECIPE), naming.observe(), hooks:
+        with fo.recipe(recipe), naming.observe(), hooks:
             model(x, **side)
     finally:
         scopes.current().watchers.remove(watch)
@@ -208,9 +309,10 @@ def test_one_offs_is_saved_once_under_all_its_names() -> None:
 # --- together with fusion
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, BLOCKS], ids=str)
 @given(case=chains(TABLES, torch.float32, ("normal", "zeros")))
-def test_any_chain_equals_itself_unfused_under_a_recipe(case: Case) -> None:
-    with fo.recipe(RECIPE):
+def test_any_chain_equals_itself_unfused_under_a_recipe(recipe: Any, case: Case) -> None:
+    with fo.recipe(recipe):
         assert_fused_matches_unfused(case.model, case.x, **case.side)
 
 
@@ -229,10 +331,11 @@ def test_no_rows(rows: int) -> None:
     assert model[0].weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("recipe", [type(RECIPE), type(BLOCKS)])
 @pytest.mark.parametrize("role", ["fwd", "bwd"])
-def test_another_format_is_refused(role: str) -> None:
-    with pytest.raises(fo.FuseOpsError, match=rf"{role}=torch.float16"):
-        fo.recipes.Float8CurrentScaling(**{role: torch.float16})
+def test_another_format_is_refused(recipe: Any, role: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=rf"{recipe.__name__}\({role}=torch.float16"):
+        recipe(**{role: torch.float16})
 
 
 def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:

@@ -111,6 +111,18 @@ def test_an_input_that_is_no_tensor_is_a_type_error(value: object) -> None:
         fo.Sequential(SiLU())(value)
 
 
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def test_a_plain_module_that_returns_no_tensor_is_named() -> None:
+    seq = fo.Sequential({"lstm": Pair(), "fc": Linear(4, 4)})
+    with pytest.raises(TypeError, match=r"'lstm' \(Pair\) in Sequential returned tuple.*'fc'"):
+        seq(torch.randn(3, 4))
+    assert isinstance(fo.Sequential(Linear(4, 4), Pair())(torch.randn(3, 4)), tuple)
+
+
 def test_a_wrong_width_names_the_op_and_the_shape() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"Linear.*8.*\(2, 5\)") as caught:
         fo.Sequential({"up": SiLU(), "down": Linear(8, 3)})(torch.ones(2, 5))

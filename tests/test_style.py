@@ -107,6 +107,32 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def imported_modules(file: Path) -> set[str]:
+    """The modules of the package that `file` imports anywhere, inside functions too."""
+    module, found = module_name(file), set()
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in run_time_nodes(parse(file)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found |= inner & MODULES or {base}
+    return found & MODULES - {module}
+
+
+MODULES = {module_name(file) for file in FILES}
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    left = {module_name(file): imported_modules(file) for file in FILES}
+    while done := {module for module, needs in left.items() if not needs & left.keys()}:
+        left = {module: needs for module, needs in left.items() if module not in done}
+    # what is left lies on a circle, or imports what does
+    assert not left, f"a circle is among {sorted(left)}: move what both sides need below them"
+
+
 @pytest.mark.parametrize(
     ("source", "parts"),
     [

@@ -145,6 +145,16 @@ def test_the_innermost_pair_of_hooks_is_the_top_one() -> None:
         assert torch_private.top_saved_tensor_hooks() == (second, second)
 
 
+def test_inside_forward_ad_is_true_inside_a_level_only() -> None:
+    assert not torch_private.inside_forward_ad()
+    x = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.inside_forward_ad()
+        assert torch_private.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
+        assert not torch_private.has_tangent(x) and not torch_private.has_tangent(None)
+    assert not torch_private.inside_forward_ad()
+
+
 def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     seen: list[bool] = []
 
@@ -237,6 +247,34 @@ def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
     with saved_tensors_hooks(hook, hook):
         run(torch.ones(2, requires_grad=True))
     assert compiling == [False]
+
+
+class Tanhs(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().tanh()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_region_is_known_while_it_saves(compiled: bool) -> None:
+    torch._dynamo.reset()
+    module = Tanhs()
+    if compiled:
+        module.compile(backend="aot_eager")
+    found: list[Any] = []
+
+    def pack(t: Tensor) -> Tensor:
+        found.append(torch_private.compiled_region())
+        return t
+
+    torch_private.never_compile(pack)
+    with saved_tensors_hooks(pack, Tensor.detach):
+        torch.nn.Sequential(torch.nn.Sigmoid(), module)(torch.ones(2, requires_grad=True))
+    assert found[0] is None
+    if compiled:
+        assert all(region[0] is module and len(region) == 2 for region in found[1:])
+    else:
+        assert len(found) > 1 and not any(found)
 
 
 def test_levels_of_torch_func_are_known() -> None:

@@ -197,6 +197,30 @@ def test_backward_dw_gives_what_the_backward_left_out(
         close(p.main_grad if main and name.startswith("fc") else p.grad, expected[name])
 
 
+def test_what_is_said_of_gradients_after_a_call_holds_in_the_next() -> None:
+    seq, x = fo.Sequential(fo.ops.Linear(4, 3, bias=False)), torch.randn(5, 4)
+    op, whole = seq[0], torch.zeros(3, 4)
+    seq(x).sum().backward()
+    expected, op.weight.grad = op.weight.grad, None
+    op.weight.main_grad, op.accumulate_into_main_grad = whole, True
+    seq(x).sum().backward()
+    assert op.weight.grad is None and torch.equal(whole, expected)
+    op.accumulate_into_main_grad, op.delays = False, ("weight",)
+    seq(x).sum().backward()
+    assert op.weight.grad is None and seq.backward_dw() == 1
+    assert torch.equal(op.weight.grad, expected)
+
+
+def test_a_rehearsed_step_leaves_what_waits_as_it_was() -> None:
+    seq, x = fo.Sequential(fo.ops.Linear(4, 3, bias=False)), torch.randn(5, 4)
+    seq[0].delays = ("weight",)
+    seq.plan(x)
+    assert seq.backward_dw() == 0
+    seq(x).sum().backward()
+    seq.plan(x)
+    assert seq.backward_dw() == 1 and type(seq[0].weight.grad) is Tensor
+
+
 def test_what_an_error_stops_stays_in_the_queue() -> None:
     seq, x = model(delay_wgrad=True, accumulate_into_main_grad=True), data(5)
     for op in (seq["fc1"], seq["fc2"]):

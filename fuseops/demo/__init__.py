@@ -2,7 +2,7 @@
 
 import argparse
 
-DEFAULT_STEPS = 300  # what the bar on the held-out loss is set for
+from .defaults import DEFAULT_STEPS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least one step, got {value}")
+        raise argparse.ArgumentTypeError(f"expected at least one step, got {text}")
     return value

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fuseops.fusions.explain.layout import size
 
-from . import DEFAULT_STEPS, plans, report
+from . import plans, report
 from .checks import Checked, check
 from .data import Corpus, batch, bigram_log_probs, bigram_loss, read_corpus, windows
+from .defaults import DEFAULT_STEPS
 from .model import ByteModel, Config
 from .progress import Voice
 from .train import History, Schedule, evaluate, printable, sample, train

@@ -5,10 +5,9 @@ from html import escape
 
 from torch import Tensor, nn
 
-from fuseops.fusions.explain import plans
+from fuseops.fusions.explain import FusionPlan, plans
 from fuseops.fusions.explain.html import fragment
 from fuseops.fusions.explain.layout import groups, plural
-from fuseops.fusions.plan import FusionPlan
 
 
 def plans_of(model: nn.Module, text: Tensor) -> list[FusionPlan]:

@@ -5,9 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fuseops.fusions.explain import FusionPlan
 from fuseops.fusions.explain.html import STYLE
 from fuseops.fusions.explain.layout import size
-from fuseops.fusions.plan import FusionPlan
 
 from .charts import Bar, Curve, bars, curves, smooth
 from .plans import drawings

@@ -242,7 +242,9 @@ def _fused_bwd(
 ) -> Sequence[Grads]:
     calls = _calls(step, once, out) if step.live else step.calls
     bwd: Callable[..., Sequence[Grads]] = step.target.bwd
-    if step.kind == "joint":  # no name here for what was saved: the op says when it goes
+    if step.kind == "joint" and step.target.takes_saved:
+        return bwd([_taken(saved, step.members[0])], dy, calls, dside)
+    if step.kind == "joint":
         return bwd(_taken(saved, step.members[0]), dy, calls, dside)
     mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
     return bwd(tuple(mine), dy, calls, dside)
@@ -326,12 +328,12 @@ _apply = torch_private.direct_apply(Node)
 def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """Apply the Function. Names are published only while somebody observes.
 
-    Raises FuseOpsError inside a `torch.func` transform, which needs plain differentiable torch.
+    Raises FuseOpsError inside a `torch.func` transform and for tangents, which need plain differentiable torch.
     """
     if torch_private.inside_functorch():
-        raise FuseOpsError(
-            f"torch.func over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
-        )
+        raise _not_transformed("torch.func", seg, live)
+    if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
+        raise _not_transformed("forward-mode AD", seg, live)
     live.ties = second_order.ties_of(x, inputs)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
@@ -375,6 +377,12 @@ def describe(t: Any) -> str:
     if isinstance(t, Tensor):
         return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
     return type(t).__name__
+
+
+def _not_transformed(what: str, seg: Segment, live: Live) -> FuseOpsError:
+    return FuseOpsError(
+        f"{what} over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
+    )
 
 
 def _no_second_derivative(seg: Segment, live: Live) -> str:

@@ -331,7 +331,7 @@ class _Builder:
     def _with_layouts(self, form: Format, i: int, role: str) -> Format:
         op, needs = self.ops[i], self.needs[i]
         high = role == "grad_output" and not needs.isdisjoint(("bias", "probs"))
-        return Format(form.dtype, form.granularity, op.layouts(role, needs), high)
+        return replace(form, layouts=op.layouts(role, needs), high=high)
 
     # --- what is saved
 

@@ -16,7 +16,7 @@ from fuseops.recipes import Recipe
 
 from .plan import Miss
 from .rule import Rule
-from .sequential import Sequential
+from .runner import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
@@ -35,6 +35,7 @@ def configure(
 
     What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
     call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
+    The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
     fusion: False runs every op by itself.  recipe: precision of GEMM operands, None for high precision.
     rules: tried before the built-in ones.  disable: names of rules that may not fire.
     Raises FuseOpsError for a value of the wrong kind.
@@ -46,7 +47,7 @@ def configure(
     check_module("configure(model, ...)", model)
     set_root(model)
     for module in model.modules():
-        if isinstance(module, (Sequential, Op)):
+        if isinstance(module, (Composed, Op)):
             module.__dict__["_settings"] = _replaced(module._settings, override)
 
 
@@ -60,7 +61,7 @@ def _replaced(token: int, override: Override) -> int:
 def set_root(model: nn.Module) -> None:
     """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
     for path, module in model.named_modules(remove_duplicate=True):
-        if isinstance(module, (Sequential, Op)):
+        if isinstance(module, (Composed, Op)):
             parts = [part for part in path.split(".") if part and part not in WRAPPERS]
             if isinstance(module, Op) and module.__dict__.get("_path") != ".".join(parts):
                 module.__dict__.pop("_runner", None)  # it knows the op by its old name

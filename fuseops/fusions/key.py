@@ -42,12 +42,7 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     own = op.__dict__
     registered = own["_parameters"]
     facts = [op.__class__, own["training"], op.alias]
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
+    if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:
         facts.append("a method of its own")
@@ -55,6 +50,16 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         p = registered[name] if name in registered else op.sample(name)
         facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
     return tuple(facts)
+
+
+def has_hooks(own: Mapping[str, Any]) -> bool:
+    """Whether a module, given as its `__dict__`, has hooks on its forward or backward."""
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
 
 
 def key_of(

@@ -58,7 +58,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FusionPlan:
+class Planned:
     """What one call of a Sequential runs, what did not fuse and why, and what it saves."""
 
     path: str
@@ -73,7 +73,7 @@ class FusionPlan:
     # else the largest output of a forward span that is not saved.
     temporaries: int = 0
     rehearsed: bool = False
-    nested: tuple[FusionPlan, ...] = ()  # Sequentials inside; `saved` holds what they save too
+    nested: tuple[Planned, ...] = ()  # Sequentials inside; `saved` holds what they save too
 
     @property
     def saved_bytes(self) -> int:
@@ -94,13 +94,13 @@ class FusionPlan:
         """Spans that a rule made, each once (a joint span is one, not two)."""
         return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
 
-    def walk(self) -> Iterator[FusionPlan]:
+    def walk(self) -> Iterator[Planned]:
         """This plan and all plans nested in it."""
         yield self
         for plan in self.nested:
             yield from plan.walk()
 
-    def diff(self, other: FusionPlan) -> str:
+    def diff(self, other: Planned) -> str:
         """What is in one plan and not in the other, a line each; empty when they agree."""
         lines = []
         for field in ("forward", "backward", "misses", "saved", "edges", "segments"):
@@ -130,19 +130,3 @@ class FusionPlan:
             "peak_bytes": self.peak_bytes,
             "nested": [plan.to_json() for plan in self.nested],
         }
-
-    def to_html(self) -> str:
-        """A self-contained page with a drawing; no network, no script."""
-        from .explain.html import page
-
-        return page([self])
-
-    def _repr_html_(self) -> str:
-        from .explain.html import fragment
-
-        return fragment(self)
-
-    def __str__(self) -> str:
-        from .explain.text import text
-
-        return text(self)

@@ -27,7 +27,7 @@ from .buffers import Buffers
 from .build import RunPlan, build
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
-from .key import Asked, Glance, Key, Tokens, key_of
+from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from .rule import Conditions, Place
 from .segment import Segment
 from .tables import TABLES
@@ -50,12 +50,7 @@ class Entry(NamedTuple):
 def opaque_reason(op: Op[Any]) -> str | None:
     """Why an op is called through its own `__call__` and matched by no rule, or None."""
     own = op.__dict__
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
+    if has_hooks(own):
         return "has hooks"
     for method in ("forward", "fwd", "bwd"):
         if method in own:
@@ -136,8 +131,9 @@ class Run:
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> Entry:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        if self.last is not None and self.last[0].fits(x, side, tokens, live):
-            return self.last[1]
+        last = self.last  # once: another thread may put its own there
+        if last is not None and last[0].fits(x, side, tokens, live):
+            return last[1]
         key = key_of(self.asked, x, side, tokens, live)
         entry = self.entries.get(key) or self.entry(key)
         self.last = None
@@ -248,6 +244,10 @@ class Run:
             try:
                 shape = self.ops[i].out_shape(shape)
             except FuseOpsError as error:
+                if (
+                    torch.compiler.is_compiling()
+                ):  # dynamo traces no add_note, and shows the error itself
+                    raise
                 at = f"at op {self.names[i]!r} of a fuseops.Sequential"
                 error.add_note(f"{at}; the input of the sequence is {describe(x)}")
                 raise
@@ -321,6 +321,9 @@ class Run:
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
+        self._through(
+            0, len(self.ops), tuple(x.shape), x
+        )  # guards on widths, as every op checks its own
         key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:

@@ -1,6 +1,6 @@
 """What a caller passes: x, side inputs by name or in a Routing, and `returns`. Wrong ones get an error that helps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ def check_input(module: nn.Module, x: Any) -> None:
         raise TypeError(
             f"{described(module)} expects a tensor as its first argument, got {type(x).__name__}."
         )
+
+
+def no_tensor(module: nn.Module, pieces: Sequence[tuple[str, Any]], x: Any) -> TypeError:
+    """The error for a plain module whose result, no tensor, reached the op behind it."""
+    (before, plain), (name, _) = pieces
+    return TypeError(
+        f"{before!r} ({type(plain).__name__}) in {described(module)} returned {type(x).__name__}, and the op "
+        f"{name!r} behind it takes a tensor: wrap the module so that it returns one."
+    )
 
 
 def check_returns(module: nn.Module, runner: Sides, returns: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_grouped_mm as scaled_grouped_mm
 from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
+from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
@@ -40,6 +41,7 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
+from .reference import block_of_row as block_of_row
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize

@@ -24,6 +24,7 @@ from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
+GROUP_TILE = 8, 1024  # the same with groups: parts and columns of one group
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,7 +42,7 @@ def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config
     return [tiles.column_tile(dims[-1], itemsize, 8192, 3, 4, 4)]
 
 
-FWD = Space("bias_fwd", tiles.wide_candidates)
+FWD = Space("bias_fwd", tiles.wide_candidates, tiles.wide_default(1))
 BWD = Space("bias_bwd", _bwd_candidates)
 GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
@@ -101,24 +102,36 @@ def grouped_bias_bwd(
     return _backward(as_rows(dy), offs, probs, bias)
 
 
-def sum_partials(partial: Tensor, offs: Tensor | None = None, rows_each: int = 0) -> Tensor:
-    """(S, N) float32 partial sums -> (N,), or (E, N) of parts of groups, in a fixed order."""
+def sum_partials(partial: Tensor) -> Tensor:
+    """(S, N) float32 partial sums -> (N,), in a fixed order."""
     splits, n = partial.shape
-    if offs is None and splits == 1:
+    if splits == 1:
         return partial[0]
-    groups = 1 if offs is None else len(offs)
-    y = torch.empty(
-        *(() if offs is None else (groups,)), n, dtype=torch.float32, device=partial.device
-    )
-    block_s = pow2(cdiv(splits, groups), least=8, most=256)
+    y = torch.empty(n, dtype=torch.float32, device=partial.device)
+    block_s = pow2(splits, least=8, most=256)
     block_n = pow2(n, most=SUM_TILE // block_s)
     launch(
-        device("reduce").column_sum_kernel, (cdiv(n, block_n), groups),
-        partial, partial if offs is None else offs, y, splits, n, rows_each,
-        GROUPED=offs is not None, BLOCK_S=block_s, BLOCK_N=block_n, **overlap(y.device),
-        num_warps=4,
+        device("reduce").column_sum_kernel, (cdiv(n, block_n),), partial, y, splits, n,
+        BLOCK_S=block_s, BLOCK_N=block_n, **overlap(y.device), num_warps=4,
     )  # fmt: skip
     return y
+
+
+def _sum_groups(partial: Tensor, offs: Tensor, each: int, dots: Tensor) -> tuple[Tensor, Tensor]:
+    """(dbias (E, N), dprobs (R,)) of parts of groups and of dots (column blocks, R), in one launch."""
+    groups, n = len(offs), partial.shape[1]
+    y, dprobs = partial.new_empty(groups, n), dots.new_empty(dots.shape[1])
+    block_s, block_n = GROUP_TILE[0], pow2(n, most=GROUP_TILE[1])
+    block_d = pow2(len(dots), most=128)
+    block_r = 2 * SUM_TILE // block_d
+    launch(
+        device("bias").group_sum_kernel,
+        (groups * cdiv(n, block_n) + cdiv(dots.shape[1], block_r),),
+        partial, offs, y, dots, dprobs, n, groups, each, *dots.shape,
+        BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r,
+        **chain(y.device)[1], num_warps=8,
+    )  # fmt: skip
+    return y, dprobs
 
 
 def _float32(probs: Tensor) -> Tensor:
@@ -152,7 +165,7 @@ def _backward(
     else:
         chunks, each = tiles.row_splits(rows, blocks, config, dy)
     partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
-    dots = partial.new_empty(blocks if bias is not None else 0, rows)
+    dots = partial.new_empty(blocks, rows if bias is not None else 0)
     # A product contracted with the first exchange between lanes would leave each lane of a row another
     # last bit of its dot product, and which of them is stored would be a race: no contraction here.
     form = {} if bias is None else {"enable_fp_fusion": False}
@@ -165,4 +178,6 @@ def _backward(
         **chain(dy.device)[0], BLOCK_E=pow2(groups),
         AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **form, **config,
     )  # fmt: skip
-    return sum_partials(partial, offs, each), sum_partials(dots) if len(dots) else dots.view(-1)
+    if offs is None:
+        return sum_partials(partial), dots.view(-1)
+    return _sum_groups(partial, offs, each, dots)

@@ -42,10 +42,10 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A tile holds the K rows of one or more tokens, 16 or 32 elements a thread."""
+    """A tile holds pieces of the K rows of one or more tokens; the next pieces are on their way."""
     k, width = pow2(dims[0], most=64), pow2(dims[-1])
     choices = []
-    for total, warps, stages in ((2048, 4, 1), (4096, 8, 1), (4096, 8, 2)):
+    for total, warps, stages in ((2048, 4, 2), (4096, 4, 2), (4096, 8, 2)):
         n = min(width, max(total // k, 32), 1024)
         rows = max(total // (k * n), 1)
         choices.append({"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "num_warps": warps})

@@ -168,7 +168,7 @@ class KernelOp(Generic[P, R]):
         first = args[0]
         if thread.reference_only or not first.dim() or not self._on_device(first):
             return False
-        if torch_private.inside_functorch() and not torch.compiler.is_compiling():
+        if _transformed() and not torch.compiler.is_compiling():
             return False
         grad, where = torch.is_grad_enabled(), first.device
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -264,6 +264,11 @@ def _traced(args: tuple[Any, ...]) -> bool:
         isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
+
+
+def _transformed() -> bool:
+    """Whether tensors may carry more than their values, which a kernel would drop: a batch axis, a tangent."""
+    return torch_private.inside_functorch() or torch_private.inside_forward_ad()
 
 
 def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,8 +33,10 @@ def matches(glob: str, path: str) -> bool:
 
 def as_globs(value: str | Iterable[str], what: str) -> tuple[str, ...]:
     """One glob or several.  Raises FuseOpsError for anything else."""
-    globs = (value,) if isinstance(value, str) else tuple(value)
+    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     wrong = [g for g in globs if not isinstance(g, str) or not g]
     if wrong:
-        raise FuseOpsError(f"{what} expects globs over dotted names, got {wrong[0]!r}.")
+        raise FuseOpsError(
+            f"{what} expects globs over dotted names, such as 'blocks.*', got {wrong[0]!r:.80}."
+        )
     return globs

@@ -3,7 +3,7 @@
 Ops of fuseops: the bridge promises the name before it saves. Everything else is torch's: a pack
 hook is told neither the module nor the op that saves, so the name is made of what can be known: the
 path of the running module, where a root is known, and the grad_fn of the tensor, that is of the op
-that made it ("leaf" without one), numbered in save order.
+that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.config import WRAPPERS
 from fuseops.fusions.sequential import Sequential
@@ -63,6 +64,9 @@ class Labels:
             )
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else t.grad_fn.name()
+        region = torch_private.compiled_region()
+        if region is not None:  # one node for all of it
+            running, made_by = region[::-1] or running, "compiled"
         stem = f"{self._path(running)}{made_by}"
         number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
         op = type(running[-1]).__name__ if running else made_by
@@ -110,7 +114,7 @@ def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
         if hits:
             found.setdefault(path, module)
     idle = [g for g in globs if g not in used]
-    if idle:
+    if idle or not globs:
         known = ", ".join(path for path in list(paths.values())[1:6])
         raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
     return found

@@ -65,6 +65,7 @@ class LayerScope(Scope):
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
         self.names: dict[str, str] = {}  # decision of the last step by name
+        self.called: set[str] = set()  # paths of layers
         self._know_root()
 
     def __str__(self) -> str:
@@ -87,6 +88,7 @@ class LayerScope(Scope):
     def enter(self, module: nn.Module) -> None:
         """Before the forward of a layer."""
         path, call = self._layers[id(module)], None
+        self.called.add(path)
         aside = self._why_layer_aside()
         if aside is None:
             call = self.mover.enter(path)

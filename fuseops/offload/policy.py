@@ -8,6 +8,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 
+from .arguments import whole_number
 from .globs import as_globs, matches
 
 DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
@@ -56,12 +57,10 @@ class Policy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", as_globs(self.offload, "Policy(offload=...)"))
         object.__setattr__(self, "keep", as_globs(self.keep, "Policy(keep=...)"))
-        for field in ("min_bytes", "layer_bytes"):
-            value = getattr(self, field)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if not whole and not (value is None and field == "layer_bytes"):
-                raise FuseOpsError(f"Policy({field}=...) expects a number of bytes, got {value!r}.")
-        if not 0 <= self.fraction <= 1:
+        whole_number(self.min_bytes, "Policy(min_bytes=...), in bytes,")
+        if self.layer_bytes is not None:
+            whole_number(self.layer_bytes, "Policy(layer_bytes=...), in bytes,")
+        if not isinstance(self.fraction, (int, float)) or not 0 <= self.fraction <= 1:
             raise FuseOpsError(f"Policy(fraction=...) expects 0 to 1, got {self.fraction!r}.")
         if self.where is not None and not callable(self.where):
             raise FuseOpsError(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,21 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 from . import modules
+from .arguments import one_of, parse_bytes, whole_number
 from .globs import as_globs, matches
 from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
+from .planning.hardware import Hardware
 from .planning.plan import plan
 from .planning.simulate import DEFAULT
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
-from .report import Report
+from .report import MISSED, Entry, Report
 from .schedule import Call, Decision, Schedule
-from .sizes import parse_bytes
+
+NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
 
 class Scheduler:
@@ -68,10 +71,18 @@ class Scheduler:
             raise FuseOpsError(
                 f"Scheduler(model, ...) expects an nn.Module, got {type(model).__name__}."
             )
+        if policy is not None:
+            one_of(policy, Policy, "Scheduler(policy=...)", "an offload.Policy")
+        if hardware is not None:
+            one_of(hardware, Hardware, "Scheduler(hardware=...)", "an offload.Hardware")
+        if lag is not None:
+            whole_number(lag, "Scheduler(lag=...), in layers,")
+        whole_number(ahead, "Scheduler(ahead=...), in layers,", least=1)
         self.model = model
         self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy
         self.plan = plan
+        decisions_of(plan)
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
         if self._peak is not None and (plan is not None or policy is not None or manual):
             raise FuseOpsError(
@@ -101,7 +112,7 @@ class Scheduler:
 
     @property
     def _decisions(self) -> Mapping[str, Decision]:
-        return getattr(self.plan, "decisions", self.plan) or {}
+        return decisions_of(self.plan)
 
     # --- attaching
 
@@ -222,8 +233,17 @@ class Scheduler:
     # --- what came of it
 
     def report(self) -> Report:
-        """What ran: every saved tensor with decision and reason, copies, misses, host memory."""
-        return replace(self._scope.report(), schedule=tuple(self._facts()))
+        """What ran: every saved tensor with decision and reason, copies, misses, host memory, and which
+        layers did not run.
+        """
+        report = self._scope.report()
+        entries = (*report.entries, *self._idle())
+        return replace(report, entries=entries, schedule=tuple(self._facts()))
+
+    def _idle(self) -> Iterator[Entry]:
+        for path, module in self.layers.items():
+            if path not in self._scope.called:
+                yield Entry(path, type(module).__name__, (), None, 0, MISSED, NOT_CALLED)
 
     def _facts(self) -> Iterator[tuple[str, int]]:
         schedule, arena = self._scope.mover.schedule, self._scope.mover.arena
@@ -234,7 +254,9 @@ class Scheduler:
     def assert_matched(self, plan: Any = None) -> None:
         """Raises FuseOpsError, with every difference, unless what ran is what was planned."""
         plan = self.plan if plan is None else plan
-        wanted: Mapping[str, str] = getattr(plan, "decisions", plan) or {}
+        if plan is None:
+            raise FuseOpsError("this scheduler follows no plan: pass the one to compare with.")
+        wanted = decisions_of(plan)
         ran = self._scope.names
         wrong = [
             f"{name}: planned {wanted[name]}, {ran.get(name, 'not saved')}"
@@ -243,6 +265,18 @@ class Scheduler:
         ]
         if wrong:
             raise FuseOpsError("what ran is not what was planned:\n" + "\n".join(wrong))
+
+
+def decisions_of(plan: Any) -> Mapping[str, Decision]:
+    """Name -> decision, of a plan or of what users wrote.  Raises FuseOpsError for anything else."""
+    found = getattr(plan, "decisions", {} if plan is None else plan)
+    one_of(found, Mapping, "plan=...", "an OffloadPlan or decisions by name, {name: 'offload'}")
+    for name, decision in found.items():
+        if decision not in get_args(Decision):
+            raise FuseOpsError(
+                f"plan={{{name!r}: {decision!r}}}: a decision is one of {', '.join(get_args(Decision))}."
+            )
+    return cast("Mapping[str, Decision]", found)
 
 
 class PlanHook:

@@ -21,6 +21,7 @@ from fuseops.ops import names
 from fuseops.ops import scopes as settings
 
 from . import marks, modules, records
+from .arguments import whole_number
 from .labels import Labels, Named, paths_under
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
@@ -237,10 +238,7 @@ def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None
     root: the model; names of saved tensors are paths in it, and its buffers are known.
     Raises FuseOpsError for a value of the wrong kind.
     """
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
-        raise FuseOpsError(
-            f"to_host(min_bytes=...) expects a number of bytes, 0 or more, got {min_bytes!r}."
-        )
+    whole_number(min_bytes, "to_host(min_bytes=...), in bytes,")
     if root is not None and not isinstance(root, nn.Module):
         raise FuseOpsError(
             f"to_host(root=...) expects the model, an nn.Module, got {type(root).__name__}."

@@ -11,14 +11,14 @@ from fuseops.errors import FuseOpsError
 from .op import Call, Grads, Op, Out
 
 
-class NothingSaved(NamedTuple):
-    pass
+class ConstantScaleSaved(NamedTuple):
+    scale: float | None  # that of the forward: it may be another by the time of the backward
 
 
-class ConstantScale(Op[NothingSaved]):
+class ConstantScale(Op[ConstantScaleSaved]):
     """y = x * scale, a Python number that has no gradient."""
 
-    saves_for = {"x": ()}
+    saves_for = {"x": ("scale",)}
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -28,20 +28,21 @@ class ConstantScale(Op[NothingSaved]):
         return f"{self.scale}"
 
     def fwd(self, x: Tensor) -> Out:
-        return Out(x * self.scale, NothingSaved())
+        return Out(x * self.scale, ConstantScaleSaved(self.scale))
 
-    def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
-        return Grads(dy * self.scale)
+    def bwd(self, saved: ConstantScaleSaved, dy: Tensor) -> Grads:
+        return Grads(dy * saved.scale)  # type: ignore[operator]
 
 
 class DropoutSaved(NamedTuple):
     seed: Tensor | None  # (1,) int64: the mask is drawn again from it
+    p: float | None = None
 
 
 class Dropout(Op[DropoutSaved], nn.Dropout):
     """`torch.nn.Dropout` that saves 8 bytes: the mask is a function of a seed drawn from torch's generator."""
 
-    saves_for = {"x": ("seed",)}
+    saves_for = {"x": ("seed", "p")}
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         if inplace:
@@ -58,11 +59,13 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
         if not call.training or self.p == 0:
             return Out(x)
         seed = torch.randint(2**62, (1,), device=x.device)
-        return Out(self._dropped(x, seed), DropoutSaved(seed))
+        return Out(_dropped(x, seed, self.p), DropoutSaved(seed, self.p))
 
     def bwd(self, saved: DropoutSaved, dy: Tensor, *, call: Call) -> Grads:
-        return Grads(dy if saved.seed is None else self._dropped(dy, saved.seed))
+        seed, p = saved
+        return Grads(dy if seed is None or p is None else _dropped(dy, seed, p))
 
-    def _dropped(self, x: Tensor, seed: Tensor) -> Tensor:
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return torch.where(K.dropout_mask(seed, x, self.p), x * scale, 0)
+
+def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return torch.where(K.dropout_mask(seed, x, p), x * scale, 0)

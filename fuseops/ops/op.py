@@ -124,7 +124,7 @@ class Op(nn.Module, Generic[S]):
         None  # of its operands under a recipe; None: no recipe applies
     )
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
-    # Set on an instance, before its first call:
+    # Set on an instance:
     delays: tuple[str, ...] = ()  # parameters whose gradients wait for Sequential.backward_dw()
     accumulate_into_main_grad: bool = False  # add parameter gradients to `parameter.main_grad`
 
@@ -274,7 +274,9 @@ class FusedOp:
     forward rule   fwd(x, t, calls) -> Out(y, saved=tuple of the members' Saved, side)
     backward rule  bwd(saved, dy, calls, dside) -> tuple of Grads, dx in the first
     joint rule     fwd(x, t, calls, keep) and bwd(saved, dy, calls, dside), with its own `Saved`, `saves_for` over
-                   "x", "0.weight", "1.probs", and `names` = {field: "0.x"}, under which its tensors are published
+                   "x", "0.weight", "1.probs", and `names` = {field: "0.x"}, under which its tensors are published.
+                   With `takes_saved`, bwd is given a list that holds its `Saved`, and pops it: what is passed by
+                   itself may live, by the caller, until bwd returns
     """
 
     Saved: ClassVar[type[Any]]
@@ -282,6 +284,7 @@ class FusedOp:
     saves_for: Mapping[str, tuple[str, ...]] | None = None
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
+    takes_saved: ClassVar[bool] = False
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
@@ -291,6 +294,10 @@ class FusedOp:
 
     def bwd(self, *args: Any) -> tuple[Grads, ...]:
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
+
+    def choices(self, x: Any, t: Any, calls: Any) -> str:
+        """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
+        return ""
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:

@@ -5,17 +5,21 @@ grouped and the weight is (E, N, K). A weight is quantized where it is used, and
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
 
+from . import blocks
 from .quantized import COL, ROW, Format, Quantized
 
 
 def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
     """x in the format and the layouts that `form` asks for.   (..., K) -> Quantized over (M, K)"""
-    flat = x.reshape(-1, x.shape[-1])
     offs = offs if form.granularity == "group" else None
+    if form.blocks:
+        return blocks.quantize(x, form, offs)
+    flat = x.reshape(-1, x.shape[-1])
     if offs is None:
         # transposed here: the kernel's own columnwise store failed once on an unaligned input (H200)
         row, _, scale, _ = K.quantize_tensor(flat, form.dtype)
@@ -46,31 +50,46 @@ def _scaled(a: Tensor, weight: Tensor, scale: Tensor, q: Quantized) -> Tensor:
     return y.view(*a.shape[:-1], weight.shape[0])
 
 
-def _present(t: Tensor | None) -> Tensor:
-    if t is None:
-        raise ValueError(
-            "the layout that this GEMM reads was not made: the op's layouts() leaves it out"
-        )
-    return t
+def _multiplied(a: Tensor, weight: Tensor, q: Quantized) -> Tensor:
+    """a weight^T over operands that were quantized in blocks, in the dtype that q stands for."""
+    y = F.linear(a, weight) if q.offs is None else K.grouped_mm(a, weight, q.offs)
+    return y.to(q.dtype)
 
 
 def fprop(x: Quantized, weight: Tensor, form: Format) -> Tensor:
     """y = x w^T from the rowwise data of x.   (..., K), (N, K) or (E, N, K) -> (..., N)"""
+    if form.blocks:
+        return _multiplied(blocks.rowwise(x), blocks.through(weight, form, x.dtype), x)
     data, scale = _quantize_weight(weight, form)
-    return _scaled(_present(x.row), data, x.scale * scale, x)
+    return _scaled(x.present(ROW), data, x.present("scale") * scale, x)
 
 
 def dgrad(dy: Quantized, weight: Tensor, form: Format) -> Tensor:
     """dx = dy w from the rowwise data of dy.   (..., N), (N, K) or (E, N, K) -> (..., K)"""
+    if form.blocks:
+        transposed = blocks.through(weight, form, dy.dtype).transpose(-2, -1)
+        return _multiplied(blocks.rowwise(dy), transposed, dy)
     data, scale = _quantize_weight(weight, form)
-    return _scaled(_present(dy.row), data.transpose(-2, -1), dy.scale * scale, dy)
+    return _scaled(dy.present(ROW), data.transpose(-2, -1), dy.present("scale") * scale, dy)
 
 
 def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """dw = dy^T x from the columnwise data of both.   -> (N, K) or (E, N, K), in `dtype` or that of x"""
     dtype = dtype or x.dtype
-    scale = dy.scale * x.scale
-    left, right = _present(dy.col), _present(x.col)
+    if x.col_scale is not None:
+        return _block_wgrad(dy, x).to(dtype)
+    left, right, scale = dy.present(COL), x.present(COL), dy.present("scale") * x.present("scale")
     if x.offs is not None:
         return K.scaled_grouped_wgrad(left.t(), right.t(), scale, x.offs, dtype)
     return K.scaled_mm(left, right, scale, dtype)
+
+
+def _block_wgrad(dy: Quantized, x: Quantized) -> Tensor:
+    """`wgrad` of blocks, in float32."""
+    left, right = blocks.colwise(dy), blocks.colwise(x)
+    if x.offs is None:
+        return K.wide_mm(left.t(), right.t())
+    shape = len(x.offs), left.shape[1], right.shape[1]
+    dw = left.new_empty(shape, dtype=torch.float32)
+    K.grouped_wgrad_into(dw, left, right, x.offs, accumulate=False)
+    return dw

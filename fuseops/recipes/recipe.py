@@ -33,12 +33,39 @@ class Float8CurrentScaling(Recipe):
     bwd: torch.dtype = E5M2
 
     def __post_init__(self) -> None:
-        for name, dtype in (("fwd", self.fwd), ("bwd", self.bwd)):
-            if dtype not in (E4M3, E5M2):
-                raise FuseOpsError(
-                    f"Float8CurrentScaling({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
-                )
+        _check_formats(self, fwd=self.fwd, bwd=self.bwd)
 
     def roles(self, granularity: str) -> Roles:
         forward = Format(self.fwd, granularity)
         return Roles(input=forward, weight=forward, grad_output=Format(self.bwd, granularity))
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for every square of
+    128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+
+    inv = max(format) / amax rounded down to a power of two, data = cast(x * inv), scale = 1 / inv. Blocks of rows begin
+    anew in each group of a grouped op. Data times scale is exact in bfloat16, which is what the GEMMs multiply, rounded
+    once at the store; tensors of another dtype are multiplied in float32.
+    fwd: format of inputs and weights; bwd: of gradients.
+    """
+
+    fwd: torch.dtype = E4M3
+    bwd: torch.dtype = E4M3
+
+    def __post_init__(self) -> None:
+        _check_formats(self, fwd=self.fwd, bwd=self.bwd)
+
+    def roles(self, granularity: str) -> Roles:
+        forward = Format(self.fwd, granularity, blocks=True)
+        backward = Format(self.bwd, granularity, blocks=True)
+        return Roles(input=forward, weight=forward, grad_output=backward)
+
+
+def _check_formats(recipe: Recipe, **given: torch.dtype) -> None:
+    for name, dtype in given.items():
+        if dtype not in (E4M3, E5M2):
+            raise FuseOpsError(
+                f"{type(recipe).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
+            )

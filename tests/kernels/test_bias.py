@@ -46,3 +46,17 @@ def test_grouped_bias(rows, n, dtype, seed, groups, scaled, with_bias, strided):
     assert_matches(k.grouped_bias_bwd, x, offs, probs, bias if with_bias else None, sums=True)
     again = [run(k.grouped_bias_bwd, x, offs, probs, bias) for _ in range(2)]
     assert all(map(torch.equal, *again))
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=9), WIDTHS, st.booleans(), SEEDS)
+@few
+def test_groups_end_anywhere(ends, n, with_bias, seed):
+    """Empty groups in a row, many in one block of rows, one over all chunks, nothing but padding."""
+    dy, bias = (
+        tensor((70, n), torch.bfloat16, "normal", seed),
+        tensor((len(ends), n), torch.bfloat16, "normal", seed + 1),
+    )
+    offs = torch.tensor(sorted(ends), dtype=torch.int32)
+    dy[max(ends) :] = float("nan")
+    probs = tensor((70,), torch.float32, "normal", seed + 2)
+    assert_matches(k.grouped_bias_bwd, dy, offs, probs, bias if with_bias else None, sums=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from samples import samples
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -159,6 +160,12 @@ class TestWhoRuns:
         with torch.no_grad():
             grad = torch.func.grad(lambda b: self.op(self.x, b).sum())(self.bias)
         assert torch.equal(grad, torch.full((3,), 4.0)) and not launches
+
+    def test_what_carries_a_tangent_is_plain_torch(self, launches):
+        with forward_ad.dual_level():
+            y = self.op(forward_ad.make_dual(self.x, self.x * 2), self.bias)
+            assert torch.equal(forward_ad.unpack_dual(y).tangent, self.x * 2)
+        assert not launches
 
     def test_subclasses_and_unknown_dtypes_and_scalars_are_plain_torch(self, launches):
         assert type(self.op(self.x.as_subclass(Mine), self.bias)) is Mine

@@ -13,16 +13,19 @@ import pytest
 import torch
 from profiles_drawn import LINK, MB, profile_of, transformer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fuseops as fo
 from fuseops import offload
 from fuseops.cli import main
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.fakes import LiveBytes
 from fuseops.offload import scheduler as scheduler_module
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
+from fuseops.offload.planning.memory import tensors_in
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.simulate import Cost, Settings, simulate
@@ -150,7 +153,14 @@ def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
     assert Hardware.from_json(data["hardware"]) == tight.hardware
 
 
-@pytest.mark.parametrize("wrong", [{"peak": "much"}, {"host": -1}, {"layers": "nothing.*"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"peak": "much"}, {"host": -1}, {"layers": "nothing.*"}, {"hardware": "h200"}),
+        *({"loss": 3}, {"min_bytes": "1MiB"}, {"split": "3"}, {"split": 3}),
+    ],
+    ids=str,
+)
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(FuseOpsError):
         planned(**wrong)
@@ -329,6 +339,67 @@ def test_what_was_simulated_is_what_is_executed(monkeypatch: pytest.MonkeyPatch)
         train(model, x, 2)
     assert len(simulated.log) > 10
     assert executed.log[: len(simulated.log)] == simulated.log
+
+
+class Watched(CpuLanes):
+    """Lanes whose host memory is not counted as the device's."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self.live = live
+
+    def make(self, nbytes: int) -> Tensor:
+        with _disable_current_modes():
+            region = super().make(nbytes)
+        self.live.add([region], count=False)
+        return region
+
+
+class Watch(TorchDispatchMode):
+    """Bytes that live after every op, the schedule's own included."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self.live, self.levels = live, list[tuple[int, str]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.live.forget()
+        self.live.add(tensors_in(out))
+        self.levels.append((self.live.nbytes, str(func)))
+        return out
+
+
+@pytest.mark.uninitialized
+@pytest.mark.parametrize("share, small", [(None, 0), (None, 4 << 20), (0.8, 0), (0.5, 4 << 20)])
+def test_predicted_bytes_are_those_that_live(
+    share: float | None, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peak to the byte, the op in which it stands, and the host's bytes."""
+    model, x = Model(4), torch.randn(256, D)
+    free = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
+    peak = None if share is None else int(free.before.peak * share)
+    settings = Settings(small=small)
+    plan = plan_profile(free.profile, SLOW, Limits(peak), settings, layers=free.layers)
+    live = LiveBytes()
+    live.add([*model.parameters(), x])
+    monkeypatch.setattr(scheduler_module, "make_lanes", lambda device, host: Watched(live))
+
+    def step() -> None:
+        y = model(x)
+        y.backward(torch.ones_like(y))
+
+    with offload.Scheduler(model, layers=plan.layers, plan=plan) as scheduler:
+        scheduler._scope.mover.schedule.small = small
+        for _ in range(2):
+            step()
+            model.zero_grad()
+        with Watch(live) as watch:
+            step()
+    level, op = max(watch.levels)
+    assert (level, op) == (plan.after.peak, plan.profile.ops[plan.after.peak_position].name)
+    assert dict(scheduler.report().schedule)["host_peak"] == plan.after.host
+    assert level < plan.before.peak
 
 
 # --- the command line

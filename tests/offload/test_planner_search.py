@@ -108,6 +108,17 @@ def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
     assert found.prediction.seconds <= profile.seconds + 3.01e-3
 
 
+@pytest.mark.parametrize("more", [1, 10, 40])
+def test_a_little_more_than_is_free_stalls_a_little_and_recomputes_nothing(more: int) -> None:
+    """A layer takes 15 ms to compute again; a MB more takes 0.1 ms on the link."""
+    profile = transformer(24, 10)
+    model = Model(profile, LINK, Settings())
+    free = solve(model, Limits()).prediction.peak
+    found = solve(Model(profile, LINK, Settings()), Limits(free - more * MB))
+    assert found.fits and not found.choice.drop
+    assert found.prediction.stall <= 2e-3 + 2e-4 * more
+
+
 def test_a_layer_is_not_recomputed_twice() -> None:
     """As a whole, or what its ops can do without: what both would drop is dropped once."""
     profile = profile_of(6, 3, lambda layer, n: 20 * MB, lambda layer: 1e-3, groups=True)

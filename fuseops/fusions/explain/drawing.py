@@ -10,16 +10,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.plan import FusionPlan, Miss, Span
+from fuseops.fusions.plan import Miss, Planned, Span
 
 from .layout import Column, columns, why
 
 GUTTER, GAP, PADDING = 76, 14, 12
 BOLD, PLAIN = 7.8, 6.8  # widths of a character, on the safe side: nobody measures text here
+LEAST = 0.65  # of its size: smaller, nobody reads it
 SPAN, OP, MISS, ROW = 26, 46, 20, 12  # heights; ROW is the space between two rows
 
 
-def svg(plan: FusionPlan) -> str:
+def svg(plan: Planned) -> str:
     """The drawing, as an <svg> element."""
     cells = columns(plan)
     edges = _edges(cells)
@@ -44,8 +45,10 @@ def svg(plan: FusionPlan) -> str:
     for miss, lane in zip(plan.misses, lanes, strict=True):
         parts += _miss(miss, cells, edges, miss_y + lane * (MISS + 6))
     title = escape(f"{plan.path or 'Sequential'}: ops and spans")
+    least = LEAST * width  # a wide drawing shrinks to its page so far, and then scrolls
     return (
         f'<svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
+        f'style="max-width:max(100%,{least:.0f}px);height:auto" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(parts)}</svg>'
     )
 
@@ -105,7 +108,7 @@ def _box(
 
 
 def _nodes(
-    plan: FusionPlan, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
+    plan: Planned, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
 ) -> Iterator[str]:
     """A band behind the ops of each autograd node."""
     outside = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.plan import FusionPlan
+from fuseops.fusions.plan import Planned
 
 from .drawing import svg
 from .layout import (
@@ -84,7 +84,7 @@ border:0;border-top:1px solid var(--line)}
 """
 
 
-def page(plans: Sequence[FusionPlan], title: str = "Fusion plan") -> str:
+def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
     """A whole document for the plans of a model; equal ones share a section."""
     name = escape(title)
     sections = "\n".join(_section(group) for group in groups(plans))
@@ -97,7 +97,7 @@ def page(plans: Sequence[FusionPlan], title: str = "Fusion plan") -> str:
     )
 
 
-def fragment(plan: FusionPlan) -> str:
+def fragment(plan: Planned) -> str:
     """One plan, to be put into any page."""
     return f'<div class="fuseops"><style>{STYLE}</style>{_section(Group(plan, (plan.path,)))}</div>'
 
@@ -145,7 +145,7 @@ def _cell(text: str, style: str = "") -> str:
     return f'<td class="{style}">{escape(text)}</td>' if style else f"<td>{escape(text)}</td>"
 
 
-def _fused(plan: FusionPlan) -> Iterator[str]:
+def _fused(plan: Planned) -> Iterator[str]:
     rows = [
         _cell(s.rule or "", "rule")
         + _cell(s.kind, "quiet")
@@ -157,7 +157,7 @@ def _fused(plan: FusionPlan) -> Iterator[str]:
         yield f"<h3>Fused</h3>{_table(rows)}"
 
 
-def _misses(plan: FusionPlan) -> Iterator[str]:
+def _misses(plan: Planned) -> Iterator[str]:
     rows = [
         _cell(m.rule, "rule lost") + _cell(place(plan, m), "mono") + _cell(m.reason)
         for m in plan.misses
@@ -166,7 +166,7 @@ def _misses(plan: FusionPlan) -> Iterator[str]:
         yield f"<h3>Not fused, and why</h3>{_table(rows)}"
 
 
-def _edges(plan: FusionPlan) -> Iterator[str]:
+def _edges(plan: Planned) -> Iterator[str]:
     rows = [
         _cell(e.before, "mono") + _cell(e.direction) + _cell(e.format, "mono") + _cell(e.made_by)
         for e in plan.edges

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from fuseops.fusions.plan import FusionPlan, Miss, SavedTensor, Span
+from fuseops.fusions.plan import Miss, Planned, SavedTensor, Span
 
 LONG = 24  # rows from which equal ones, of other layers, share a line
 
@@ -15,7 +15,7 @@ LONG = 24  # rows from which equal ones, of other layers, share a line
 class Group(NamedTuple):
     """Plans that say the same under other paths."""
 
-    plan: FusionPlan  # the first
+    plan: Planned  # the first
     paths: tuple[str, ...]  # of all, in order; a path twice is a Sequential that ran twice
 
     @property
@@ -55,7 +55,7 @@ class SpanRow(NamedTuple):
     why: str
 
 
-def at_peak(plan: FusionPlan) -> str:
+def at_peak(plan: Planned) -> str:
     """What `plan.peak_bytes` is, in words."""
     return "at the peak of a step" if plan.rehearsed else "with the largest temporary"
 
@@ -78,12 +78,12 @@ def plural(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}es" if word.endswith("s") else f"{n} {word}s"
 
 
-def is_outside(plan: FusionPlan) -> bool:
+def is_outside(plan: Planned) -> bool:
     """Stands for what was saved outside of every Sequential."""
     return not plan.forward
 
 
-def summary(plans: Sequence[FusionPlan]) -> str:
+def summary(plans: Sequence[Planned]) -> str:
     """How many, and how much, in one line."""
     every = [p for plan in plans for p in plan.walk()]
     ran = sum(not is_outside(p) for p in every)
@@ -116,7 +116,7 @@ def relative(name: str | None, path: str) -> str:
     )
 
 
-def signature(plan: FusionPlan) -> Hashable:
+def signature(plan: Planned) -> Hashable:
     """Equal for plans that say the same of modules in the same place of repeated layers."""
     return (
         glob(plan.path),
@@ -137,9 +137,9 @@ def signature(plan: FusionPlan) -> Hashable:
     )
 
 
-def groups(plans: Sequence[FusionPlan]) -> list[Group]:
+def groups(plans: Sequence[Planned]) -> list[Group]:
     """Equal plans together, at the place of the first."""
-    found: dict[Hashable, list[FusionPlan]] = {}
+    found: dict[Hashable, list[Planned]] = {}
     for plan in plans:
         found.setdefault(signature(plan), []).append(plan)
     return [Group(same[0], tuple(p.path for p in same)) for same in found.values()]
@@ -148,7 +148,7 @@ def groups(plans: Sequence[FusionPlan]) -> list[Group]:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def own_saved(plan: FusionPlan) -> list[SavedTensor]:
+def own_saved(plan: Planned) -> list[SavedTensor]:
     """What the plan saves besides the Sequentials nested in it."""
     below = Counter(t for nested in plan.nested for t in nested.saved)
     rows = []
@@ -210,7 +210,7 @@ def span_rows(spans: Sequence[Span]) -> list[SpanRow]:
     return rows
 
 
-def columns(plan: FusionPlan) -> list[Column]:
+def columns(plan: Planned) -> list[Column]:
     """The boxes of the drawing, left to right."""
     found = []
     for same in _runs_of_modules(plan.forward):
@@ -232,7 +232,7 @@ def _positions(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}:{stop}"
 
 
-def place(plan: FusionPlan, miss: Miss) -> str:
+def place(plan: Planned, miss: Miss) -> str:
     """The ops that a miss is about, by position and name."""
     start, stop = miss.span
     names = [name for span in plan.forward for name in span.ops][start:stop]

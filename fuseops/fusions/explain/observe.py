@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fuseops.fusions.build import RunPlan
-from fuseops.fusions.plan import Edge, FusionPlan, Miss, SavedTensor, Span
+from fuseops.fusions.plan import Edge, Miss, SavedTensor, Span
 from fuseops.fusions.run import Run
-from fuseops.fusions.sequential import Sequential, runner_of
+from fuseops.fusions.runner import Composed, runner_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
+from .plan import FusionPlan
 from .saved import Where
 
 
@@ -36,7 +37,7 @@ class Seen(NamedTuple):
 class Call:
     """One call of a Sequential."""
 
-    def __init__(self, module: Sequential, path: str, parent: Call | None) -> None:
+    def __init__(self, module: Composed, path: str, parent: Call | None) -> None:
         self.module, self.path, self.parent = module, path, parent
         self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
         self.wanted = sum(isinstance(piece, Run) for _, piece in self.pieces)
@@ -71,7 +72,7 @@ class Observer:
         self._owners = {
             id(piece.ops[0]): module
             for module in root.modules()
-            if isinstance(module, Sequential)
+            if isinstance(module, Composed)
             for _, piece in runner_of(module).pieces
             if isinstance(piece, Run)
         }
@@ -118,7 +119,7 @@ class Observer:
         outer = self._frames[-1] if self._frames else _Frame(module, "", None)
         path = self.paths.get(id(module), outer.path)
         call = outer.call
-        if isinstance(module, Sequential):
+        if isinstance(module, Composed):
             call = self._called(module, path, outer.call)
             call.x = _seen(args[0]) if args else None
         self._frames.append(_Frame(module, path, call))
@@ -135,7 +136,7 @@ class Observer:
         ):
             self._frames[-1].call.x = _seen(output)  # type: ignore[union-attr]
 
-    def _called(self, module: Sequential, path: str, parent: Call | None) -> Call:
+    def _called(self, module: Composed, path: str, parent: Call | None) -> Call:
         call = Call(module, path, parent)
         (self.calls if parent is None else parent.nested).append(call)
         return call
@@ -219,7 +220,7 @@ def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
 
 
 def _of_module(name: str, module: nn.Module, at: int) -> _Part:
-    what = "a Sequential of its own" if isinstance(module, Sequential) else "plain module"
+    what = "a Sequential of its own" if isinstance(module, Composed) else "plain module"
     cls = type(module).__name__
     span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
     return _Part([span], [span])
@@ -259,10 +260,19 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         if span.kind in _RUNS and span.note != "alias":
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
+    if plan.edges:
+        yield "GEMMs multiply what quantized operands stand for: no kernel uses FP8 tensor cores yet"
 
 
 def _notes_on(call: Call) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
+    settings = scopes.resolve(call.module._settings)
+    for name, child in call.module.named_children():
+        if isinstance(child, Op) and child._settings:
+            own = scopes.resolve(child._settings).difference(settings)
+            if own:
+                which = f"{name} ({type(child).__name__}) was configured by itself"
+                yield f"{which}, which holds only where it is called alone: {'; '.join(own)} here"
     if len(call.runs) < call.wanted:
         ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
         yield f"{ran}: forward is overridden, or was left early"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fuseops.fusions.config import WRAPPERS, set_root
-from fuseops.fusions.plan import FusionPlan, SavedTensor
-from fuseops.fusions.sequential import Sequential
+from fuseops.fusions.plan import SavedTensor
+from fuseops.fusions.runner import Composed
 from fuseops.fusions.sides import check_module
 from fuseops.kernels import registry
 from fuseops.ops import names
@@ -31,6 +31,7 @@ from . import text
 from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
+from .plan import FusionPlan
 from .rehearse import peak_of_step
 from .saved import Ledger, storages, tensors_by_owner
 
@@ -54,13 +55,13 @@ def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
     up to the model's.
     """
     check_module("explain(model, ...)", model)
-    if not isinstance(model, (Sequential, Op)):
+    if not isinstance(model, (Composed, Op)):
         _see_root(model)
     return _observe(model, args, kwargs)
 
 
 def plan_of(
-    sequential: Sequential, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+    sequential: Composed, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
 ) -> FusionPlan:
     """The plan of one call of a Sequential."""
     args, side = (x, *args), {**side, "returns": tuple(returns)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuseops.fusions.plan import FusionPlan, Span
+from fuseops.fusions.plan import Planned, Span
 
 from .layout import (
     Group,
@@ -21,12 +21,12 @@ from .layout import (
 )
 
 
-def text(plan: FusionPlan) -> str:
+def text(plan: Planned) -> str:
     """One plan, with those nested in it."""
     return "\n".join(_group(Group(plan, (plan.path,))))
 
 
-def report(plans: Sequence[FusionPlan]) -> str:
+def report(plans: Sequence[Planned]) -> str:
     """All plans of a model; equal ones share a section."""
     sections = ["\n".join(_group(group)) for group in groups(plans)]
     return "\n\n".join([summary(plans), *sections])

@@ -19,6 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine, check_pos, check_rows
 
+from .dswiglu import said
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
@@ -61,6 +62,7 @@ class RoutedMLP(FusedOp):
     """y = combine(fc2(act(fc1(permute(x))) * probs)), or without the combine."""
 
     Saved = RoutedMLPSaved
+    takes_saved = True
     recomputes = GroupedMLP.recomputes
     names = {
         **{field: _moved(name) for field, name in GroupedMLP.names.items()},
@@ -99,20 +101,17 @@ class RoutedMLP(FusedOp):
 
     def bwd(
         self,
-        saved: RoutedMLPSaved,
+        held: list[RoutedMLPSaved],
         dy: Tensor,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        index, pos = saved.index, saved.pos
-        s, h = without_h(GroupedMLPSaved(*saved[: len(GroupedMLPSaved._fields)]))
-        del saved
+        index, pos = held[0].index, held[0].pos
+        s, h = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
-            sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
-            copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
-            dy, dy_index = _rows(dy, index, pos, offs, copies)  # type: ignore[assignment]
+            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, index, s, calls[3]))  # type: ignore[assignment]
 
         def source(width: int) -> Rows:
             x: Tensor = s.x  # type: ignore[assignment]
@@ -124,6 +123,17 @@ class RoutedMLP(FusedOp):
         grads = self.mlp.gradients(s, h, dy, calls[1:4], source, dy_index, finish)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
+
+    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
+        gathers = self.combines and not self._copies_dy(x, index, s, calls[3])
+        return said(self.mlp, s, index if gathers else None, calls[1:4], len(index))
+
+    def _copies_dy(self, dy: Tensor, index: Tensor | None, s: GroupedMLPSaved, call: Call) -> bool:
+        """Whether the rows of dy are copied for fc2's gradients."""
+        if not call.needs.isdisjoint(("bias", "probs")):  # sums over rows, not over tokens
+            return True
+        return s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2])
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:

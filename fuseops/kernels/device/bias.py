@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.reduce import before_launch, fold, overlapped
+from fuseops.kernels.device.reduce import add_rows, after_launch, before_launch, fold, overlapped
 
 NEVER = tl.constexpr(2147483647)
 
@@ -91,10 +91,12 @@ def bias_bwd_kernel(
             mask = (rows < end)[:, None] & (cols < N)
             at = dy_ptr + (rows * stride_dy)[:, None] + cols
             dy = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            if SCALED:  # no load waits behind a store
+                probs = tl.load(probs_ptr + rows, mask=rows < end, other=0.0)
             if NEED_DPROBS:
                 tl.store(dots_row + rows, tl.sum(dy * bias, axis=1), mask=rows < end)
             if SCALED:
-                dy *= tl.load(probs_ptr + rows, mask=rows < end, other=0.0)[:, None]
+                dy *= probs[:, None]
             total += fold(dy, AT_ONCE)
         sums = tl.sum(total, axis=0)[None, :]
         tl.store(partial_ptr + (chunk + group) * N + cols, sums, mask=cols < N)
@@ -105,3 +107,37 @@ def bias_bwd_kernel(
         for start in range(begin, last, BLOCK_R):
             rows = start + tl.arange(0, BLOCK_R)
             tl.store(dots_row + rows, tl.zeros((BLOCK_R,), tl.float32), mask=rows < last)
+
+
+@triton.jit(do_not_specialize=["ROWS", "D", "R"])
+def group_sum_kernel(
+    partial_ptr, offs_ptr, y_ptr, dots_ptr, dprobs_ptr, N, E, ROWS, D, R,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The second stage, a block of columns of one group a program: the sum of its parts. Programs after
+    these add the D rows of dots.
+    """
+    before_launch(PDL)
+    num_n = tl.cdiv(N, BLOCK_N)
+    group = (tl.program_id(0) // num_n).to(tl.int64)
+    if group < E:
+        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+        end = tl.load(offs_ptr + group)
+        first = begin // ROWS + group
+        last = tl.where(end > begin, (end - 1) // ROWS + group + 1, first)
+        after_launch(PDL)
+        add_rows(
+            partial_ptr,
+            y_ptr + group * N,
+            first,
+            last,
+            tl.program_id(0) % num_n,
+            N,
+            BLOCK_S,
+            BLOCK_N,
+        )
+    else:
+        after_launch(PDL)
+        block = tl.program_id(0) - num_n * E
+        add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, BLOCK_D, BLOCK_R)

@@ -1,8 +1,4 @@
-"""The second stage of column sums and column maxima, always in the same order.
-
-A first stage gives chunk c of ROWS rows one row of ``partial``. With groups, the part of group g in
-chunk c has row c + g: chunks and groups both ascend, so no two parts share one.
-"""
+"""The second stage of column sums, always in the same order, and what the first stages share."""
 
 import triton
 import triton.language as tl
@@ -37,26 +33,24 @@ def fold(x, AT_ONCE: tl.constexpr):
     return tl.sum(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)
 
 
-@triton.jit(do_not_specialize=["S", "ROWS"])
-def column_sum_kernel(
-    partial_ptr, offs_ptr, y_ptr, S, N, ROWS,
-    GROUPED: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def add_rows(
+    x_ptr, y_ptr, first, last, block, N, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One block of columns of one group: the sum of its rows of partial (S, N)."""
-    overlapped(PDL)
-    group = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    first = tl.zeros((), dtype=tl.int64)
-    last = first + S
-    if GROUPED:
-        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = tl.load(offs_ptr + group)
-        first = begin // ROWS + group
-        last = tl.where(end > begin, (end - 1) // ROWS + group + 1, first)
+    """y[block of columns] = the sum of rows first to last of x, BLOCK_S of them at a time."""
+    cols = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
     for start in range(first, last, BLOCK_S):
-        rows = start + tl.arange(0, BLOCK_S)[:, None]
+        rows = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
         mask = (rows < last) & (cols < N)
-        total += tl.load(partial_ptr + rows * N + cols, mask=mask, other=0.0)
-    y = tl.sum(total, axis=0)[None, :]
-    tl.store(y_ptr + group * N + cols, y, mask=cols < N)
+        total += tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0)
+    tl.store(y_ptr + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["S"])
+def column_sum_kernel(
+    partial_ptr, y_ptr, S, N, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One block of columns: the sum of the rows of partial (S, N)."""
+    overlapped(PDL)
+    add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, BLOCK_S, BLOCK_N)

@@ -23,6 +23,7 @@ from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
 from .grouped import group_tiles as group_tiles
+from .grouped import grouped_dswiglu as grouped_dswiglu
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu
@@ -37,6 +38,7 @@ from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
 from .precision import accumulator as accumulator
+from .quantize import block_of_row as block_of_row
 from .quantize import expert_quantize as expert_quantize
 from .quantize import grouped_quantize as grouped_quantize
 from .quantize import quantize_blocks as quantize_blocks

@@ -109,16 +109,21 @@ def quantize_group_blocks(
     padding rows, 1 for scales that nothing uses.
     """
     (rows, n), groups = x.shape, offs.shape[0]
-    padding = padding_mask(offs, rows)
-    group = group_of_row(offs, rows).clamp(max=groups - 1)
-    begin = torch.cat([offs.new_zeros(1), offs[:-1]])[group].long()
-    row = torch.arange(rows, device=x.device)
-    block = (begin // BLOCK + group + (row - begin) // BLOCK).masked_fill(padding[:, 0], 0)
+    padding, block = padding_mask(offs, rows), block_of_row(offs, rows)
     full = x.float().masked_fill(padding, 0.0)
     amax = full.new_zeros(rows // BLOCK + groups, n)
     amax = amax.scatter_reduce(0, block[:, None].expand(-1, n), magnitude(full), "amax")
     inv = inverse_scale(amax, dtype, pow2)
     return saturate(full * inv[block], dtype).t().contiguous(), 1 / inv
+
+
+def block_of_row(offs: Tensor, rows: int) -> Tensor:
+    """The row of `quantize_group_blocks`'s scale that each row of x has; 0 for padding.   -> (R,) int64"""
+    group = group_of_row(offs, rows).clamp(max=len(offs) - 1)
+    begin = torch.cat([offs.new_zeros(1), offs[:-1]])[group].long()
+    row = torch.arange(rows, device=offs.device)
+    block = begin // BLOCK + group + (row - begin) // BLOCK
+    return block.masked_fill(padding_mask(offs, rows)[:, 0], 0)
 
 
 def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> Any:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.explain.layout import size
+from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES
-from fuseops.offload.sizes import parse_bytes
 
 from . import html, text, trace
 from .decided import Decided, Planned
@@ -116,6 +116,13 @@ def plan(
         None if peak is None else parse_bytes(peak, "plan(peak=...)"),
         None if host is None else parse_bytes(host, "plan(host=...)"),
     )
+    whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
+    if loss is not None and not callable(loss):
+        raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
+    for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
+        whole_number(rows, "plan(split=...), in rows,")
+    if hardware is not None:
+        one_of(hardware, Hardware, "plan(hardware=...)", "an offload.Hardware, such as .load(path)")
     globs = None if layers is None else as_globs(layers, "plan(layers=...)")
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
@@ -149,14 +156,14 @@ def plan_profile(
 
 
 def _cost(plan: OffloadPlan) -> tuple[float, ...]:
-    """What makes one plan better than another: fitting, then little time, then many bytes where there
-    is no budget, then the greater lag: copies have more time than they need.
+    """What makes one plan better than another: fitting, then little time, then few bytes moved, or
+    where there is no budget a low peak, then the greater lag: copies have more time than they need.
     """
     after, (peak, host) = plan.after, plan.limits
     excess = 0 if peak is None else max(after.peak - peak, 0)
     excess += 0 if host is None else max(after.host - host, 0)
-    moved = plan.bytes_of(OFFLOAD) * (-1 if peak is None else 1)
-    return -(-excess // NEAR), round(after.seconds, 5), moved, -plan.settings.lag
+    nbytes = after.peak if peak is None else plan.bytes_of(OFFLOAD)
+    return -(-excess // NEAR), round(after.seconds, 5), nbytes, -plan.settings.lag
 
 
 def _plan_with(
@@ -260,6 +267,11 @@ def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
         yield (
             f"offloading cannot lower the peak: it stands in the {plan.owner(before)}, where "
             "nothing that could leave is away"
+        )
+    elif after.moved and after.peak >= before.peak:
+        yield (
+            f"does not lower the peak: {size(after.peak)}, {plan.owner(after)}, where what comes back "
+            "is on the device again"
         )
     if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:
         yield "nothing that the layers save can leave"

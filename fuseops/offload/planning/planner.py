@@ -78,6 +78,8 @@ def solve(model: Model, limits: Limits) -> Solution:
     if not found.fits or search.is_small:
         other = search.improve(search.shrink(search.judge(search.everything())))
         found = min(found, other, key=lambda s: s.key)
+    if search.has_more and found.key.seconds > nothing.key.seconds:
+        found = min(found, search.beyond_free(nothing), key=lambda s: s.key)
     for drop in search.few_drops() if search.is_small else search.spread_drops():
         start = search.judge(_with(NOTHING, drop, model))
         if found.fits and start.key.seconds >= found.key.seconds:
@@ -133,6 +135,11 @@ class _Search:
     @property
     def spent(self) -> bool:
         return self.model.evaluations >= self.until
+
+    @property
+    def has_more(self) -> bool:
+        """Whether predictions are left for other starts."""
+        return self.until < self.evaluations
 
     # --- growing
 
@@ -214,8 +221,8 @@ class _Search:
 
     def spread_drops(self) -> Iterator[list[Move]]:
         """Some groups, evenly over those that lower the peak: the link is free in between."""
-        if self.until == self.evaluations:
-            return  # no predictions left for it
+        if not self.has_more:
+            return
         start = self.model.predict(NOTHING)
         _, covering = self.model.covers(start.top)
         kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
@@ -233,8 +240,13 @@ class _Search:
 
     # --- filling and shrinking
 
+    def beyond_free(self, nothing: Solution) -> Solution:
+        """All that leaves without a stall, and as little more as it takes."""
+        self.until = self.model.evaluations + (self.evaluations - self.until) // 2
+        return self.improve(self.grow(self.fill(nothing), groups=False))
+
     def fill(self, found: Solution) -> Solution:
-        """Without a budget: all that leaves without a stall, where the link has most slack first."""
+        """All that leaves without a stall, where the link has most slack first."""
         model = self.model
         pending = self.by_slack
         size = max(1, len(pending) // 8)
@@ -242,7 +254,7 @@ class _Search:
             batch, rest = pending[:size], pending[size:]
             tried = self.judge(_with(found.choice, batch, model))
             free = tried.prediction.stall <= found.prediction.stall + 1e-9
-            if free and tried.fits:
+            if free and tried.key.excess <= found.key.excess:
                 found, pending = tried, rest
             elif len(batch) == 1:
                 pending = rest

@@ -122,8 +122,8 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
             meter = StorageMeter(_there(step.model, (args, side)))
             recorder = _recorder(step, meter, _Roofline(hardware), rows)
-            as_on = as_if_on(hardware.arch)
-            with mode, sdpa_kernel(backends), recorder.running(), as_on, _explained():
+            as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
+            with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained():
                 step.run(args, side)
         return recorder.result()
 

@@ -1,6 +1,7 @@
-"""Amounts of memory, as people write them."""
+"""What users pass: amounts of memory as people write them, whole numbers, things of one kind."""
 
 import re
+from typing import Any
 
 from fuseops.errors import FuseOpsError
 
@@ -25,3 +26,17 @@ def parse_bytes(value: int | str, what: str) -> int:
             f"{what} expects bytes, as a number or as text such as '11GiB', got {value!r}."
         )
     return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def whole_number(value: Any, what: str, least: int = 0) -> int:
+    """`value`, if it is an int of at least `least`.  Raises FuseOpsError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise FuseOpsError(f"{what} expects a whole number, {least} or more, got {value!r}.")
+    return value
+
+
+def one_of(value: Any, kinds: type | tuple[type, ...], what: str, wanted: str) -> Any:
+    """`value`, if it is of one of the kinds.  Raises FuseOpsError, which names the wanted, for others."""
+    if not isinstance(value, kinds):
+        raise FuseOpsError(f"{what} expects {wanted}, got {value!r:.80}.")
+    return value

@@ -1,0 +1,104 @@
+"""Where the gradient of an expert MLP goes on through SwiGLU inside the GEMM of fc2's input gradient.
+
+One kernel reads h and writes dh, the activation and dprobs; the gradient of the activation never reaches memory. It is
+taken for a shape where data says that it is faster, and nowhere is it the only way: `apart` names what stands
+between, and the GEMM and a pass over h are two kernels then. Both ways give the same, dprobs but for the order of its
+sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.kernels.configs import Space
+from fuseops.kernels.grouped_paths import swiglu_bwd_path
+from fuseops.ops.op import Call
+from fuseops.ops.tiles import tiles_of
+
+if TYPE_CHECKING:
+    from .grouped_mlp import GroupedMLP, GroupedMLPSaved
+
+THROUGH = Space(
+    # of fc2: (groups, F, D, by index). On an H200 it gains 10 to 15 % of the time of both, and nothing where F is 256.
+    "dswiglu_epilogue",
+    lambda dims, itemsize: [{"THROUGH": 0}, {"THROUGH": 1}],
+    lambda rows, dims, itemsize: {"THROUGH": int(dims[1] > 256)},
+)
+
+
+def apart(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    dy: Any,
+    h: Tensor | None,
+    dy_index: Tensor | None,
+    calls: tuple[Call, ...],
+    rows: int,
+) -> str | None:
+    """Why the activation's backward is a kernel of its own; None where the GEMM goes on through it.
+
+    rows: of the product; dy and h may stand for tensors of so many rows.
+    """
+    first, _, last = calls
+    if mlp.kind != "swiglu" or any(mlp.form):
+        return f"the activation is {mlp.kind}, in another form than [gate | up]"
+    if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
+        return "not every gradient is needed"
+    if (last.out or {}).get("dx") is not None:
+        return "the gradient of the activation has a buffer"
+    if torch.compiler.is_compiling() or not isinstance(dy, Tensor):
+        return "dy is traced, or quantized"
+    if mlp.scaled and s.probs.dtype is not torch.float32:  # type: ignore[union-attr]
+        return "probs are not float32"
+    weight = _weight(s, last)
+    if dy.dim() != 2 or not dy.dtype == h.dtype == weight.dtype:
+        return "dy, h and the weight differ in dtype, or have more than two axes"
+    if not K.grouped_dswiglu.launches((dy, weight, h), {}):
+        return "the reference runs"
+    if not swiglu_bwd_path(dy, weight, h, dy_index):
+        return "no path of the GEMM can, see its own"
+    if not THROUGH.pick(rows, (*weight.shape, dy_index is not None), dy)["THROUGH"]:
+        return "two kernels are faster for this shape"
+    return None
+
+
+def said(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    dy_index: Tensor | None,
+    calls: tuple[Call, ...],
+    rows: int,
+) -> str:
+    """`apart` of a backward to come, in words."""
+    if not calls[2].needs:
+        return ""
+    x, fc1, fc2 = cast("tuple[Tensor, Tensor, Tensor]", (s.x, s.fc1, s.fc2))
+    dtype = calls[0].precision.cast(fc1).dtype  # type: ignore[union-attr]
+    dy, h = (x.new_empty(1, w.shape[1], dtype=dtype) for w in (fc2, fc1))
+    why = apart(mlp, s, dy, h, dy_index, calls, rows)
+    if why is None:
+        return "the GEMM of fc2's input gradient goes on through SwiGLU"
+    return f"the backward of the activation is a kernel of its own: {why}"
+
+
+def through(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    dy: Tensor,
+    h: Tensor,
+    dy_index: Tensor | None,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, the activation and dprobs."""
+    offs: Tensor = s.offs  # type: ignore[assignment]
+    tiles, probs = tiles_of(call, offs, len(h)), s.probs if mlp.scaled else None
+    return K.grouped_dswiglu(dy, _weight(s, call), h, offs, tiles, probs, dy_index)
+
+
+def _weight(s: GroupedMLPSaved, call: Call) -> Tensor:
+    weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
+    return weight.transpose(1, 2)
