@@ -225,7 +225,7 @@ def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient(frames
     moe = fo.MoE(WIDE, HIDDEN, GROUPS, TOP_K, dtype=torch.bfloat16)
     x = torch.randn(T, WIDE, dtype=torch.bfloat16, requires_grad=True)
     tokens, rows, a = 2 * T * WIDE, 2 * T * TOP_K * WIDE, 2 * T * TOP_K * HIDDEN
-    making = 6 * a  # h, da, dh, a
+    making = 5 * a  # h, dh, a: the GEMM that makes da goes on through the activation
     summing = 2 * a + WEIGHT + rows + tokens
     last = 2 * a + 3 * WEIGHT + tokens
     with as_if_on(90):
@@ -249,7 +249,7 @@ def test_grouped_experts_need_h_once(main_grad: bool, frames: Any) -> None:
         plan = frames(model.plan)(x, offs=split.offs, probs=probs)
     rows, a = 2 * split.rows * WIDE, 2 * split.rows * HIDDEN
     last = 2 * a + rows + (0 if main_grad else 3 * WEIGHT)
-    least = 2 * rows + max(6 * a, last)  # x and y live throughout
+    least = 2 * rows + max(5 * a, last)  # x and y live throughout
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 32 * split.rows
 
 

@@ -101,15 +101,12 @@ def _back(
 
 
 def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [
-        _back(128, 128, 0, 4, 32, 4),
-        _back(128, 128, 0, 5, 16, 4),
-        _back(128, 128, 0, 5, 32, 2),
-    ]
+    return [_back(128, 128, 0, 5, 32, 2), _back(128, 128, 0, 5, 16, 4)]
 
 
-def _swiglu_bwd_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return _swiglu_bwd_candidates(dims, itemsize)[::-1]
+def _swiglu_bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Where the products are long, the epilogue has time for smaller parts, which take less from them."""
+    return _swiglu_bwd_candidates(dims, itemsize)[dims[2] >= 4096]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -146,8 +143,11 @@ SWIGLU_SPACES = {
     "gather": Space("grouped_swiglu_gather", _swiglu_candidates),
 }
 SWIGLU_BWD_SPACES = {
-    "pingpong": Space("grouped_swiglu_bwd", _swiglu_bwd_candidates),
-    "gather": Space("grouped_swiglu_bwd_gather", _swiglu_bwd_gather_candidates),
+    path: Space(name, _swiglu_bwd_candidates, _swiglu_bwd_default)
+    for path, name in (
+        ("pingpong", "grouped_swiglu_bwd"),
+        ("gather", "grouped_swiglu_bwd_gather"),
+    )
 }
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},

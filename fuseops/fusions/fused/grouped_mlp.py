@@ -23,7 +23,7 @@ from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
-from .dswiglu import apart, said, through
+from .dswiglu import apart, expected, said, through
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
@@ -107,7 +107,7 @@ class GroupedMLP(FusedOp):
         return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
-        return said(self, self.inputs(x, t), None, calls, len(x))
+        return said(expected(self, self.inputs(x, t), None, calls, len(x)))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 

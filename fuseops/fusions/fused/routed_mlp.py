@@ -19,7 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine, check_pos, check_rows
 
-from .dswiglu import said
+from .dswiglu import expected, said
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
@@ -50,6 +50,9 @@ def _copy_from(name: str, width: int) -> Space:
 
 FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
 FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
+FC2_THROUGH = _copy_from(
+    "routed_fc2_through", 512
+)  # where the first goes on through the activation
 
 
 def _moved(name: str) -> str:
@@ -111,7 +114,7 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
-            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, index, s, calls[3]))  # type: ignore[assignment]
+            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
 
         def source(width: int) -> Rows:
             x: Tensor = s.x  # type: ignore[assignment]
@@ -126,14 +129,19 @@ class RoutedMLP(FusedOp):
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
-        gathers = self.combines and not self._copies_dy(x, index, s, calls[3])
-        return said(self.mlp, s, index if gathers else None, calls[1:4], len(index))
+        gathers = self.combines and not self._copies_dy(x, s, index, calls)
+        return said(expected(self.mlp, s, index if gathers else None, calls[1:4], len(index)))
 
-    def _copies_dy(self, dy: Tensor, index: Tensor | None, s: GroupedMLPSaved, call: Call) -> bool:
+    def _copies_dy(
+        self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
+    ) -> bool:
         """Whether the rows of dy are copied for fc2's gradients."""
-        if not call.needs.isdisjoint(("bias", "probs")):  # sums over rows, not over tokens
+        if not calls[3].needs.isdisjoint(("bias", "probs")):  # sums over rows, not over tokens
             return True
-        return s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2])
+        if index is None or s.fc2 is None:
+            return False
+        fused = expected(self.mlp, s, None, calls[1:4], len(index)) is None
+        return _copies(FC2_THROUGH if fused else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
