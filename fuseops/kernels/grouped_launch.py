@@ -190,7 +190,6 @@ def ring_plan(
     x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
     w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
     y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
-    act_of = kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
     h_of = kept(lambda h: module.Descriptor(h, h.shape, h.stride(), y_block))
 
     def run(
@@ -209,10 +208,10 @@ def ring_plan(
         grid, numbers = sizes(y.shape[0])
         left, index = (x_of(x), offs) if index is None else (x, index)
         bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
-        act, act_out = (y, out) if act is None else (act, act_of(act))
+        act = y if act is None else act
         hidden, sums = (out if h is None else h_of(h)), (probs if sums is None else sums)
         return prepared(
-            grid, y, left, index, w_of(weight), out, bias, act, act_out, probs, hidden, sums,
+            grid, y, left, index, w_of(weight), out, bias, act, probs, hidden, sums,
             offs, tiles, *numbers,
         )  # fmt: skip
 

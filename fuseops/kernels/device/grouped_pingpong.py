@@ -59,7 +59,7 @@ def halves(acc):
 
 @gluon.jit
 def multiply_tiles(
-    out, act_out, probs_ptr, back, problem, ring, order,
+    out, act_ptr, probs_ptr, back, problem, ring, order,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
     KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr, WHICH: gl.constexpr,
@@ -127,14 +127,12 @@ def multiply_tiles(
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
         if SLOTS:
-            outs = out[1], act_out[1]
+            outs = out[1], act_ptr
             sums_ptr += block_n * R
             swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
         elif SWIGLU:
             col = block_n * (BLOCK_N // 2)
-            store_swiglu(
-                acc, out[3], out[1], act_out[1], probs_ptr, place, row, col, HAS_PROBS, KEEPS
-            )
+            store_swiglu(acc, out[3], out[1], act_ptr, probs_ptr, place, row, col, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
             left, right = halves(acc)
             store_part(out, place, left, row, col, HAS_BIAS, 0)
@@ -166,7 +164,7 @@ def zero_padding(y_ptr, offs_ptr, R, E, N):
 
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_pingpong_kernel(
-    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, h, sums_ptr, offs_ptr,
+    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, sums_ptr, offs_ptr,
     tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
     SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
@@ -213,14 +211,13 @@ def grouped_mm_pingpong_kernel(
     problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
     ring = x_ring, w_ring, empty, ready
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
-    act0, act1 = (act, act_ptr, bias_ptr, buffers0), (act, act_ptr, bias_ptr, buffers1)
     # fmt: off
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
                                 GROUP)),
@@ -231,9 +228,9 @@ def grouped_mm_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
                                   SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
