@@ -217,6 +217,21 @@ def router_bwd_args(r: int, n: int) -> tuple:
     return rnd(r, k, dtype=torch.float32), scores, scores.topk(k).indices.to(torch.int32)
 
 
+def router_bwd_chosen_args(r: int, n: int) -> tuple:
+    """As a layer calls it: the logits of the chosen are enough, and dlogits are an operand."""
+    experts, num_experts, scores = chosen(r, n)
+    return (
+        torch.rand_like(scores),
+        scores,
+        experts,
+        "softmax",
+        True,
+        1.0,
+        num_experts,
+        torch.bfloat16,
+    )
+
+
 def scatter(x: Tensor, pos: Tensor, offs: Tensor, rows: int) -> Tensor:
     y = x.new_empty(rows, x.shape[1])
     return y.index_copy_(0, pos.flatten().long(), x.repeat_interleave(pos.shape[1], 0))
@@ -246,6 +261,7 @@ def moe_cases() -> Iterator[Case]:
     yield Case("route", routing.route, chosen, shapes=moe)
     yield Case("router_fwd", router.router_fwd, logits, topk_softmax, tail=soft, shapes=moe)
     yield Case("router_bwd", router.router_bwd, router_bwd_args, tail=soft, shapes=moe)
+    yield Case("router_bwd_chosen", router.router_bwd, router_bwd_chosen_args, shapes=moe)
 
 
 def cast_cases() -> Iterator[Case]:

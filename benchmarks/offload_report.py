@@ -63,6 +63,44 @@ def beside_plan(
     return rest
 
 
+SLOWER = {"plan 12.8 GiB": 1.015, "plan 11 GiB": 1.06, "plan carried": 1.008}  # at most
+
+
+def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the plans are held to, of the parts that ran: what was found, the bar, whether it is met."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def at_most(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at most": bar, "met": value <= bar}
+
+    def at_least(what: str, value: float, bar: float) -> None:
+        found[what] = {"found": value, "at least": bar, "met": value >= bar}
+
+    rounds = record.get("rounds", {})
+    for way, row in rounds.items():
+        if way in SLOWER:
+            at_most(f"{way}: ratio, upper end of the interval", row["interval"][1], SLOWER[way])
+        if "predicted" not in row:
+            continue
+        at_most(f"{way}: peak beside the prediction", abs(row["peak_error"]), 0.01)
+        at_most(f"{way}: time beside the prediction", abs(row["time_error"]), 0.05)
+        at_least(f"{way}: lower peak over the prediction", row["lower_over_predicted"], 0.997)
+        if "gone_over_moved" in row:
+            at_least(f"{way}: bytes gone over bytes chosen", row["gone_over_moved"], 0.999)
+    if "plan carried" in rounds:
+        chosen = rounds["plan carried"]["predicted"]["offload_gib"]
+        carried = record["plans"]["carried_at_55_gbs_gib"]
+        at_least("plan carried: GiB chosen over those that 55 GB/s carry for free", chosen, carried)
+    others = record.get("others", {})
+    if "plan 7 GiB" in rounds and "checkpoint" in others:
+        at_most(
+            "plan 7 GiB: ms, less than checkpoint of every block",
+            rounds["plan 7 GiB"]["ms"],
+            others["checkpoint"]["ms"],
+        )
+    return found
+
+
 def say(what: str) -> None:
     print(f"{time.perf_counter() - START:6.1f} s  {what}", flush=True)
 

@@ -23,7 +23,8 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
   `below` counts the cells under the bar of that row.
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
-- **ratio** of a way to train: its step over the plain step of the same round, with quartiles.
+- **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
+  interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
 What is not built or not met is not here: a file holds what ran.
 """
@@ -65,6 +66,8 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
         yield table(facts("microseconds", result["microseconds"]))
+    if isinstance(result.get("bars"), dict):
+        yield table(keyed("bar", result["bars"]))
     if isinstance(result.get("runs"), list):
         yield table(keyed("run", {str(i): run for i, run in enumerate(result["runs"], 1)}))
     if isinstance(result.get("bandwidth"), list):
@@ -136,9 +139,9 @@ def is_way(value: Any) -> bool:
 
 def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
     keys = [key for key in WAY if any(key in row for row in found.values())]
-    rows = [[name, "step ms", "ratio (quartiles)", *(WAY[key] for key in keys)]]
+    rows = [[name, "step ms", "ratio (interval)", *(WAY[key] for key in keys)]]
     for way, row in found.items():
-        low, high = row.get("quartiles", (None, None))
+        low, high = row.get("interval", (None, None))
         ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
         rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])
     return rows

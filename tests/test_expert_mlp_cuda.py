@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.fusions.fused.dswiglu import THROUGH
 from fuseops.fusions.fused.grouped_mlp import EPILOGUE
 from fuseops.kernels import configs
 from fuseops.kernels.registry import watching
@@ -108,6 +109,24 @@ def test_the_activation_in_the_epilogue_equals_a_pass_over_h(name: str) -> None:
     for one, other in zip(*found, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 2**-8  # one rounding of a
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_through_the_activation_equals_a_pass_over_it(name: str) -> None:
+    build, rows, args = MODELS[name]()
+    model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    x, found, ran = torch.randn_like(dy), [], []
+    for choice in (0, 1):
+        leaf = x.clone().requires_grad_()
+        with configs.forced(THROUGH, {"THROUGH": choice}), watching() as launched:
+            step(model, leaf, args, dy)
+        ran.append("grouped_dswiglu" in {op.name for op, *_ in launched})
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    assert not ran[0]
+    assert ran[1] or torch.cuda.get_device_capability() != (9, 0)
+    for one, other in zip(*found, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 2**-10  # a few elements of dh round the other way
 
 
 @pytest.mark.parametrize("name", MODELS)

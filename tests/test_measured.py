@@ -1,18 +1,43 @@
 """docs/measured.md says what the committed results say."""
 
+import functools
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
-TABLES = Path(__file__).parents[1] / "benchmarks" / "tables.py"
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def tables() -> Any:
-    spec = importlib.util.spec_from_file_location("tables", TABLES)
+    return loaded("tables")
+
+
+@functools.cache
+def loaded(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure() -> Any:
+    return loaded("measure")
+
+
+@given(st.integers(1, 40), st.floats(0.5, 0.99))
+def test_the_interval_of_a_median_is_as_sure_as_it_says(n: int, level: float) -> None:
+    """Of n fair coins: the chance of fewer heads than its ends leave out, by exact counting."""
+    low, high = measure().median_interval(reversed(range(n)), level)
+    assert low + high == n - 1 and low <= high
+    outside = 2 * sum(math.comb(n, k) for k in range(low + 1)) / 2**n
+    narrower = 2 * sum(math.comb(n, k) for k in range(low + 2)) / 2**n
+    assert outside <= 1 - level + 1e-12 or low == 0
+    assert narrower > 1 - level or low + 1 > high - 1
 
 
 def test_the_page_is_not_stale() -> None:
@@ -40,7 +65,7 @@ def test_a_summary_of_facts_counts_what_it_lists() -> None:
 
 
 def test_ways_to_train_show_what_was_predicted() -> None:
-    way = {"ms": 3.0, "ratio": 1.02, "quartiles": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
+    way = {"ms": 3.0, "ratio": 1.02, "interval": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
     rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0}})
     assert rows[0][3:] == ["peak GiB", "time over predicted, less 1"]
     assert rows[1:] == [

@@ -255,10 +255,11 @@ def test_the_expert_bias_evens_out_the_load() -> None:
     assert spread() < before / 3
 
 
-def test_copies_are_counted_once_and_in_training_only() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_copies_are_counted_once_and_in_training_only(reentrant: bool) -> None:
     moe = fo.MoE(D, F, E, 2, expert_bias=True)
     x, counted = torch.randn(2, 5, D, requires_grad=True), moe["router"].tokens_per_expert
-    checkpoint(moe, x, use_reentrant=False).sum().backward()
+    checkpoint(moe, x, use_reentrant=reentrant).sum().backward()
     assert counted.sum() == 20
     with torch.no_grad():
         moe(x)

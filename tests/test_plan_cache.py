@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fuseops as fo
+from fuseops.fusions.key import Glance
 from fuseops.ops import (
     GELU,
     Add,
@@ -459,6 +460,26 @@ def test_new_values_of_weights_and_a_training_step_make_no_new_plan() -> None:
         sgd.zero_grad()
 
     assert count_plans(lambda: [step() for _ in range(3)]) == 1
+
+
+@pytest.mark.parametrize("theirs", ["nothing", "an entry"])
+def test_another_thread_between_the_glance_and_the_plan(
+    theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq, x = model().requires_grad_(False), data()
+    seq(x.detach())
+    run = seq._runner.pieces[0][1]
+    other = run.last if theirs == "an entry" else None  # of a call that wants no gradient
+    expected = outcome(seq, x)
+    fits = Glance.fits
+
+    def interrupted(self: Glance, *call: object) -> bool:
+        found = fits(self, *call)
+        run.last = other
+        return found
+
+    monkeypatch.setattr(Glance, "fits", interrupted)
+    torch.testing.assert_close(outcome(seq, x), expected, rtol=0, atol=0)
 
 
 def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:

@@ -211,6 +211,16 @@ def test_what_is_said_of_gradients_after_a_call_holds_in_the_next() -> None:
     assert torch.equal(op.weight.grad, expected)
 
 
+def test_a_rehearsed_step_leaves_what_waits_as_it_was() -> None:
+    seq, x = fo.Sequential(fo.ops.Linear(4, 3, bias=False)), torch.randn(5, 4)
+    seq[0].delays = ("weight",)
+    seq.plan(x)
+    assert seq.backward_dw() == 0
+    seq(x).sum().backward()
+    seq.plan(x)
+    assert seq.backward_dw() == 1 and type(seq[0].weight.grad) is Tensor
+
+
 def test_what_an_error_stops_stays_in_the_queue() -> None:
     seq, x = model(delay_wgrad=True, accumulate_into_main_grad=True), data(5)
     for op in (seq["fc1"], seq["fc2"]):

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from fuseops.ops.scopes import DELAYED
 from fuseops.torch_private import WeakStorage, storage_key
 
 
 @contextmanager
 def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Parameters and buffers are replaced by their fakes, tied ones by one."""
+    """Parameters and buffers are replaced by their fakes, tied ones by one; what waits for backward_dw stays."""
     made: dict[int, Tensor] = {}
     before = []
+    waiting = [(module.__dict__, module.__dict__.pop(DELAYED, None)) for module in model.modules()]
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, t in table.items():
@@ -28,6 +30,10 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
     finally:
         for table, name, t in before:
             table[name] = t  # type: ignore[assignment]
+        for own, queue in waiting:
+            own.pop(DELAYED, None)
+            if queue is not None:
+                own[DELAYED] = queue
 
 
 class LiveBytes:

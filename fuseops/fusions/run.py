@@ -131,8 +131,9 @@ class Run:
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> Entry:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        if self.last is not None and self.last[0].fits(x, side, tokens, live):
-            return self.last[1]
+        last = self.last  # once: another thread may put its own there
+        if last is not None and last[0].fits(x, side, tokens, live):
+            return last[1]
         key = key_of(self.asked, x, side, tokens, live)
         entry = self.entries.get(key) or self.entry(key)
         self.last = None

@@ -26,6 +26,7 @@ from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_grouped_mm as scaled_grouped_mm
 from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
+from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd

@@ -132,7 +132,7 @@ def _swiglu_plan(
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, probs, offs, tiles, index)
-    return _ring_plan(
+    return ring_plan(
         path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
     )
 
@@ -151,7 +151,7 @@ def _mm_plan(
     config = MM_SPACES[path].pick(rows, (groups, n, k), x)
     aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
     if path in ("gather", "pingpong"):
-        return _ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
+        return ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
     return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
 
 
@@ -169,12 +169,14 @@ def _grid(
     return sizes
 
 
-def _ring_plan(
+def ring_plan(
     path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
 ) -> Plan:
     """Of the Gluon kernel, with the hooks of its epilogue."""
     module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
     hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
+    config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
+    part = config.pop("PART")
     prepared = Prepared(
         module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
         **hooks, **config, num_warps=4, maxnreg=168,
@@ -184,11 +186,11 @@ def _ring_plan(
     inner = n if transposed else k
     w_shape = groups * n * k // inner, inner
     w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
-    y_block = [block_m // (1 + config["COOPERATIVE"]), 64]
+    y_block = [part, 64]
     x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
     w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
     y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
-    act_of = kept(lambda a: module.Descriptor(a, a.shape, a.stride(), y_block))
+    h_of = kept(lambda h: module.Descriptor(h, h.shape, h.stride(), y_block))
 
     def run(
         x: Any,
@@ -200,13 +202,17 @@ def _ring_plan(
         y: Any,
         act: Any,
         probs: Any,
+        h: Any = None,
+        sums: Any = None,
     ) -> Again | None:
         grid, numbers = sizes(y.shape[0])
         left, index = (x_of(x), offs) if index is None else (x, index)
         bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
-        act, act_out = (y, out) if act is None else (act, act_of(act))
+        act = y if act is None else act
+        hidden, sums = (out if h is None else h_of(h)), (probs if sums is None else sums)
         return prepared(
-            grid, y, left, index, w_of(weight), out, bias, act, act_out, probs, offs, tiles, *numbers
+            grid, y, left, index, w_of(weight), out, bias, act, probs, hidden, sums,
+            offs, tiles, *numbers,
         )  # fmt: skip
 
     return Plan(path, run)

@@ -19,6 +19,7 @@ from fuseops.kernels.configs import Config, Space, versions
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.plans import planning
 from fuseops.kernels.registry import INTERPRET
+from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
@@ -88,7 +89,24 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_ring(128, 256, 1, 4), _ring(64, 256, 0, 5)]
+    """Small tiles hide the activation as well; by index on sonic_30b both are alike."""
+    return [_ring(64, 256, 0, 4), _ring(128, 256, 1, 4)]
+
+
+def _back(
+    m: int, n: int, cooperative: int, stages: int, part: int, slots: int, band: int = 1024
+) -> Config:
+    """SLOTS parts of PART rows of h are on their way for each consumer."""
+    return {**_ring(m, n, cooperative, stages, band), "PART": part, "SLOTS": slots}
+
+
+def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_back(128, 128, 0, 5, 32, 2), _back(128, 128, 0, 5, 16, 4)]
+
+
+def _swiglu_bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Where the products are long, the epilogue has time for smaller parts, which take less from them."""
+    return _swiglu_bwd_candidates(dims, itemsize)[dims[2] >= 4096]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -124,6 +142,13 @@ SWIGLU_SPACES = {
     "pingpong": Space("grouped_swiglu", _swiglu_candidates),
     "gather": Space("grouped_swiglu_gather", _swiglu_candidates),
 }
+SWIGLU_BWD_SPACES = {
+    path: Space(name, _swiglu_bwd_candidates, _swiglu_bwd_default)
+    for path, name in (
+        ("pingpong", "grouped_swiglu_bwd"),
+        ("gather", "grouped_swiglu_bwd_gather"),
+    )
+}
 WGRAD_SPACES = {
     **{"gather": WGRAD_GATHER, "pingpong": WGRAD_PINGPONG},
     **{"tma": WGRAD_TMA, "pointer": WGRAD_POINTER},
@@ -152,7 +177,7 @@ def mm_path(
     """
     if forced_path is not None:
         return forced_path
-    if x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if not is_fake(x) and (x.data_ptr() % 16 or weight.data_ptr() % 16):
         return "pointer"
     where = current_arch(x.device), x.itemsize
     return _mm_path(
@@ -166,6 +191,15 @@ def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
     return path if path in SWIGLU_SPACES and n % 256 == 0 and weight.stride(2) == 1 else ""
+
+
+def swiglu_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
+    """The path that can go on through SwiGLU, "gather" or "pingpong": N a multiple of 64, h packed; ""
+    where the activation is a pass of its own.
+    """
+    path, n = mm_path(dy, weight, None, index), weight.shape[1]
+    fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)
+    return path if path in SWIGLU_BWD_SPACES and fits else ""
 
 
 def wgrad_path(

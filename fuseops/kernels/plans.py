@@ -25,6 +25,7 @@ class Plan:
 
     def __init__(self, path: str, run: Callable[..., Again | None]) -> None:
         self.path, self.run = path, run
+        self.blocks = 0
         self.launches: dict[tuple[int, ...], Again] = {}
 
     def __call__(self, where: tuple[int, ...], *operands: Any) -> None:

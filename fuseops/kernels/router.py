@@ -34,16 +34,22 @@ MAX_K = 64
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    e = pow2(dims[0])
-    if e <= 512:
-        totals = (2048, 1024)
-        return [{"BLOCK_R": min(total // e, 32), "num_warps": 4} for total in totals]
-    return [{"BLOCK_R": 1, "num_warps": warps} for warps in (4, 8)]
+    """dims: experts, k, groups. With pieces, a lane holds 32 experts of a token (8 to 128 of few or
+    many), in pieces of four; without (BLOCK_P = 0), a program holds whole rows.
+    """
+    (experts, k, groups), e = dims, pow2(dims[0], least=4)
+    lanes = min(max(e // 32, 1), 32)
+    if k > 16 or (groups > 1 and experts // groups % (4 * lanes)):
+        return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
+    return [
+        {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": 4 * lanes, "num_warps": warps}
+        for warps in (1, 2, 4)
+    ]
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     e = pow2(dims[0])
-    sizes = ((512, 4), (1024, 4), (2048, 4)) if e <= 512 else ((e, 4), (e, 8))
+    sizes = ((2048, 4), (1024, 4), (512, 4)) if e <= 512 else ((e, 4), (e, 8))
     return [{"BLOCK_R": min(max(total // e, 1), 16), "num_warps": w} for total, w in sizes]
 
 
@@ -93,12 +99,13 @@ def router_fwd(
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     picked = torch.empty_like(weights)
-    config = FWD.pick(tokens, (experts, k), logits)
+    config, stride = FWD.pick(tokens, (experts, k, groups), logits), logits.stride(0)
+    wide = 1 if stride % 4 else 4
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         logits, logits if bias is None else bias.contiguous(), weights, chosen, picked,
-        tokens, experts, logits.stride(0), float(scale), K=k, SOFTMAX=score == "softmax",
-        NORMALIZE=normalize, BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
+        tokens, stride // wide, float(scale), K=k, SOFTMAX=score == "softmax", NORMALIZE=normalize,
+        BIASED=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups, E=experts, WIDE=wide,
         BLOCK_K=pow2(k), BLOCK_E=pow2(experts, least=4), **config,
     )  # fmt: skip
     return weights, chosen, picked
@@ -133,21 +140,14 @@ def router_bwd(
             dweights, logits, experts, score, normalize, scale, num_experts, dtype
         )
     dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
-    config = BWD.pick(tokens, (wide, k), logits)
-    form = {"K": k, "SOFTMAX": score == "softmax", "NORMALIZE": normalize, "BLOCK_E": pow2(wide)}
-    grid, kernels = (cdiv(tokens, config["BLOCK_R"]),), device("router")
-    dweights, experts = dweights.contiguous(), experts.contiguous()
-    if num_experts:
-        launch(
-            kernels.router_bwd_chosen_kernel, grid, dweights, logits.contiguous(), experts, dlogits,
-            tokens, wide, float(scale), **form, **config,
-        )  # fmt: skip
-    else:
-        logits = as_rows(logits)
-        launch(
-            kernels.router_bwd_kernel, grid, dweights, logits, experts, dlogits,
-            tokens, wide, logits.stride(0), float(scale), **form, **config,
-        )  # fmt: skip
+    config, logits = BWD.pick(tokens, (wide, k), logits), as_rows(logits)
+    launch(
+        device("router").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
+        dweights.contiguous(), logits if not num_experts else logits.contiguous(),
+        experts.contiguous(), dlogits, tokens, logits.stride(0), float(scale), K=k,
+        SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=wide,
+        BLOCK_K=pow2(k), BLOCK_E=pow2(wide), **config,
+    )  # fmt: skip
     return dlogits
 
 

@@ -29,16 +29,22 @@ from fuseops.kernels.tiles import cdiv, pow2, require
 
 MAX_EXPERTS = 1 << 11
 ONE_LAUNCH = 1 << 12
+SCAN = 1 << 10
+"""Chunks that are scanned at once."""
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [
-        {"PROGRAMS": programs, "BLOCK_S": s, "BLOCK_H": 256, "num_warps": warps}
-        for programs, s, warps in ((1024, 256, 4), (1024, 256, 2))
-    ]
+    """BLOCK_S: the copies of a chunk"""
+    return [{"BLOCK_S": s, "num_warps": warps} for s, warps in ((256, 4), (256, 2), (512, 4))]
 
 
-ROUTE = Space("route", _candidates)
+def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Larger chunks, whose copies of an expert are stored side by side, where there are many."""
+    small, medium, large = _candidates(dims, itemsize)
+    return small if rows < 1 << 16 else medium if rows < 1 << 18 else large
+
+
+ROUTE = Space("route", _candidates, _default)
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -87,21 +93,20 @@ def route(
     pos = torch.empty(experts.shape, dtype=torch.int32, device=where)
     probs = torch.empty(0 if weights is None else rows, dtype=torch.float32, device=where)
     config = ROUTE.pick(rows, (num_experts,), experts)
-    chunk, programs, block_e = _chunks(rows, num_experts, config)
+    chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
     counted, counts, total = rows > ONE_LAUNCH, offs, offs
     (leads, follows), kernels = chain(where), device("routing")
     if counted:
         counts, total = _count(experts, num_experts, config, **leads), torch.empty_like(offs)
         launch(
-            kernels.scan_kernel, (cdiv(num_experts, 4),), counts, total, programs, num_experts,
-            **follows, BLOCK_P=pow2(programs, least=32), BLOCK_E=4, num_warps=8,
+            kernels.scan_kernel, (num_experts,), counts, total, chunks, **follows,
+            BLOCK_P=pow2(chunks, most=SCAN), num_warps=4,
         )  # fmt: skip
     launch(
-        kernels.route_kernel, (programs,),
+        kernels.route_kernel, (chunks,),
         experts, offs if weights is None else weights.contiguous(), counts, total, offs, index, pos,
-        probs, rows, num_experts, chunk, K=k, COUNTED=counted, WEIGHTED=weights is not None,
-        **(follows if counted else {"PDL": False}), BLOCK_E=block_e,
-        **{key: value for key, value in config.items() if key != "PROGRAMS"},
+        probs, rows, num_experts, chunks, K=k, COUNTED=counted, WEIGHTED=weights is not None,
+        **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
     )  # fmt: skip
     return offs, index, pos, probs
 
@@ -129,23 +134,21 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     experts = experts.contiguous()
     config = ROUTE.pick(experts.numel(), (num_experts,), experts)
     counts = _count(experts, num_experts, config, PDL=False)
-    return counts.sum(0, dtype=torch.int32)
+    return counts.sum(1, dtype=torch.int32)
 
 
-def _chunks(rows: int, num_experts: int, config: Config) -> tuple[int, int, int]:
-    """(copies of a chunk, chunks, BLOCK_E)"""
-    block_h = config["BLOCK_H"]
-    chunk = cdiv(cdiv(rows, config["PROGRAMS"]), block_h) * block_h or block_h
-    return chunk, max(cdiv(rows, chunk), 1), pow2(num_experts + 1, least=16)
+def _chunks(rows: int, config: Config) -> int:
+    """One that is empty where there are no rows: its program writes offs."""
+    return max(cdiv(rows, config["BLOCK_S"]), 1)
 
 
 def _count(experts: Tensor, num_experts: int, config: Config, **options: Any) -> Tensor:
-    """counts (chunks, E) int32 of each chunk of copies."""
+    """counts (E, chunks) int32 of each chunk of copies."""
     rows = experts.numel()
-    chunk, programs, block_e = _chunks(rows, num_experts, config)
-    counts = torch.empty(programs, num_experts, dtype=torch.int32, device=experts.device)
+    chunks, block_e = _chunks(rows, config), pow2(num_experts, least=16)
+    counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
     launch(
-        device("routing").count_kernel, (programs,), experts, counts, rows, num_experts, chunk,
-        **options, BLOCK_H=config["BLOCK_H"], BLOCK_E=block_e, num_warps=config["num_warps"],
+        device("routing").count_kernel, (chunks,), experts, counts, rows, num_experts, chunks,
+        **options, BLOCK_S=config["BLOCK_S"], BLOCK_E=block_e, num_warps=config["num_warps"],
     )  # fmt: skip
     return counts

@@ -70,8 +70,12 @@ def wide_default(place: int) -> Callable[..., Config]:
 
 
 def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns whole rows and walks over their columns, loads STAGES steps ahead."""
-    n = pow2(dims[-1], most=1024)
+    """A program owns whole rows and walks over their columns, loads STAGES steps ahead. Steps are as wide
+    as leaves at most an eighth of the lanes without work.
+    """
+    width, n = dims[-1], pow2(dims[-1], most=1024)
+    while n > 256 and 8 * (cdiv(width, n) * n - width) > width:
+        n //= 2
     sizes = ((1024, 4, 3), (1024, 4, 1), (2048, 8, 1))
     return [
         {**_tile(max(total // n, 1), n, warps), "STAGES": stages} for total, warps, stages in sizes

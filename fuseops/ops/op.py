@@ -295,6 +295,10 @@ class FusedOp:
     def bwd(self, *args: Any) -> tuple[Grads, ...]:
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
+    def choices(self, x: Any, t: Any, calls: Any) -> str:
+        """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
+        return ""
+
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
     """Bound by `fuseops.fusions`, as `run_alone` is."""

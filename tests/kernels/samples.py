@@ -30,6 +30,7 @@ def samples() -> dict[str, tuple]:
         "grouped_mm": (y, torch.randn(3, 8, 16), offs),
         "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
         "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
+        "grouped_dswiglu": (y, torch.randn(3, 16, 16), x, offs, None, probs),
         "grouped_wgrad": (dy, y, offs),
         "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),
         "group_tiles": (offs, 6),

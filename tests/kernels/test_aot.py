@@ -17,6 +17,14 @@ def run(*args):
     return subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=500)
 
 
+def compile_and_look(script):
+    """Kernels are compiled in a process of their own: this one may interpret them."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_table_is_fresh_and_a_sample_compiles():
     pytest.importorskip("triton")
     done = run("--check", "--sample", "16")
@@ -42,10 +50,7 @@ def test_all_lanes_of_a_row_hold_the_same_dot_product():
     """A product contracted with the exchange between lanes would round another way in each of them,
     and lanes that hold one sum race to store it.
     """
-    pytest.importorskip("triton")
-    command = [sys.executable, "-c", ONE_ELEMENT_A_LANE]
-    done = subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    compile_and_look(ONE_ELEMENT_A_LANE)
 
 
 def test_no_row_ships_with_a_problem():
@@ -58,6 +63,26 @@ def test_a_conversion_that_does_not_saturate_may_not_ship():
     row = aot.Row("op", "kernel", "variant", 90, "new", None)
     result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "unsafe": "cvt.rn.e4m3x2.f32"}
     assert "without saturation" in aot.problem_of(row, result)
+
+
+RAGGED = """
+import torch
+from fuseops.kernels import aot, casts, quantize
+from fuseops.kernels.launch import recording
+x, fp8 = torch.empty(6, 16, device="meta"), torch.float8_e4m3fn
+with recording(90) as recorder:
+    quantize.quantize_tensor.launcher(x, fp8, "both")
+    quantize.quantize_blocks.launcher(x, fp8, 128, "both")
+    casts.cast_transpose.launcher(x, fp8, "both")
+for launch in recorder.launches:
+    wrong = aot.misread(aot.compiled(launch, 90).asm["ptx"])
+    assert not wrong, (launch.kernel.__name__, wrong)
+"""
+
+
+def test_both_fp8_layouts_of_ragged_float32_compile_right():
+    """None of the table's rows, but where a conversion was both packed and stored in bytes."""
+    compile_and_look(RAGGED)
 
 
 CONVERSIONS = """

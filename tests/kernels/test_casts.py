@@ -50,6 +50,12 @@ def test_batch(batch, rows, seed, strided):
     same_bits(k.cast_transpose, x, torch.bfloat16, "both")
 
 
+@pytest.mark.parametrize("shape", [(6, 16), (64, 130), (3, 33, 16)])
+def test_float32_in_both_fp8_layouts(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100
+    same_bits(k.cast_transpose, x, torch.float8_e4m3fn, "both")
+
+
 def test_any_shape():
     for x in (torch.randn(3, 5, 7), torch.randn(()), torch.randn(0), torch.randn(4, 6).t()):
         same_bits(k.cast, x, torch.float16)

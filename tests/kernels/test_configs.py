@@ -28,7 +28,7 @@ def test_defaults_are_candidates(space):
     grouped = space.name.startswith("grouped_")
     for n in WIDTHS:
         dims = (4, n, n) if grouped else (n,)  # groups, N, K
-        if space.name == "swiglu_epilogue":  # and whether rows come by index
+        if space.name in ("swiglu_epilogue", "dswiglu_epilogue"):  # and whether rows come by index
             dims = (4, n, n, 1)
         for itemsize in (2, 4):
             allowed = list(space.candidates(dims, itemsize))

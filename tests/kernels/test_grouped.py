@@ -11,7 +11,7 @@ from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, run, splits, tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
-from fuseops.kernels import grouped_glu, grouped_paths
+from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
 from fuseops.kernels.launch import device
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -84,6 +84,22 @@ def test_swiglu(problem, seed, with_probs, gather, need_h):
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
     args = x, weight, offs, None, probs, index, need_h
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
+
+
+@given(problems(), SEEDS, st.booleans(), st.booleans())
+@few
+def test_dswiglu(problem, seed, with_probs, gather):
+    """The gradient that goes on through SwiGLU, whatever does so; nothing comes from padding."""
+    _, dy, weight, offs = problem
+    dy, weight, index = dy, weight.transpose(1, 2), None
+    h = poison(tensor((len(dy), 2 * weight.shape[1]), dy.dtype, "normal", seed + 3), offs)
+    probs = torch.rand(len(dy)) if with_probs else None
+    if with_probs:
+        probs[int(offs[-1]) :] = float("nan")
+    if gather:
+        dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
+    args = dy, weight, h, offs, None, probs, index
+    assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
 
 
 @given(problems(), st.booleans(), st.booleans())

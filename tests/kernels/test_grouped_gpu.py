@@ -9,7 +9,8 @@ import torch
 from laws import splits
 
 from fuseops.kernels import grouped as k
-from fuseops.kernels import grouped_glu, grouped_paths
+from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
+from fuseops.kernels.activation import scaled_act_bwd
 from fuseops.kernels.configs import forced
 from fuseops.kernels.plans import planned, planning
 
@@ -112,6 +113,35 @@ def test_many_tiles_with_an_activation(path, number, with_probs):
     gate, up = h.double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up * (1 if probs is None else probs[:, None])
     torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_BWD_SPACES))
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("width", [1024, 960])
+def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, width):
+    """What the product and a pass over it give, dprobs but for the order of its sum."""
+    needs_gluon(path)
+    _, dy, weight, offs, bounds = many_tiles()
+    weight = weight[..., :width].contiguous().transpose(1, 2)
+    h = poison(torch.randn(len(dy), 2 * width, device="cuda", dtype=dy.dtype), offs)
+    probs = torch.rand(len(dy), device="cuda") if with_probs else None
+    index, full, end = None, dy, bounds[-1][1]
+    if path == "gather":
+        dy, index, full = by_index(dy, offs)
+    space = grouped_paths.SWIGLU_BWD_SPACES[path]
+    config = space.candidates((40, 1024, 2048), 2)[number]
+    with grouped_paths.on_path(path), forced(space, config):
+        got = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+        for _ in range(3):
+            again = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+            assert all(map(torch.equal, got, again))
+    da, scale = k.grouped_mm(full, weight, offs), probs if with_probs else torch.ones(len(h)).cuda()
+    want = scaled_act_bwd(da, h, scale, "swiglu", with_probs, True)
+    for one, other in zip(got, (want[0], want[2], want[1]), strict=True):
+        one, other = one[:end].float(), other[:end].float()
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2e-3)  # one rounding
+        assert (one - other).norm() <= 1e-4 * other.norm()
+    assert not any(t[end:].any() for t in got)
 
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.WGRAD_SPACES))

@@ -85,11 +85,14 @@ def test_explain_names_the_op_and_the_path(fused):
     routing = fo.Routing.from_counts([2, 0, 4], torch.ones(7))
     x = torch.randn(7, 16, dtype=torch.bfloat16)
     with fo.fusion(fused):
-        said = [n for n in model.plan(x, routing).notes if "grouped GEMM" in n]
+        notes = model.plan(x, routing).notes
+        said = [n for n in notes if "grouped GEMM" in n]
         assert all(note in model.explain(x, routing) for note in said)
     assert len(said) == 2
     assert said[0].endswith("grouped GEMM N 48, K 16: tma (the interpreter runs no Gluon)")
     assert "N 33, K 24: pointer (rows of y are 66 bytes, not a multiple of 16)" in said[1]
+    apart = "the backward of the activation is a kernel of its own: no path of the GEMM"
+    assert any(apart in note for note in notes) == fused
     ops = ("'fc1..fc2'",) * 2 if fused else ("'fc1'", "'fc2'")
     assert all(note.startswith(op) for note, op in zip(said, ops, strict=True))
 

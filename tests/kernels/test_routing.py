@@ -1,4 +1,4 @@
-"""Rows of experts: one launch and two give what a stable sort gives, and the maps invert each
+"""Rows of experts: one launch and three give what a stable sort gives, and the maps invert each
 other.
 """
 
@@ -15,7 +15,7 @@ from fuseops.kernels import routing as k
 from fuseops.kernels.configs import forced
 
 pytestmark = pytest.mark.usefixtures("kernels")
-SMALL = {"PROGRAMS": 512, "BLOCK_S": 16, "BLOCK_H": 32, "num_warps": 4}
+SMALL = {"BLOCK_S": 16, "num_warps": 4}
 
 
 def chosen(tokens, top_k, experts, seed, skew=False, lost=False, dtype=torch.int32):
@@ -54,19 +54,28 @@ def test_route(tokens, top_k, experts, seed, skew, lost, weighted, dtype):
     assert int(offs[-1]) == int(kept.sum())
 
 
-@pytest.mark.parametrize("tokens", [700, 3000])
+@pytest.mark.parametrize("tokens", [500, 1000])
 def test_route_as_shipped(tokens):
-    """The configuration of a real run, in one launch and in two."""
+    """The configuration of a real run, in one launch and in three."""
     e = chosen(tokens, 8, 128, 0)
     same(k.route, e, 128, torch.rand(tokens, 8).bfloat16())
 
 
 def test_many_chunks():
-    """More copies than PROGRAMS chunks of the smallest size."""
-    e = chosen(200, 2, 7, 0)
-    few_programs = SMALL | {"PROGRAMS": 3}
-    with forced(k.ROUTE, few_programs), mock.patch.object(k, "ONE_LAUNCH", -1):
+    """More chunks than are scanned at once."""
+    e = chosen(150, 2, 7, 0)
+    launches = mock.patch.multiple(k, ONE_LAUNCH=-1, SCAN=4)
+    with forced(k.ROUTE, SMALL), launches:
         same(k.route, e, 7, None)
+
+
+@pytest.mark.parametrize("experts", [1, 512, 1024])
+@pytest.mark.parametrize("one", [False, True])
+def test_one_expert_or_many_of_them(experts, one):
+    """All copies to one, the last; and more experts than copies."""
+    e = torch.full((20, 64), experts - 1) if one else chosen(20, 64, experts, 0)
+    with mock.patch.object(k, "ONE_LAUNCH", -1):
+        same(k.route, e.int(), experts, torch.rand(20, 64))
 
 
 @given(st.sampled_from([0, 1, 2, 7, 64, 200]), SEEDS)
@@ -91,7 +100,7 @@ def test_errors_name_what_was_given():
 
 
 @given(
-    st.sampled_from([0, 1, 65, 3000]),
+    st.sampled_from([0, 1, 65, 700]),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([1, 5, 130]),
     SEEDS,

@@ -73,6 +73,8 @@ def test_without_a_budget_what_is_free_leaves() -> None:
     assert plan.fits and not plan.warnings and plan.after.stall == 0
     assert plan.bytes_of("offload") == plan.after.moved > 0
     assert plan.after.peak <= plan.before.peak and plan.recomputed == ()
+    why = {t.reason for t in plan.tensors if t.decision == "keep"}
+    assert "not needed for the peak" not in why
 
 
 def test_a_budget_is_kept() -> None:

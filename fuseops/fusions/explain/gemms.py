@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from fuseops.fusions import bridge
 from fuseops.fusions.debug import running
 from fuseops.kernels import registry
 from fuseops.kernels.grouped_paths import swiglu_path
@@ -27,6 +29,21 @@ class Launches(list[registry.Call]):
             given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
             operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
             self.note(f"{running()}: {words(*operands, swiglu=op.name == 'grouped_swiglu')}")
+            chosen = choices()
+            if chosen:
+                self.note(f"{running()}: {chosen}")
+
+
+def choices() -> str:
+    """What the fused op that runs says of its backward: read off the stack, as `running` does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not bridge._run_fused.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    step, x, members, calls = (frame.f_locals[name] for name in ("step", "x", "members", "calls"))
+    said: str = step.target.choices(x, members, calls)
+    return said
 
 
 def words(

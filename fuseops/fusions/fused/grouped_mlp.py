@@ -23,6 +23,8 @@ from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
+from .dswiglu import apart, expected, said, through
+
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
 Rows = tuple[
@@ -32,11 +34,11 @@ WEIGHT = frozenset({"weight"})
 
 
 EPILOGUE = Space(
-    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 1 to 8 % where h is not written, and a little where
-    # rows are read by index; elsewhere it loses.
+    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 0 to 5 % where h is written, more where it is not
+    # or rows are read by index; where the product is short nothing hides it.
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4])},
+    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4] or dims[2] >= 1024)},
 )
 
 
@@ -101,8 +103,12 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        rest, h = without_h(held.pop())
-        return self.gradients(rest, h, dy, calls, lambda width: (rest.x, None))
+        rest, taken = without_h(held.pop())
+        taken.append(dy)
+        return self.gradients(rest, taken, calls, lambda width: (rest.x, None))
+
+    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        return said(expected(self, self.inputs(x, t), None, calls, len(x)))
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -171,7 +177,6 @@ class GroupedMLP(FusedOp):
         self,
         s: GroupedMLPSaved,
         held: list[Tensor | None],
-        dy: Tensor,
         calls: tuple[Call, ...],
         source: Callable[[int], Rows],
         dy_index: Tensor | None = None,
@@ -179,24 +184,31 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
-        held: h, which is taken out. source: the rows of x, for a product of that many features. finish: what becomes
-        of dx (R, D). h goes before the gradients of weights are made, and the rows of dx before the last of them:
-        there the peak would be.
+        held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
+        becomes of dx (R, D). h goes before the gradients of weights are made, dy when fc2's is there, and the rows of
+        dx before the last of them: there the peak would be.
         """
         first, act, last = calls
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
-        above = grouped_linear_bwd(fc2, dy, _without_weight(last), dy_index=dy_index)
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
-        da, h, a, dh, dprobs = above.x, held.pop(), None, None, None
-        above = above._replace(x=None)
-        if h is None and (da is not None or "weight" in last.needs):
+        dy: Tensor = held.pop()  # type: ignore[assignment]
+        h, a, dh, dprobs = held.pop(), None, None, None
+        if h is None and not last.needs.isdisjoint(("x", "weight")):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
-        if da is not None:
+        rows = len(dy) if dy_index is None else len(dy_index)
+        fused = apart(self, s, dy, h, dy_index, calls, rows) is None
+        above = grouped_linear_bwd(
+            fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
+        )
+        da, above = above.x, above._replace(x=None)
+        if fused:
+            dh, a, dprobs = through(self, s, dy, h, dy_index, last)  # type: ignore[arg-type]
+        elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
             del da
@@ -206,8 +218,9 @@ class GroupedMLP(FusedOp):
         if "weight" in last.needs:
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
             del a
+        del dy
         if dh is not None:
-            below = grouped_linear_bwd(fc1, dh, _without_weight(first))
+            below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:
                 below = below._replace(x=finish(below.x))
             if "weight" in first.needs:
@@ -243,8 +256,8 @@ def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | No
     return saved._replace(h=None), [saved.h]
 
 
-def _without_weight(call: Call) -> Call:
-    return call._replace(needs=call.needs - WEIGHT)
+def _without(call: Call, *needs: str) -> Call:
+    return call._replace(needs=call.needs.difference(needs))
 
 
 def _weight(

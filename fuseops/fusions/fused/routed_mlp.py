@@ -19,6 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine, check_pos, check_rows
 
+from .dswiglu import expected, said
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
@@ -49,6 +50,9 @@ def _copy_from(name: str, width: int) -> Space:
 
 FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
 FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
+FC2_THROUGH = _copy_from(
+    "routed_fc2_through", 512
+)  # where the first goes on through the activation
 
 
 def _moved(name: str) -> str:
@@ -106,13 +110,11 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
-        s, h = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
+        s, taken = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
-            sums = not calls[3].needs.isdisjoint(("bias", "probs"))  # over rows, not over tokens
-            copies = sums or (s.fc2 is not None and _copies(FC2_BWD, dy, index, s.fc2.shape[2]))
-            dy, dy_index = _rows(dy, index, pos, offs, copies)  # type: ignore[assignment]
+            dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
 
         def source(width: int) -> Rows:
             x: Tensor = s.x  # type: ignore[assignment]
@@ -121,9 +123,27 @@ class RoutedMLP(FusedOp):
         def finish(dx: Tensor) -> Tensor:
             return K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
 
-        grads = self.mlp.gradients(s, h, dy, calls[1:4], source, dy_index, finish)
+        taken.append(dy)
+        del dy  # a copy of its rows goes when fc2's gradients are there
+        grads = self.mlp.gradients(s, taken, calls[1:4], source, dy_index, finish)
         after = (Grads(),) if self.combines else ()
         return Grads(grads[0].x), *grads, *after
+
+    def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
+        gathers = self.combines and not self._copies_dy(x, s, index, calls)
+        return said(expected(self.mlp, s, index if gathers else None, calls[1:4], len(index)))
+
+    def _copies_dy(
+        self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
+    ) -> bool:
+        """Whether the rows of dy are copied for fc2's gradients."""
+        if not calls[3].needs.isdisjoint(("bias", "probs")):  # sums over rows, not over tokens
+            return True
+        if index is None or s.fc2 is None:
+            return False
+        fused = expected(self.mlp, s, None, calls[1:4], len(index)) is None
+        return _copies(FC2_THROUGH if fused else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:

@@ -16,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .grouped_dswiglu import ask, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
+from .grouped_swiglu import store_swiglu
 
 ZEROS = gl.constexpr(1024)
 
@@ -49,25 +51,6 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
 
 
 @gluon.jit
-def swiglu(gate, up, scale, dtype: gl.constexpr):
-    """Of what is stored of gate and up, so that a pass over them would give the same."""
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    return gate * (1.0 / (1.0 + gl.exp(-gate))) * up * scale[:, None]
-
-
-@gluon.jit
-def row_scale(probs_ptr, start, size, row, like, HAS_PROBS: gl.constexpr):
-    """probs of the rows of a part, or ones."""
-    layout: gl.constexpr = gl.SliceLayout(1, like.type.layout)
-    rows = row + gl.arange(0, like.shape[0], layout=layout)
-    if HAS_PROBS:
-        scale = gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)
-    else:
-        scale = gl.full((like.shape[0],), 1.0, gl.float32, layout=layout)
-    return scale
-
-
-@gluon.jit
 def halves(acc):
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
@@ -76,12 +59,12 @@ def halves(acc):
 
 @gluon.jit
 def multiply_tiles(
-    out, act_out, probs_ptr, problem, ring, order,
+    out, act_ptr, probs_ptr, back, problem, ring, order,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr,
     KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    WHICH: gl.constexpr,
+    SLOTS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    _, _, total, _, N, K, _ = problem
+    _, _, total, R, N, K, _ = problem
     x_ring, w_ring, empty, ready = ring
     PART: gl.constexpr = out[0].block_type.shape[1]
     STAGES: gl.constexpr = x_ring.shape[0]
@@ -95,16 +78,23 @@ def multiply_tiles(
     TURNS: gl.constexpr = 1 if COOPERATIVE else 2
     steps = K // BLOCK_K
     stride = TURNS * gl.num_programs(0)
-    begin = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
-    at = locate(begin, entry_of(begin, problem), problem, BLOCK_M, GROUP)
+    first_tile = gl.program_id(0) + (0 if COOPERATIVE else WHICH * gl.num_programs(0))
+    at = locate(first_tile, entry_of(first_tile, problem), problem, BLOCK_M, GROUP)
     first = (0 if COOPERATIVE else WHICH) * steps
     phase = gl.to_tensor(0)
-    for tile in range(begin, total, stride):
+    for tile in range(first_tile, total, stride):
         entry = entry_of(tile + stride, problem)
         group, start, size, block_m, block_n = at
         row, col = block_m * BLOCK_M, block_n * BLOCK_N
         if COOPERATIVE:
             row += WHICH * ROWS
+        if SLOTS:
+            sums_ptr, hidden, staged, scales = back
+            place = group, start, size, N
+            for i in gl.static_range(SLOTS):
+                ask(hidden, place, row, col, i, BLOCK_N // PART)
+            if HAS_PROBS:
+                keep_scales(scales, probs_ptr, place, row)
         acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
         if not COOPERATIVE:
             mbarrier.wait(order.index(WHICH), (phase + 1 - WHICH) & 1)
@@ -136,27 +126,19 @@ def multiply_tiles(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((first + steps - 1) % STAGES), count=1, pred=row < size)
         place = group, start, size, N
-        left, right = halves(acc)
-        if SWIGLU:
-            gate0, gate1 = halves(left)
-            up0, up1 = halves(right)
-            half, col = N // 2, block_n * (BLOCK_N // 2)
-            scale = row_scale(probs_ptr, start, size, row, gate0, HAS_PROBS)
-            act_place = group, start, size, half
-            if KEEPS:
-                store_part(out, place, gate0, row, col, False, 0)
-                store_part(out, place, up0, row, half + col, False, 1)
-            act = swiglu(gate0, up0, scale, out[0].dtype)
-            store_part(act_out, act_place, act, row, col, False, 0)
-            if KEEPS:
-                store_part(out, place, gate1, row, col + PART, False, 1)
-                store_part(out, place, up1, row, half + col + PART, False, 0)
-            act = swiglu(gate1, up1, scale, out[0].dtype)
-            store_part(act_out, act_place, act, row, col + PART, False, 1)
+        if SLOTS:
+            outs = out[1], act_ptr
+            sums_ptr += block_n * R
+            swiglu_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, HAS_PROBS)
+        elif SWIGLU:
+            col = block_n * (BLOCK_N // 2)
+            store_swiglu(acc, out[3], out[1], act_ptr, probs_ptr, place, row, col, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
+            left, right = halves(acc)
             store_part(out, place, left, row, col, HAS_BIAS, 0)
             store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
         else:
+            left, right = halves(acc)
             part0, part1 = halves(left)
             part2, part3 = halves(right)
             store_part(out, place, part0, row, col, HAS_BIAS, 0)
@@ -182,18 +164,19 @@ def zero_padding(y_ptr, offs_ptr, R, E, N):
 
 @gluon.jit(do_not_specialize=["R", "E", "first_entry"])
 def grouped_mm_pingpong_kernel(
-    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, act, probs_ptr, offs_ptr, tiles_ptr,
-    first_entry, R, E, N, K, stride_x,
+    y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, sums_ptr, offs_ptr,
+    tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
     SWIGLU: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    BUFFERS: gl.constexpr = [2 if COOPERATIVE else 1, y.block_type.shape[0], y.block_type.shape[1]]
+    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE or SWIGLU else 1
+    BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
@@ -208,8 +191,19 @@ def grouped_mm_pingpong_kernel(
         mbarrier.init(empty.index(i), count=2 if COOPERATIVE else 1)
         mbarrier.init(ready.index(i), count=129 if GATHER else 1)  # 128 threads and one TMA
 
+    if SLOTS:
+        back0 = room_for(h, buffers0, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+        back1 = room_for(h, buffers1, sums_ptr, BLOCK_M // (1 + COOPERATIVE), BLOCK_N)
+    else:
+        back0, back1 = order, order
+
     if KEEPS:
-        zero_padding(y_ptr, offs_ptr, R, E, N)
+        zero_padding(y_ptr, offs_ptr, R, E, 2 * N if SLOTS else N)
+    if SLOTS:
+        zero_padding(act_ptr, offs_ptr, R, E, N)
+        if HAS_PROBS:
+            for i in range(gl.cdiv(N, BLOCK_N)):
+                zero_padding(sums_ptr + i * R, offs_ptr, R, E, 1)
     if SWIGLU:
         zero_padding(act_ptr, offs_ptr, R, E, N // 2)
     num_n = gl.cdiv(N, BLOCK_N)
@@ -217,15 +211,14 @@ def grouped_mm_pingpong_kernel(
     problem = tiles_ptr + first_entry, offs_ptr, total, R, N, K, num_n
     ring = x_ring, w_ring, empty, ready
     out0, out1 = (y, y_ptr, bias_ptr, buffers0), (y, y_ptr, bias_ptr, buffers1)
-    act0, act1 = (act, act_ptr, bias_ptr, buffers0), (act, act_ptr, bias_ptr, buffers1)
     # fmt: off
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
+                (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, SWIGLU,
                                 GROUP)),
             ],
@@ -235,10 +228,10 @@ def grouped_mm_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (out0, act0, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 0)),
-                (multiply_tiles, (out1, act1, probs_ptr, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, 1)),
+                (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
+                                  SWIGLU, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, SWIGLU, GROUP)),
             ],
             [4, 1],

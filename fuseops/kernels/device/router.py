@@ -1,10 +1,19 @@
-"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token."""
+"""Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token.
+
+The forward has two ways to the K largest keys. The fast one gives a token to BLOCK_P / 4 threads, and
+runs a selection network over what they hold: all of it is minima and maxima of int32. It knows where
+it may be wrong, and goes the slow way there, K times the maximum of a row, as it does where BLOCK_P is 0.
+"""
+
+# Tuples grow in loops that Triton unrolls.
+# mypy: disable-error-code="assignment, misc, var-annotated"
 
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.select import LOWEST, largest_of, largest_of_rows, quarters
+
 TINY: tl.constexpr = tl.constexpr(1e-20)
-LOWEST: tl.constexpr = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -32,57 +41,52 @@ def scores_of(logits, largest, total, SOFTMAX: tl.constexpr):
 @triton.jit
 def order_of(key):
     """int32 in the order of float32 keys, above LOWEST; NaN is the largest, as inf, and -0 is 0."""
-    key = tl.where(key == key, tl.where(key == 0.0, 0.0, key), float("inf"))
-    bits = key.to(tl.int32, bitcast=True)
+    bits = tl.minimum(key + 0.0, float("inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def larger_first(a, b):
-    return tl.maximum(a, b), tl.minimum(a, b)
-
-
-@triton.jit
-def sorted4(keys, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Four slices (BLOCK_R, BLOCK_E // 4) of the keys, in descending order at every place."""
-    ac, bd = tl.split(tl.reshape(keys, (BLOCK_R, BLOCK_E // 4, 2, 2)))
-    a, c = tl.split(ac)
-    b, d = tl.split(bd)
-    a, b = larger_first(a, b)
-    c, d = larger_first(c, d)
-    a, c = larger_first(a, c)
-    b, d = larger_first(b, d)
-    b, c = larger_first(b, c)
-    return a, b, c, d
+def float_of(order):
+    """The inverse of order_of."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def top_by_pieces(
-    keys, cols, E,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    pieces, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong). Experts take the place of the lowest bits of their keys, which makes all keys different:
-    it may be wrong if two of the largest differ in those bits alone.
+    wrong), of P pieces (R, 4 W) of keys: a selection network over the numbers of each thread, then
+    over the W threads of a row.
+
+    Experts take the place of the lowest bits of their keys, which makes all keys different: it may be
+    wrong if two of the largest differ in those bits alone.
     """
-    LOW: tl.constexpr = BLOCK_E - 1
-    unique = tl.where(cols < E, (keys & ~LOW) | (LOW - cols), LOWEST)
-    a, b, c, d = sorted4(unique, BLOCK_R, BLOCK_E)
-    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    alike = tl.zeros((BLOCK_R, 1), dtype=tl.int32)
-    before = tl.full((BLOCK_R, 1), LOWEST, dtype=tl.int32)
-    for k in tl.static_range(K + 1):
-        top = tl.max(a, axis=1)[:, None]
-        if k < K:
-            experts = tl.where(slots == k, LOW - (top & LOW), experts)
-            taken = a == top
-            a, b, c = tl.where(taken, b, a), tl.where(taken, c, b), tl.where(taken, d, c)
-            d = tl.where(taken, LOWEST, d)
-        alike = tl.where((top & ~LOW) == (before & ~LOW), 1, alike)
-        before = top
-    bits = tl.max(tl.where(cols < E, keys & LOW, 0), axis=1)[:, None]
-    return experts, tl.max(tl.where(bits != 0, alike, 0))
+    N: tl.constexpr = 4 * P
+    keys = ()
+    for p in tl.static_range(P):
+        each = quarters(pieces[p], R, W)
+        for j in tl.static_range(4):
+            keys = keys + ((each[j] | LOW) - (4 * W * p + j),)
+    own, left = largest_of(keys, N, L)
+    lane = 4 * tl.arange(0, W)[None, :]
+    top = ()
+    for i in tl.static_range(L):
+        if i < N:
+            top = top + (own[i] - lane,)
+        else:
+            top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
+    top, left = largest_of_rows(top, left - lane, L, R, W)
+    top = top + (left,)
+    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
+    for i in tl.static_range(1, K):
+        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
+    slots = tl.arange(0, L)[None, :]
+    experts = tl.zeros((R, L), dtype=tl.int32)
+    for i in tl.static_range(K):
+        experts = tl.where(slots == i, top[i][:, None], experts)
+    return LOW - (experts & LOW), tl.min(gap, axis=0) <= LOW
 
 
 @triton.jit
@@ -94,7 +98,7 @@ def top_one_by_one(
     left = tl.where(cols < E, keys, LOWEST)
     experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    for k in tl.static_range(K):
+    for k in range(K):
         top = tl.max(left, axis=1)[:, None]
         best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
         experts = tl.where(slots == k, best, experts)
@@ -128,126 +132,214 @@ def in_best_groups(
     return allowed
 
 
-@triton.jit(do_not_specialize=["T"])
-def router_fwd_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, E, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+@triton.jit
+def of_best_groups(
+    keys, EACH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the chosen are computed again, from their logits: a sum over the row for each
-    would cost more.
-    """
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Pieces of int32 keys, LOWEST where the group of EACH experts is not among the best."""
+    W: tl.constexpr = BLOCK_P // 4
+    OWN: tl.constexpr = EACH // BLOCK_P
+    worth = ()
+    for g in tl.static_range(GROUPS):
+        own = ()
+        for p in tl.static_range(OWN):
+            own = own + quarters(keys[g * OWN + p], R, W)
+        own, left = largest_of(own, 4 * OWN, 2)
+        best, _ = largest_of_rows(own, left, 2, R, W)
+        worth = worth + (order_of(float_of(best[0]) + float_of(best[1])),)
+    kept = ()
+    for p in tl.static_range(PIECES):
+        if p < GROUPS * OWN:
+            mine = worth[p // OWN]
+            better = tl.zeros((R,), dtype=tl.int32)
+            for g in tl.static_range(GROUPS):
+                if g * OWN > p:
+                    better += (worth[g] > mine).to(tl.int32)
+                elif (g + 1) * OWN <= p:
+                    better += (worth[g] >= mine).to(tl.int32)
+            kept = kept + (tl.where((better < TOP_GROUPS)[:, None], keys[p], LOWEST),)
+        else:
+            kept = kept + (keys[p],)
+    return kept
+
+
+@triton.jit
+def row_keys(
+    logits_ptr, bias_ptr, tokens, here, stride,
+    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """(int32 keys of whole rows, LOWEST for experts that may not be chosen; the softmax's terms)"""
     cols = tl.arange(0, BLOCK_E)[None, :]
-    mask = (tokens < T)[:, None] & (cols < E)
-    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
+    mask = here[:, None] & (cols < E)
+    logits = load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E)
     largest, total = softmax_terms(logits)
     key = logits
     if BIASED or GROUPS > 1:
         key = scores_of(logits, largest, total, SOFTMAX)
     if BIASED:
         key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
-    keys = order_of(key)
+    keys = tl.where(cols < E, order_of(key), LOWEST)
     if GROUPS > 1:
         allowed = in_best_groups(key, cols, E, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_E)
         keys = tl.where(allowed, keys, LOWEST)
-    experts, unsure = top_by_pieces(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    if unsure > 0:
-        experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-    flat = tl.arange(0, BLOCK_R * BLOCK_K)  # one chosen expert a thread
-    token, slot = flat // BLOCK_K, flat % BLOCK_K
-    expert = tl.gather(tl.reshape(experts, (BLOCK_R * BLOCK_K,)), flat, axis=0)
-    token64 = tl.program_id(0).to(tl.int64) * BLOCK_R + token
-    mask = (token64 < T) & (slot < K)
-    chosen = tl.load(logits_ptr + token64 * stride_logits + expert, mask=mask, other=0.0)
-    chosen = chosen.to(tl.float32)
-    top = tl.gather(tl.reshape(largest, (BLOCK_R,)), token, axis=0)
-    below = tl.gather(tl.reshape(total, (BLOCK_R,)), token, axis=0)
-    weights = scores_of(chosen, top, below, SOFTMAX)
-    weights = tl.where(slot < K, weights, 0.0)
-    if NORMALIZE:
-        sums = tl.sum(tl.reshape(weights, (BLOCK_R, BLOCK_K)), axis=1)
-        weights = weights / (tl.gather(sums, token, axis=0) + TINY)
-    at = token64 * K + slot
-    tl.store(weights_ptr + at, weights * scale, mask=mask)
+    return keys, largest, total
+
+
+@triton.jit
+def piece_keys(
+    logits_ptr, bias_ptr, tokens, here, stride,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """The same in pieces of BLOCK_P experts; a group has whole pieces."""
+    place = tl.arange(0, BLOCK_P)[None, :]
+    x = ()
+    for p in tl.static_range(PIECES):
+        cols = place + p * BLOCK_P
+        mask = here[:, None] & (cols < E)
+        x = x + (load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E),)
+    largest = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
+    total = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
+    if SOFTMAX and (BIASED or GROUPS > 1 or not NORMALIZE):
+        top = x[0]
+        for p in tl.static_range(1, PIECES):
+            top = tl.maximum(top, x[p])
+        largest = tl.max(top, axis=1)[:, None]
+        sums = tl.exp(x[0] - largest)
+        for p in tl.static_range(1, PIECES):
+            sums += tl.exp(x[p] - largest)
+        total = tl.sum(sums, axis=1)[:, None]
+    keys = ()
+    for p in tl.static_range(PIECES):
+        cols = place + p * BLOCK_P
+        key = x[p]
+        if BIASED or GROUPS > 1:
+            key = scores_of(key, largest, total, SOFTMAX)
+        if BIASED:
+            key += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
+        keys = keys + (tl.where(cols < E, order_of(key), LOWEST),)
+    if GROUPS > 1:
+        keys = of_best_groups(keys, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_R, BLOCK_P, PIECES)
+    return keys, largest, total
+
+
+@triton.jit
+def store_chosen(
+    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest, total, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scores of the chosen are computed again, from their logits. BEST: they have the largest logits,
+    and a softmax over them needs no others.
+    """
+    flat = tl.arange(0, BLOCK_R * BLOCK_K)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_R + flat // BLOCK_K
+    expert, mask = tl.reshape(experts, (BLOCK_R * BLOCK_K,)), (token < T) & (flat % BLOCK_K < K)
+    chosen = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    weights = tl.reshape(chosen, (BLOCK_R, BLOCK_K))
+    if SOFTMAX and NORMALIZE and BEST:
+        weights = tl.where(slots < K, weights, float("-inf"))
+        weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    else:
+        weights = tl.where(slots < K, scores_of(weights, largest, total, SOFTMAX), 0.0)
+        if NORMALIZE:
+            weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
+    at = token * K + flat % BLOCK_K
+    tl.store(weights_ptr + at, tl.reshape(weights, (BLOCK_R * BLOCK_K,)) * scale, mask=mask)
     tl.store(experts_ptr + at, expert, mask=mask)
     tl.store(chosen_ptr + at, chosen, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
-def router_bwd_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+def router_fwd_kernel(
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, T, quads, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    LOW: tl.constexpr = BLOCK_E - 1
+    BEST: tl.constexpr = GROUPS == 1 and not BIASED
+    EXACT: tl.constexpr = BEST and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here = tokens < T
-    cols = tl.arange(0, BLOCK_E)[None, :]
-    mask = here[:, None] & (cols < E)
-    logits = load_logits(logits_ptr + (tokens * stride_logits)[:, None] + cols, mask, cols, E)
-    largest, total = softmax_terms(logits)
-    scores = scores_of(logits, largest, total, SOFTMAX)
-    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    picked = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.int1)
-    for k in tl.static_range(K):
-        expert = tl.load(experts_ptr + tokens * K + k, mask=here, other=-1)[:, None]
-        dw = tl.load(dweights_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
-        d = tl.where(cols == expert, dw[:, None] * scale, d)
-        picked = picked | (cols == expert)
-    if NORMALIZE:
-        chosen = tl.where(picked, scores, 0.0)
-        total = tl.sum(chosen, axis=1)[:, None] + TINY
-        d = tl.where(picked, (d - tl.sum(d * chosen, axis=1)[:, None] / total) / total, 0.0)
-    if SOFTMAX:
-        d = scores * (d - tl.sum(d * scores, axis=1)[:, None])
-    else:
-        d = d * scores * (1.0 - scores)
-    tl.store(
-        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty), mask=mask
-    )
-
-
-@triton.jit
-def chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX: tl.constexpr):
-    """(gradient of the score, the score or its exponential) of one of the chosen of each token."""
-    logits = tl.load(logits_ptr + at, mask=here, other=0.0).to(tl.float32)
-    dw = tl.load(dweights_ptr + at, mask=here, other=0.0).to(tl.float32)
-    return dw * scale, tl.exp(logits - largest) if SOFTMAX else tl.sigmoid(logits)
+    stride = quads * WIDE  # so that Triton sees what it is a multiple of
+    unsure = True
+    if BLOCK_P > 0:
+        PIECES: tl.constexpr = BLOCK_E // BLOCK_P
+        pieces, largest, total = piece_keys(
+            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, NORMALIZE, BIASED, GROUPS,
+            TOP_GROUPS, E, BLOCK_R, BLOCK_P, PIECES,
+        )  # fmt: skip
+        experts, unsure = top_by_pieces(pieces, K, LOW, PIECES, BLOCK_R, BLOCK_P // 4, BLOCK_K)
+        unsure = unsure & (not EXACT)
+        store_chosen(
+            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest,
+            total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+    if unsure:
+        cols = tl.arange(0, BLOCK_E)[None, :]
+        keys, largest, total = row_keys(
+            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, BIASED, GROUPS, TOP_GROUPS,
+            E, BLOCK_R, BLOCK_E,
+        )  # fmt: skip
+        lost = tl.where(keys > LOWEST, (keys ^ (keys >> 31)) & LOW, 0)
+        if BLOCK_P == 0 or tl.max(tl.max(lost, axis=1), axis=0) > 0:
+            experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
+            tl.debug_barrier()  # these stores come after those above
+            store_chosen(
+                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts,
+                largest, total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
-def router_bwd_chosen_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, E, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+def router_bwd_kernel(
+    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, stride_logits, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
+    E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The same from the logits of the chosen alone (T, K): a softmax is one over those."""
+    """From all logits (T, E) if ALL; otherwise from those of the chosen (T, K), whose softmax is one
+    over those. Rows are written as if nothing were chosen, and the K of the chosen over that.
+    """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = tokens < T
-    cols = tl.arange(0, BLOCK_E)[None, :]
-    largest = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
-    for k in tl.static_range(K if SOFTMAX else 0):
-        logits = tl.load(logits_ptr + tokens * K + k, mask=here, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, logits)
-    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
-    dot = tl.zeros((BLOCK_R,), dtype=tl.float32)
-    for k in tl.static_range(K):
-        at = tokens * K + k
-        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
-        total += s
-        dot += g * s
-    total += 0.0 if SOFTMAX else TINY
-    d = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
-    for k in tl.static_range(K):
-        at = tokens * K + k
-        g, s = chosen_terms(dweights_ptr, logits_ptr, at, here, largest, scale, SOFTMAX)
-        if NORMALIZE:
-            g = (g - dot / total) / total
-        g = g * s if SOFTMAX else g * s * (1.0 - s)
-        expert = tl.load(experts_ptr + at, mask=here, other=-1)
-        d = tl.where(cols == expert[:, None], g[:, None], d)
-    tl.store(
-        dlogits_ptr + (tokens * E)[:, None] + cols, d.to(dlogits_ptr.dtype.element_ty),
-        mask=here[:, None] & (cols < E),
-    )  # fmt: skip
+    here = (tokens < T)[:, None]
+    cols, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    mask, at = here & (slots < K), (tokens * K)[:, None] + slots
+    expert = tl.load(experts_ptr + at, mask=mask, other=0)
+    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    rest = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    if ALL:
+        first = logits_ptr + (tokens * stride_logits)[:, None]
+        chosen = tl.load(first + expert, mask=mask, other=0.0).to(tl.float32)
+    else:
+        chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if SOFTMAX and ALL:
+        logits = load_logits(first + cols, here & (cols < E), cols, E)
+        largest, total = softmax_terms(logits)
+        rest = scores_of(logits, largest, total, True)
+        s = tl.where(slots < K, scores_of(chosen, largest, total, True), 0.0)
+    elif SOFTMAX:
+        chosen = tl.where(slots < K, chosen, float("-inf"))
+        s = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+    else:
+        s = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
+    if NORMALIZE:
+        sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
+        d = (d - tl.sum(d * s, axis=1)[:, None] / sums) / sums
+    if SOFTMAX and ALL:
+        dot = tl.sum(d * s, axis=1)[:, None]
+        rest = -dot * rest
+        d = (d - dot) * s
+    elif SOFTMAX:
+        d = d * s
+    else:
+        d = d * s * (1.0 - s)
+    row = dlogits_ptr + (tokens * E)[:, None]
+    tl.store(row + cols, rest.to(dlogits_ptr.dtype.element_ty), mask=here & (cols < E))
+    tl.debug_barrier()  # the stores below come after those above
+    tl.store(row + expert, d.to(dlogits_ptr.dtype.element_ty), mask=mask)

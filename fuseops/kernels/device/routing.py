@@ -8,93 +8,88 @@ from fuseops.kernels.device.reduce import after_launch, before_launch
 
 @triton.jit
 def experts_of(experts_ptr, copies, R, E):
-    """The expert of every copy; E where there is none."""
+    """(the expert of every copy, E where there is none; whether there is one)"""
     e = tl.load(experts_ptr + copies, mask=copies < R, other=-1)
-    return tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    kept = (e >= 0) & (e < E)
+    return tl.where(kept, e, E).to(tl.int32), kept
 
 
-@triton.jit(do_not_specialize=["R", "chunk"])
+@triton.jit(do_not_specialize=["R", "P"])
 def count_kernel(
-    experts_ptr, counts_ptr, R, E, chunk,
-    PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
+    experts_ptr, counts_ptr, R, E, P,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Row c of counts (programs, E): copies of each expert in chunk c."""
+    """Column c of counts (E, P): copies of each expert in chunk c, which has BLOCK_S of them."""
     before_launch(PDL)
-    first = tl.program_id(0) * chunk
-    bins = tl.arange(0, BLOCK_E)
-    total = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    for start in range(first, tl.minimum(first + chunk, R), BLOCK_H):
-        e = experts_of(experts_ptr, start + tl.arange(0, BLOCK_H), R, E)
-        total += tl.histogram(e, BLOCK_E)
-    tl.store(counts_ptr + tl.program_id(0) * E + bins, total, mask=bins < E)
+    chunk, bins = tl.program_id(0), tl.arange(0, BLOCK_E)
+    e, kept = experts_of(experts_ptr, chunk * BLOCK_S + tl.arange(0, BLOCK_S), R, E)
+    counts = tl.histogram(e, BLOCK_E, mask=kept)
+    tl.store(counts_ptr + bins.to(tl.int64) * P + chunk, counts, mask=bins < E)
 
 
 @triton.jit(do_not_specialize=["P"])
-def scan_kernel(
-    counts_ptr, total_ptr, P, E, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """In place: row c of counts becomes the sum of the rows before it; total (E,) is that of all."""
+def scan_kernel(counts_ptr, total_ptr, P, PDL: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A program has a row of counts (E, P): each becomes the sum of those before it, in place; their
+    total goes to total (E,).
+    """
     before_launch(PDL)
     after_launch(PDL)
-    c = tl.arange(0, BLOCK_P)[:, None]
-    bins = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    at, mask = counts_ptr + c * E + bins[None, :], (c < P) & (bins < E)[None, :]
-    counts = tl.load(at, mask=mask, other=0)
-    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=mask)
-    tl.store(total_ptr + bins, tl.sum(counts, axis=0), mask=bins < E)
+    expert = tl.program_id(0)
+    sums = tl.zeros((), dtype=tl.int32)
+    for start in range(0, P, BLOCK_P):
+        c = start + tl.arange(0, BLOCK_P)
+        at = counts_ptr + expert.to(tl.int64) * P + c
+        counts = tl.load(at, mask=c < P, other=0)
+        tl.store(at, sums + tl.cumsum(counts, axis=0) - counts, mask=c < P)
+        sums += tl.sum(counts, axis=0)
+    tl.store(total_ptr + expert, sums)
 
 
-@triton.jit(do_not_specialize=["R", "chunk"])
+@triton.jit(do_not_specialize=["R", "P"])
 def route_kernel(
-    experts_ptr, weights_ptr, counts_ptr, total_ptr, offs_ptr, index_ptr, pos_ptr, probs_ptr,
-    R, E, chunk,
+    experts_ptr, weights_ptr, counts_ptr, total_ptr, offs_ptr, index_ptr, pos_ptr, probs_ptr, R, E, P,
     K: tl.constexpr, COUNTED: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A program gives rows to one chunk of copies (a multiple of BLOCK_H of them), BLOCK_S of them
-    at a time: sorted by expert, their rows are consecutive but for a step at each expert.
+    """A program gives rows to one chunk of BLOCK_S copies: sorted by expert, their rows are
+    consecutive but for a step at each expert.
 
     It needs the copies of each expert in all chunks and in those before its own: from
     ``scan_kernel`` if COUNTED, otherwise it counts all copies itself, which saves two launches.
     """
     program = tl.program_id(0)
-    first = program * chunk
-    bins = tl.arange(0, BLOCK_E)
+    bins, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
+    e, kept = experts_of(experts_ptr, program * BLOCK_S + place, R, E)
+    counts = tl.histogram(e, BLOCK_E, mask=kept)
+    keys = tl.sort(e * BLOCK_S + place)
+    skipped = tl.cumsum(counts, axis=0) - counts
     if COUNTED:
         after_launch(PDL)
-        before = tl.load(counts_ptr + program * E + bins, mask=bins < E, other=0)
+        before = tl.load(counts_ptr + bins.to(tl.int64) * P + program, mask=bins < E, other=0)
         total = tl.load(total_ptr + bins, mask=bins < E, other=0)
     else:
         total = tl.zeros((BLOCK_E,), dtype=tl.int32)
         before = tl.zeros((BLOCK_E,), dtype=tl.int32)
-        for start in range(0, R, BLOCK_H):
-            e = experts_of(experts_ptr, start + tl.arange(0, BLOCK_H), R, E)
-            counts = tl.histogram(e, BLOCK_E)
+        for chunk in range(P):
+            others, some = experts_of(experts_ptr, chunk * BLOCK_S + place, R, E)
+            counts = tl.histogram(others, BLOCK_E, mask=some)
             total += counts
-            before += tl.where(start < first, counts, 0)
-    total = tl.where(bins < E, total, 0)
+            before += tl.where(chunk < program, counts, 0)
     ends = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(offs_ptr + bins, ends, mask=bins < E)
     used = tl.sum(total, axis=0)
-    free = ends - total + before  # the row of the next copy of each expert
-    for start in range(first, tl.minimum(first + chunk, R), BLOCK_S):
-        place = tl.arange(0, BLOCK_S)
-        e = experts_of(experts_ptr, start + place, R, E)
-        counts = tl.histogram(e, BLOCK_E)
-        keys = tl.sort(e * BLOCK_S + place)
-        e, copies = keys // BLOCK_S, start + keys % BLOCK_S
-        kept = e < E
-        row = place + tl.gather(free - (tl.cumsum(counts, axis=0) - counts), e, axis=0)
-        free += counts
-        tl.store(pos_ptr + copies, tl.where(kept, row, -1), mask=copies < R)
-        padding = (copies >= used) & (copies < R)  # here the copies' numbers stand for rows
-        tl.store(index_ptr + row, (copies // K).to(tl.int64), mask=kept)
-        tl.store(index_ptr + copies, tl.zeros((BLOCK_S,), tl.int64), mask=padding)
-        if WEIGHTED:
-            weights = tl.load(weights_ptr + copies, mask=kept, other=0.0).to(tl.float32)
-            tl.store(probs_ptr + row, weights, mask=kept)
-            tl.store(probs_ptr + copies, tl.zeros((BLOCK_S,), tl.float32), mask=padding)
+    e, copies = keys // BLOCK_S, program * BLOCK_S + keys % BLOCK_S
+    kept = e < E
+    row = place + tl.gather(ends - total + before - skipped, tl.minimum(e, E - 1), axis=0)
+    tl.store(pos_ptr + copies, tl.where(kept, row, -1), mask=copies < R)
+    padding = (copies >= used) & (copies < R)  # here the copies' numbers stand for rows
+    tl.store(index_ptr + row, (copies // K).to(tl.int64), mask=kept)
+    tl.store(index_ptr + copies, tl.zeros((BLOCK_S,), tl.int64), mask=padding)
+    if WEIGHTED:
+        weights = tl.load(weights_ptr + copies, mask=kept, other=0.0).to(tl.float32)
+        tl.store(probs_ptr + row, weights, mask=kept)
+        tl.store(probs_ptr + copies, tl.zeros((BLOCK_S,), tl.float32), mask=padding)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
 from .grouped import group_tiles as group_tiles
+from .grouped import grouped_dswiglu as grouped_dswiglu
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .activation import act_fwd, scaled_act_fwd
+from .activation import act_fwd, scaled_act_bwd, scaled_act_fwd
 from .precision import wide
 
 
@@ -97,6 +97,24 @@ def grouped_swiglu(
         return kept, act_fwd(h, "swiglu")
     padding = padding_mask(offs, h.shape[0])[:, 0]
     return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
+
+
+def grouped_dswiglu(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dh, a, dprobs) of a = swiglu(h) * probs for da = grouped_mm(dy, weight)."""
+    da = grouped_mm(dy, weight, offs, None, None, index)
+    padding = padding_mask(offs, len(h))
+    scale = wide(da).new_ones(len(h)) if probs is None else probs
+    scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
+    dh, dprobs, a = scaled_act_bwd(da, h, scale, "swiglu", probs is not None, True)
+    return dh, a, dprobs
 
 
 def grouped_wgrad(

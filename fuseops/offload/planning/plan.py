@@ -182,7 +182,7 @@ def _plan_with(
         hardware,
         settings,
         limits,
-        tuple(_planned(model, solution, after)),
+        tuple(_planned(model, solution, after, free)),
         before,
         after,
         layers=layers,
@@ -222,7 +222,7 @@ def _solve(model: Model, limits: Limits, hardware: Hardware) -> tuple[Solution, 
     return solution, after
 
 
-def _planned(model: Model, solution: Solution, after: Simulation) -> Iterator[Planned]:
+def _planned(model: Model, solution: Solution, after: Simulation, free: bool) -> Iterator[Planned]:
     profile = model.profile
     leave = {k for item in solution.choice.leave for k in model.items[item]}
     dropped = {
@@ -245,7 +245,7 @@ def _planned(model: Model, solution: Solution, after: Simulation) -> Iterator[Pl
         elif k not in model.of_saved:
             reason = "read again too soon"
         else:
-            reason = "not needed for the peak" if model.profile.saved else ""
+            reason = "the link has no more room" if free else "not needed for the peak"
         layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
         yield Planned(
             *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),

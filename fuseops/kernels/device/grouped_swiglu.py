@@ -1,0 +1,60 @@
+"""The end of a tile of a GEMM that goes on through SwiGLU.
+
+The columns go through shared memory, 64 gates and what they gate at a time, and one short loop over rows
+writes them and their activation: code that is written out for every part of the accumulator does not fit the
+instruction cache. Its stores are whole lines of 128 bytes, so that full and ragged tiles are one path.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .grouped_dswiglu import WIDTH, column_halves, sigmoid
+
+AT_ONCE = gl.constexpr(32)  # rows
+
+
+@gluon.jit
+def row_scale(probs_ptr, start, size, rows, HAS_PROBS: gl.constexpr):
+    """probs of rows of a group, or ones."""
+    if HAS_PROBS:
+        scale = gl.load(probs_ptr + start + rows, mask=rows < size, other=0.0)
+    else:
+        scale = gl.full(rows.shape, 1.0, gl.float32, layout=rows.type.layout)
+    return scale
+
+
+@gluon.jit
+def store_swiglu(
+    acc, staged, h_ptr, act_ptr, probs_ptr, place, row, col,
+    HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+):  # fmt: skip
+    """acc: gates and as many columns that they gate; col: of the first gate. The activation is of what is
+    stored of both, so that a pass over them would give the same.
+    """
+    _, start, size, N = place
+    dtype: gl.constexpr = staged.dtype
+    PARTS: gl.constexpr = acc.shape[0] // AT_ONCE
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    each = row + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
+    across = col + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
+    left, right = column_halves(acc)
+    gates, ups = column_halves(left), column_halves(right)
+    parts = staged._reinterpret(dtype, [2 * PARTS, AT_ONCE, WIDTH], staged.layout)
+    for side in gl.static_range(2):
+        scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
+        staged.index(0).store(gates[side].to(dtype))
+        staged.index(1).store(ups[side].to(dtype))
+        for i in range(PARTS):
+            rows = each + i * AT_ONCE
+            following = row_scale(probs_ptr, start, size, rows + AT_ONCE, HAS_PROBS)
+            gate, up = parts.index(i).load(layout), parts.index(PARTS + i).load(layout)
+            at, mask = (start + rows).to(gl.int64)[:, None], (rows < size)[:, None]
+            if KEEPS:
+                to = h_ptr + at * N + across + side * WIDTH
+                gl.store(to, gate, mask=mask)
+                gl.store(to + N // 2, up, mask=mask)
+            gate, up = gate.to(gl.float32), up.to(gl.float32)
+            act = gate * sigmoid(gate) * up * scale[:, None]
+            to = act_ptr + at * (N // 2) + across + side * WIDTH
+            gl.store(to, act.to(dtype), mask=mask)
+            scale = following

@@ -1,0 +1,154 @@
+"""The input gradient of a grouped GEMM after SwiGLU, that goes on through SwiGLU: its epilogue reads the
+pre-activation and writes the gradient of it, the activation and the gradient of the probabilities.
+
+Maths: da[rows of e] = dy[rows of e] @ weight[e].T;  dgate = da probs up silu'(gate), dup = da probs silu(gate),
+a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and up are the halves of h. da is
+rounded as if it were stored, so that two kernels give the same. Padding rows are zero in all of them.
+Shapes: dy (R, D), weight (E, F, D), h (R, 2F), offs (E,), probs (R,) float32 -> dh (R, 2F), a (R, F),
+dprobs (R,) float32, empty without probs; with an index row r of dy is dy[index[r]].
+Layout, dtypes, launches: as grouped_mm; the GEMM, and the sum over its column blocks of dprobs, in a fixed
+order. `grouped_paths.swiglu_bwd_path` says where; elsewhere the GEMM and the activation are two kernels.
+Hardware: sm_80 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import reference
+from fuseops.kernels.activation import scaled_act_bwd
+from fuseops.kernels.bias import sum_partials
+from fuseops.kernels.grouped import group_tiles, grouped_mm
+from fuseops.kernels.grouped_launch import ring_plan, table_size
+from fuseops.kernels.grouped_paths import SWIGLU_BWD_SPACES, swiglu_bwd_path
+from fuseops.kernels.permute import gather_rows
+from fuseops.kernels.plans import Plan, kind, misaligned, places, planned, rows_kind, way
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv
+
+
+def _fake(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = h.new_empty(0 if probs is None else len(h), dtype=torch.float32)
+    return torch.empty_like(h), h.new_empty(h.shape[0], h.shape[1] // 2), sums
+
+
+def _flops(dy: Any, weight: Any, h: Any, *_: Any, **__: Any) -> int:
+    return int(2 * h[0] * dy[1] * weight[1])
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    groups, rows, k, n = 8, 16384, 2048, 1024
+    make = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    offs, tiles = make(groups), make(table_size(rows, groups))
+    probs, index = make(rows, dtype=torch.float32), make(rows)
+    for dtype in (torch.bfloat16, torch.float16):
+        dy, h = make(rows, k, dtype=dtype), make(rows, 2 * n, dtype=dtype)
+        weight = make(groups, k, n, dtype=dtype).transpose(1, 2)
+        yield dy, weight, h, offs, tiles, probs
+        yield dy, weight, h, offs, tiles, probs, index
+    yield dy, weight, h, offs, tiles
+
+
+@kernel_op(
+    twin=reference.grouped_dswiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases
+)
+def grouped_dswiglu(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dh, a, dprobs) of a = swiglu(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""
+    rows, (groups, n, k) = (dy if index is None else index).shape[0], weight.shape
+    if h.shape != (rows, 2 * n) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
+        raise FuseOpsError(
+            f"dy is {tuple(dy.shape)}, weight {tuple(weight.shape)}, h {tuple(h.shape)} and offs "
+            f"{tuple(offs.shape)}, expected (R, D), (E, F, D), (R, 2F) and (E,)."
+        )
+    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
+        raise FuseOpsError(
+            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
+        )
+    dy = as_rows(dy)
+    path = swiglu_bwd_path(dy, weight, h, index)
+    if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
+        da = grouped_mm.launcher(dy, weight, offs, tiles, None, index)
+        return _activation_bwd(da, h, offs, probs)
+    tiles = group_tiles(offs, rows) if tiles is None else tiles
+    if index is not None and path != "gather":
+        dy, index = gather_rows.launcher(dy, index, offs), None
+    probs = None if probs is None else probs.contiguous()
+    dh, a, sums = _launch(dy, weight, h, probs, offs.contiguous(), tiles, index)
+    return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
+
+
+def _launch(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor,
+    tiles: Tensor,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, a and dprobs of each block of columns, for operands that `swiglu_bwd_path` has a path for."""
+    (rows, width), where = h.shape, places(dy, weight, h, probs, offs, tiles, index)
+    key = (
+        "swiglu_bwd", dy.device, dy.dtype, dy.shape[-1], dy.stride(), kind(weight), probs is None,
+        kind(offs), way(index), rows_kind(rows), where[0],
+    )  # fmt: skip
+    plan = planned.now.get(key)
+    if plan is None:
+        plan = planned.now[key] = _plan(dy, weight, offs, tiles, probs, h, index)
+    dh, a = torch.empty_like(h), h.new_empty(rows, width // 2)
+    sums = torch.empty(plan.blocks, rows, dtype=torch.float32, device=h.device)
+    where = *where, dh.data_ptr(), a.data_ptr(), sums.data_ptr(), rows
+    plan(where, dy, weight, None, offs, tiles, index, dh, a, probs, h, sums)
+    return dh, a, sums
+
+
+def _plan(
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor,
+    probs: Tensor | None,
+    h: Tensor,
+    index: Tensor | None,
+) -> Plan:
+    path = swiglu_bwd_path(dy, weight, h, index)
+    rows, (groups, n, k) = len(h), weight.shape
+    config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
+    aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
+    plan = ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
+    plan.blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
+    return plan
+
+
+def _activation_bwd(
+    da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of what padding rows hold nothing comes through."""
+    padding = torch.arange(len(h), device=h.device) >= offs[-1]
+    scale = torch.ones(len(h), device=h.device) if probs is None else probs
+    dh, dprobs, a = scaled_act_bwd.launcher(
+        da, h.masked_fill(padding[:, None], 0.0), scale.masked_fill(padding, 0.0), "swiglu",
+        probs is not None, True,
+    )  # fmt: skip
+    return dh, a, dprobs
