@@ -69,7 +69,8 @@ def test_both_ways_choose_the_same(sizes, seed, close):
     with forced(k.FWD, {"BLOCK_R": 4, "BLOCK_P": 0, "num_warps": 4}):
         slow = run(k.router_fwd, x, top_k, "softmax", True)
     fast = run(k.router_fwd, x, top_k, "softmax", True)
-    assert all(map(torch.equal, fast, slow))
+    assert all(map(torch.equal, fast[1:], slow[1:]))
+    torch.testing.assert_close(fast[0], slow[0])  # tiles of another form sum in another order
     assert torch.equal(slow[1], k.router_fwd.twin(x, top_k)[1])
 
 
