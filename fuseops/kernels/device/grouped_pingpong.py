@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_dswiglu import ask, keep_scales, room_for, swiglu_back
+from .grouped_dswiglu import ask, column_halves, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
 from .grouped_swiglu import store_swiglu
@@ -48,13 +48,6 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
         cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))
         to = y_ptr + (start + rows).to(gl.int64)[:, None] * N + cols[None, :]
         gl.store(to, buffer.load(layout), mask=(rows < size)[:, None] & (cols < N)[None, :])
-
-
-@gluon.jit
-def halves(acc):
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    return acc.reshape((M, 2, N // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -134,13 +127,13 @@ def multiply_tiles(
             col = block_n * (BLOCK_N // 2)
             store_swiglu(acc, out[3], out[1], act_ptr, probs_ptr, place, row, col, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
-            left, right = halves(acc)
+            left, right = column_halves(acc)
             store_part(out, place, left, row, col, HAS_BIAS, 0)
             store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
         else:
-            left, right = halves(acc)
-            part0, part1 = halves(left)
-            part2, part3 = halves(right)
+            left, right = column_halves(acc)
+            part0, part1 = column_halves(left)
+            part2, part3 = column_halves(right)
             store_part(out, place, part0, row, col, HAS_BIAS, 0)
             store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
             store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_pingpong import halves
+from .grouped_dswiglu import column_halves
 from .grouped_rings import Descriptor, swizzle
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
@@ -209,9 +209,9 @@ def multiply_tiles(
             if COOPERATIVE:
                 row += WHICH * ROWS
             col = block_n * BLOCK_N
-            left_half, right_half = halves(acc)
-            part0, part1 = halves(left_half)
-            part2, part3 = halves(right_half)
+            left_half, right_half = column_halves(acc)
+            part0, part1 = column_halves(left_half)
+            part2, part3 = column_halves(right_half)
             # fmt: off
             store_part(dw, dw_ptr, buffer, part0, group, row, col, M, N, TRANSPOSED, ACCUMULATE)
             store_part(dw, dw_ptr, buffer, part1, group, row, col + 64, M, N, TRANSPOSED, ACCUMULATE)
