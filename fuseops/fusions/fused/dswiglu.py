@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .grouped_mlp import GroupedMLP, GroupedMLPSaved
 
 THROUGH = Space(
-    # of fc2: (groups, F, D, by index). On an H200 it takes 0.83 to 0.88 of the time of both kernels where rows lie in
-    # order; by index 0.92 and 0.96 where F is 256 and 768, and more than both where it is 1024.
+    # of fc2: (groups, F, D, by index). On an H200 it gains on every shape where rows lie in order; by index it gains
+    # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
     "dswiglu_epilogue",
     lambda dims, itemsize: [{"THROUGH": 0}, {"THROUGH": 1}],
     lambda rows, dims, itemsize: {"THROUGH": int(not dims[3] or dims[1] < 1024)},
