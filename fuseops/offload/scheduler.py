@@ -42,8 +42,8 @@ class Scheduler:
     policy   what moves; default: everything of 1 MiB or more, or, with a plan, nothing more
     plan     a plan, or decisions by name: "keep" or "offload" for a saved tensor, "recompute" for one
              that its op declares it can do without, or for a layer by its path
-    peak     most bytes on the device: the first forward is recorded and planned for that; instead of
-             `policy` and `plan`
+    peak     most bytes on the device: the first forward is recorded and planned for that, with what
+             `policy` lets leave; instead of `plan`
     hardware for that plan; default: this machine's, measured
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
     lag      how many layers later the device bytes are let go; default: what the plan was made for, or 2
@@ -84,10 +84,8 @@ class Scheduler:
         self.plan = plan
         decisions_of(plan)
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
-        if self._peak is not None and (plan is not None or policy is not None or manual):
-            raise FuseOpsError(
-                "Scheduler(peak=...) plans by itself: leave out plan=, policy= and manual=."
-            )
+        if self._peak is not None and (plan is not None or manual):
+            raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
         self._hardware = hardware
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
         self._lag, self._ahead, self._manual = lag, ahead, manual
@@ -148,13 +146,18 @@ class Scheduler:
         """
         self._scope.paused = True
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
-        limits = {"peak": self._peak, "host": self._host, "hardware": self._hardware}
+        options = {
+            "layers": tuple(self.layers),
+            "peak": self._peak,
+            "host": self._host,
+            "hardware": self._hardware,
+            "policy": self.policy,
+        }
         try:
-            layers = tuple(self.layers)
             try:
-                self.plan = plan(self.model, *args, layers=layers, record=True, **limits, **kwargs)
+                self.plan = plan(self.model, *args, record=True, **options, **kwargs)
             except torch.OutOfMemoryError:
-                self.plan = plan(self.model, *args, layers=layers, **limits, **kwargs)
+                self.plan = plan(self.model, *args, **options, **kwargs)
         finally:
             self._scope.paused = False
         self._peak = None

@@ -596,7 +596,28 @@ def test_a_peak_is_planned_for_at_the_first_forward_and_kept_to() -> None:
     chosen = {n for n, d in scheduler.plan.decisions.items() if d == "offload"}
     assert moved(scheduler) == chosen
     with pytest.raises(FuseOpsError, match="plans by itself"):
-        offload.Scheduler(model, "blocks.*", peak=peak, policy=ALL)
+        offload.Scheduler(model, "blocks.*", peak=peak, plan={})
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+def test_a_policy_says_what_may_leave_for_a_peak(fraction: float) -> None:
+    model, plain = Model(4), Model(4)
+    plain.load_state_dict(model.state_dict())
+    x, hardware = inputs(rows=1 << 12), offload.Hardware.h200()
+    free = offload.plan(plain, x, layers="blocks.*", hardware=hardware, min_bytes=1)
+    policy = offload.Policy(keep="**.mlp.1.x", fraction=fraction, min_bytes=1)
+    limits = {"peak": free.after.peak, "hardware": hardware}
+    with offload.Scheduler(model, "blocks.*", policy=policy, **limits) as scheduler:
+        for _ in range(2):
+            for m in (plain, model):
+                m(x).sum().backward()
+            assert all(map(torch.equal, grads(model), grads(plain)))
+        scheduler.assert_matched()
+    tensors = scheduler.plan.tensors
+    kept = [t for t in tensors if t.name.endswith(".mlp.1.x")]
+    assert kept and all(t.decision != "offload" for t in kept)  # but may be made again
+    away = scheduler.plan.bytes_of("offload")
+    assert 0 < away <= fraction * sum(t.nbytes for t in tensors)
 
 
 def test_the_host_budget_is_kept_and_is_a_reason() -> None:

@@ -22,7 +22,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.fusions.explain.layout import size
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
-from fuseops.offload.policy import DEFAULT_MIN_BYTES
+from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 
 from . import html, text, trace
 from .decided import Decided, Planned
@@ -93,6 +93,7 @@ def plan(
     record: bool = False,
     split: Sequence[int] | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
+    policy: Policy | None = None,
     **side: Any,
 ) -> OffloadPlan:
     """Plan the offload of one training step of `model(*sample, **side)`.
@@ -106,6 +107,7 @@ def plan(
                needs neither the GPU nor its memory
     split      of a dry run: rows that data-dependent selections find, in turn
     min_bytes  smaller tensors stay
+    policy     what may leave, instead of min_bytes; the rest stays or, for the peak, is made again
 
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
@@ -117,6 +119,8 @@ def plan(
         None if host is None else parse_bytes(host, "plan(host=...)"),
     )
     whole_number(min_bytes, "plan(min_bytes=...), in bytes,")
+    if policy is not None:
+        one_of(policy, Policy, "plan(policy=...)", "an offload.Policy")
     if loss is not None and not callable(loss):
         raise FuseOpsError(f"plan(loss=...) expects a function of the output, got {loss!r:.80}.")
     for rows in one_of(split or (), Sequence, "plan(split=...)", "a list of numbers of rows"):
@@ -127,7 +131,7 @@ def plan(
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
-    step = Step(model, sample, side, units, loss, min_bytes)
+    step = Step(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
     profile = recorded(step) if record else dry_run(step, hardware, split)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
 

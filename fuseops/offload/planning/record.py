@@ -7,7 +7,7 @@ Saved tensors are named and judged as the scopes do it; nothing is moved.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+from fuseops.offload import marks
 from fuseops.offload.labels import Labels, Named
+from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
     HELD_ANYWAY,
@@ -128,13 +130,19 @@ class _Recording(Scope):
             handle.storage = self._recorder.saved(t, named, self)
         return handle
 
-    def why(self, t: Tensor, named: Named, min_bytes: int) -> str | None:
+    def why(self, t: Tensor, named: Named, policy: Policy, quota: Quota) -> str | None:
         """Why t would stay under any plan."""
         owner = self._recorder.owner_of(t)
         if owner is not None:
             return owner
-        facts = Facts(self._owned, mark_on(t, named), min_bytes, self._recorder.on_gpu)
-        return why_keep(t, named, facts)
+        facts = Facts(self._owned, mark_on(t, named), 0, self._recorder.on_gpu)
+        reason = why_keep(t, named, facts)
+        if reason is not None or facts.mark == marks.OFFLOAD:
+            return reason
+        nbytes = t.untyped_storage().nbytes()
+        return policy.why_keep(
+            Candidate(named.name, named.op, tuple(t.shape), t.dtype, nbytes), quota
+        )
 
 
 class Recorder:
@@ -142,6 +150,7 @@ class Recorder:
 
     layers   the modules whose calls are the units of the schedule, id -> path
     seconds  how long an op takes; None: measured
+    policy   what may leave
     """
 
     def __init__(
@@ -151,11 +160,12 @@ class Recorder:
         meter: Meter,
         *,
         seconds: Seconds | None,
-        min_bytes: int,
+        policy: Policy,
         intercept: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.layers, self.meter = model, layers, meter
-        self.min_bytes, self.intercept = min_bytes, intercept
+        self.policy, self.intercept = policy, intercept
+        self._quotas: defaultdict[int, Quota] = defaultdict(Quota)  # by call
         self.seconds = seconds
         self.on_gpu = any(p.is_cuda for p in model.parameters())
         self.ops: list[Op] = []
@@ -220,7 +230,7 @@ class Recorder:
         known = self._by_storage.get(storage)
         if known is None:
             call = self.running_call
-            why = scope.why(t, named, self.min_bytes)
+            why = scope.why(t, named, self.policy, self._quotas[call])
             if why is None and call < 0:
                 why = "outside of the layers"
             known = _Storage(t, named, call, self.position, why)

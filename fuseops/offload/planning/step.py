@@ -17,6 +17,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.fusions.fakes import faked
 from fuseops.kernels.registry import as_if_on, register_flops
 from fuseops.offload.labels import matching, paths_under
+from fuseops.offload.policy import Policy
 from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     layers  id of a module -> its path; the units of the schedule
     loss    makes a scalar of the model's output; None: `.loss` of it, or the sum of what needs a
             gradient
+    policy  what may leave
     """
 
     model: nn.Module
@@ -43,7 +45,7 @@ class Step(NamedTuple):
     side: Mapping[str, Any]
     layers: Mapping[int, str]
     loss: Loss | None
-    min_bytes: int
+    policy: Policy
 
     def run(self, args: tuple[Any, ...], side: Mapping[str, Any]) -> None:
         """Forward and backward."""
@@ -146,7 +148,7 @@ def _recorder(
     return Recorder(
         *(step.model, dict(step.layers), meter),
         seconds=seconds,
-        min_bytes=step.min_bytes,
+        policy=step.policy,
         intercept=rows,
     )
 
