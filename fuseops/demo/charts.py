@@ -61,7 +61,7 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in line.points))
         parts.append(f'<polyline class="curve {line.kind}" points="{path}"/>')
     parts += [
-        f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">{escape(x_label)}</text>',
+        f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}">{escape(x_label)}</text>',
         f'<text class="tick" x="{LEFT + 6}" y="10">{escape(y_label)}</text>',
     ]
     legend = "".join(

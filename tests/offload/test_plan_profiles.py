@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def step_of(model: nn.Module, *args: Any, layers: tuple[str, ...] | None = None) -> Step:
-    return Step(model, args, {}, layers_of(model, layers), None, 256)
+    return Step(model, args, {}, layers_of(model, layers), None, offload.Policy(min_bytes=256))
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_what_others_hold_is_told_from_what_autograd_alone_holds() -> None:
     model = nn.ModuleList([Keeps()])
     model.forward = lambda x: model[0](x).sum()  # type: ignore[method-assign]
     x = torch.randn(64, requires_grad=True)
-    profile = record(Step(model, (x,), {}, {id(model[0]): "0"}, None, 0))
+    profile = record(Step(model, (x,), {}, {id(model[0]): "0"}, None, offload.Policy(min_bytes=0)))
     kept, result = profile.saved
     end = len(profile.ops)
     assert (kept.held, kept.freed) == (end, end)
@@ -231,7 +231,7 @@ def experts_step() -> Step:
         torch.tensor([10, 24], dtype=torch.int32),
         torch.rand(24),
     )
-    return Step(model, args, {}, layers_of(model, None), None, 256)
+    return Step(model, args, {}, layers_of(model, None), None, offload.Policy(min_bytes=256))
 
 
 @pytest.mark.parametrize("run", [record, lambda step: dry_run(step, H200)])
@@ -350,7 +350,9 @@ def test_recorded_ops_do_not_carry_the_time_of_their_launch() -> None:
 
     x = torch.ones(4, 8, device="cuda")
     model = nn.Sequential(Short(), Short())
-    profile = record(Step(model, (x,), {}, layers_of(model, ("*",)), None, 1))
+    profile = record(
+        Step(model, (x,), {}, layers_of(model, ("*",)), None, offload.Policy(min_bytes=1))
+    )
     short = [op.seconds for op in profile.ops if "mul" in op.name]
     assert len(short) >= 40 and sorted(short)[len(short) // 2] < 20e-6
     assert sum(op.seconds for op in profile.ops if "mm" in op.name) > sum(short)
