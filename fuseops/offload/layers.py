@@ -209,7 +209,6 @@ class LayerScope(Scope):
         return self._keep_counted(t, named, reason)
 
     def _by_policy(self, t: Tensor, named: Named, quota: Quota) -> str | None:
-        nbytes = t.untyped_storage().nbytes()
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned == "offload" else "planned"
@@ -218,9 +217,7 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        return self._policy.why_keep(
-            Candidate(named.name, named.op, tuple(t.shape), t.dtype, nbytes), quota
-        )
+        return self._policy.why_keep(Candidate.of(t, named.name, named.op), quota)
 
 
 class _Begin:

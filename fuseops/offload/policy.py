@@ -23,6 +23,10 @@ class Candidate(NamedTuple):
     dtype: torch.dtype
     nbytes: int
 
+    @classmethod
+    def of(cls, t: torch.Tensor, name: str, op: str) -> "Candidate":
+        return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes())
+
 
 class Quota:
     """What one call of a layer has saved and sent so far."""

@@ -139,10 +139,7 @@ class _Recording(Scope):
         reason = why_keep(t, named, facts)
         if reason is not None or facts.mark == marks.OFFLOAD:
             return reason
-        nbytes = t.untyped_storage().nbytes()
-        return policy.why_keep(
-            Candidate(named.name, named.op, tuple(t.shape), t.dtype, nbytes), quota
-        )
+        return policy.why_keep(Candidate.of(t, named.name, named.op), quota)
 
 
 class Recorder:
