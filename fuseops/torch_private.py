@@ -19,6 +19,19 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def will_accumulate(node: Any) -> bool:
+    """In a backward: whether a gradient that arrives at this node is added to the `.grad` of a leaf, or of some leaf
+    right behind it.
+
+    Not so where `torch.autograd.grad` or `backward(inputs=)` asks for others, or returns that of the leaf itself.
+    """
+    leaves = [behind for behind, _ in node.next_functions if hasattr(behind, "variable")]
+    try:
+        return any(map(torch._C._will_engine_execute_node, leaves or [node]))
+    except RuntimeError:  # a leaf whose gradient is returned
+        return False
+
+
 def top_saved_tensor_hooks() -> tuple[object, object] | None:
     """The innermost (pack, unpack) pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     pair: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -79,6 +79,27 @@ def test_in_backward_ends_with_an_error() -> None:
     assert not torch_private.in_backward()
 
 
+def test_a_backward_tells_which_leaves_it_adds_to() -> None:
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+            return x + w
+
+        @staticmethod
+        def backward(ctx, dy):  # type: ignore[no-untyped-def]
+            told.append([torch_private.will_accumulate(node) for node, _ in ctx.next_functions])
+            return dy, dy
+
+    told: list[list[bool]] = []
+    x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    Asking.apply(x, w).sum().backward()
+    torch.autograd.grad(Asking.apply(x, w).sum(), x)
+    Asking.apply(x, w).sum().backward(inputs=[w])
+    torch.autograd.grad(Asking.apply(x, w * 2).sum(), w)
+    Asking.apply(x, w * 2).sum().backward(inputs=[w])
+    assert told == [[True, True], [False, False], [False, True], [False, False], [False, True]]
+
+
 def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
     packed: list[str] = []
 
