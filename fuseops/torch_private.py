@@ -58,6 +58,11 @@ def inside_functorch() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether a `vmap` stands for many tensors by this one."""
+    return bool(torch._C._functorch.is_batchedtensor(t))
+
+
 def inside_forward_ad() -> bool:
     """True inside `torch.autograd.forward_ad.dual_level()`, where any tensor may carry a tangent."""
     return forward_ad._current_level >= 0

@@ -188,6 +188,18 @@ def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     assert len(seen) == 3 and all(seen) and not torch_private.inside_functorch()
 
 
+def test_what_vmap_batches_is_known() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.extend((torch_private.is_batched(x), torch_private.is_batched(torch.ones(2))))
+        return x.sum()
+
+    torch.vmap(f)(torch.ones(2, 2))
+    torch.func.grad(f)(torch.ones(2))
+    assert seen == [True, False, False, False]
+
+
 def test_assume_constant_result_is_torchs() -> None:
     def ours() -> None: ...
 
