@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.fakes import faked
+from fuseops.fusions.untouched import main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.kernels.registry import as_if_on, register_flops
 from fuseops.offload.labels import matching, paths_under
 from fuseops.offload.policy import Policy
@@ -83,7 +84,8 @@ def record(step: Step) -> Profile:
         with recompute():
             return observe()
 
-    with _untouched(step, cuda):
+    elsewhere = put_back(main_grads(step.model))
+    with _untouched(step, cuda), elsewhere, nothing_waits(step.model):
         new = [t for t in _leaves(step) if t.grad is None]
         step.run(step.args, step.side)  # warm up: caches, compilation
         _drop_gradients(new)
@@ -196,6 +198,7 @@ def _drop_gradients(leaves: list[Tensor]) -> None:
 def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
     """What is on the device before the step begins."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients += main_grads(model)
     return [*model.parameters(), *model.buffers(), *gradients, *tensors_in(inputs)]
 
 
@@ -223,9 +226,11 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     else:
         fake = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):
-        parameter = nn.Parameter(fake, requires_grad=t.requires_grad)
+        parameter: Any = nn.Parameter(fake, requires_grad=t.requires_grad)
         if t.grad is not None:
             parameter.grad = _fake(t.grad, mode)
+        if (main_grad := main_grad_of(t)) is not None:
+            parameter.main_grad = _fake(main_grad, mode)
         return parameter
     return fake.requires_grad_() if t.requires_grad else fake
 
