@@ -90,17 +90,17 @@ Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each
 
 
 def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
-    """Microseconds of a call, hot: in `balanced` order, some calls to warm up and `repeat` timed.
+    """Microseconds of a call, hot: in `balanced` order, half as many calls to warm up and `repeat` timed.
 
-    A GPU at its power limit follows its load within some milliseconds, so what is timed after a thrifty
-    candidate begins at a higher clock: nobody follows the same one in every round, and a quarter of the
-    calls passes before the clock starts.
+    A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
+    40 ms up to 12 % faster, then slower than it settles at. So nobody follows the same candidate in every round,
+    and the clock starts late.
     """
     names, spans, orders = list(calls), {name: [] for name in calls}, balanced(len(calls))
     for i in range(rounds):
         for place in orders[i % len(orders)]:
             call = calls[names[place]]
-            for _ in range(max(repeat // 4, 1)):
+            for _ in range(repeat // 2 + 1):
                 call()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -256,8 +256,8 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """What every benchmark of cells is told."""
     names = list(names)
     parser.add_argument("--only", nargs="*", default=names, choices=names)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--span", type=float, default=0.06, help="seconds a candidate and round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--span", type=float, default=0.08, help="seconds a candidate and round")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
