@@ -131,6 +131,11 @@ class Hardware:
         )
         return replace(self, d2h=d2h, h2d=h2d, both=both)
 
+    def with_link(self, rate: float) -> Hardware:
+        """A machine whose copies of any size run at `rate` GB/s each way, both ways at once too."""
+        one, both = Curve(((1, rate),)), Curve(((1, 2 * rate),))
+        return replace(self, d2h=one, h2d=one, both=both)
+
     def op_seconds(
         self, flops: float, nbytes: int, dtype: str, *, attention: bool = False
     ) -> float:
