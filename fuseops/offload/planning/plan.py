@@ -215,8 +215,9 @@ def _plan_of(
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
     found = free = _free(profile, hardware, settings, limits.host)
     if limits.peak is not None:
-        within = _within(Model(profile, hardware, settings), limits, hardware)
-        found = min(within, free, key=lambda s: s.cost(limits))
+        found = _within(Model(profile, hardware, settings), limits, hardware)
+        if free.after.peak <= limits.peak:
+            found = min(found, free, key=lambda s: s.cost(limits))
     return found._replace(free=free.after.moved)
 
 
