@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.explain.rehearse import unseen
 from fuseops.fusions.fakes import faked
 from fuseops.kernels.registry import as_if_on
 from fuseops.offload.labels import matching, paths_under
@@ -157,6 +158,7 @@ def _recorder(
 def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
     yield f"times: roofline of {hardware.name} ({hardware.source})"
     yield "bytes that a kernel needs inside itself are not counted"
+    yield from unseen()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
