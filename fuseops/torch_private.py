@@ -48,7 +48,7 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
     """Put a pair back on this thread's stack."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -113,6 +113,25 @@ def storage_id(tensor: torch.Tensor) -> int:
 def is_checkpoint_hook(pack: object) -> bool:
     """Whether a pack hook is `torch.utils.checkpoint`'s: of its forward or its recomputation."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def in_recomputation() -> bool:
+    """Whether a non-reentrant checkpoint runs its function again, whatever other hooks are open in it.
+
+    A reentrant one runs its first forward without a graph instead, and has no hooks.
+    """
+    if not in_backward():
+        return False
+    open_hooks = []
+    while (pair := top_saved_tensor_hooks()) is not None:
+        open_hooks.append(pair)
+        pop_saved_tensor_hooks()
+    for pair in reversed(open_hooks):
+        push_saved_tensor_hooks(*pair)
+    names = (
+        getattr(pack, "__qualname__", "") for pack, _ in open_hooks if is_checkpoint_hook(pack)
+    )
+    return any(name.startswith("_recomputation_hook") for name in names)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -189,7 +189,7 @@ class LayerScope(Scope):
             record.mover.share(call, record.item)
             return Moved(t, Label(named.name, named.op), record, call, self._ledger)
         mark = mark_on(t, named)
-        facts = Facts(self._owned, mark, 0, self.mover.on_gpu)
+        facts = Facts(self._owned, mark, self.mover.on_gpu)
         reason = why_keep(t, named, facts)
         why = "marked offload"
         if reason is None and mark != marks.OFFLOAD:
