@@ -362,6 +362,16 @@ def test_the_current_device_is_the_one_of_the_context() -> None:
 
 
 @pytest.mark.gpu
+def test_the_current_stream_is_told_from_others() -> None:
+    for index in range(torch.cuda.device_count()):
+        before, other = torch_private.current_stream(index), torch.cuda.Stream(index)
+        with torch.cuda.stream(other):
+            inside = torch_private.current_stream(index)
+            assert inside != before and inside == torch_private.current_stream(index)
+        assert torch_private.current_stream(index) == before
+
+
+@pytest.mark.gpu
 def test_the_device_can_be_kept_busy() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

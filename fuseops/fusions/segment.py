@@ -83,6 +83,9 @@ class Segment:
     autocast: bool = False  # autocast is on around it, and must be off inside
     checked: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
+    saved_names: dict[Any, Any] = field(
+        default_factory=dict
+    )  # that calls published, by what they depend on
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, when no two are one tensor
     distinct: list[tuple[int | None, ...] | None] = field(init=False)
