@@ -73,10 +73,18 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# which stream of that device is the current one: something to compare, without the Stream made for it
+# the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
 current_stream: Callable[[int], Any] = getattr(
     torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream
 )
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is captured into a graph. The default one cannot be: it is not asked."""
+    default: bool = current_stream(current_device())[0] == 0
+    return not default and torch.cuda.is_current_stream_capturing()
+
+
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 

@@ -207,11 +207,9 @@ class LayerScope(Scope):
             return named._replace(name=running.inputs.pop(0))
         return named
 
-    def _why_aside(self, t: Tensor) -> str | None:
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            known = self.mover.schedule.order.predicts
-            return None if known else "CUDA graph capture, before a step has shown the order"
-        return super()._why_aside(t)
+    def _why_not_captured(self) -> str | None:
+        known = self.mover.schedule.order.predicts
+        return None if known else "CUDA graph capture, before a step has shown the order"
 
     @property
     def _now(self) -> Running:

@@ -117,11 +117,14 @@ class Scope(Guarded):
         return self._labels.name(t)
 
     def _why_aside(self, t: Tensor) -> str | None:
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "CUDA graph capture"
+        if t.is_cuda and torch_private.is_capturing():
+            return self._why_not_captured()
         if not torch_private.in_backward():
             return None
         return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
+
+    def _why_not_captured(self) -> str | None:
+        return "CUDA graph capture"
 
     def _decide(self, t: Tensor, named: Named) -> Handle:
         raise NotImplementedError

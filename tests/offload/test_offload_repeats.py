@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -63,8 +63,6 @@ def put_in(name: str, make: Callable[[], nn.Module], what: str | None) -> Change
         torch.manual_seed(1)
         op = make()
         offload.mark_module(op, what)
-        model.blocks[1].mlp._modules[name] = op
-        model.blocks[1].mlp[0:0]  # as any access
         setattr(model.blocks[1].mlp, name, op)
 
     return change
@@ -113,8 +111,17 @@ STEPS = st.tuples(
 )
 
 
+PLAIN = (3, None, False)
+
+
 @settings(deadline=None)
 @given(st.sampled_from(PLANS), st.lists(STEPS, min_size=2, max_size=5))
+@example(PLANS[1], [([], *PLAIN), ([mark("blocks.1.mlp.act", "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([mark("blocks.1.out.1", "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([put_in("act", fo.ops.SwiGLU, "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, None, True)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, torch.bfloat16, False)])
+@example(PLANS[4], [([], 1, None, False), ([], 5, None, False)])
 def test_what_is_found_once_is_what_would_be_found_each_time(
     options: dict[str, Any], steps: list[Any]
 ) -> None:
@@ -150,22 +157,20 @@ def calls_in(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
-    [({"plan": {}}, 40), ({"policy": offload.Policy(min_bytes=1 << 30)}, 40)],
-    ids=["plan", "policy"],
+    "options", [{"plan": {}}, {"policy": offload.Policy(min_bytes=1 << 30)}], ids=["plan", "policy"]
 )
-def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any], most: int) -> None:
+def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
     model = Model()
     run = lambda: step(model, 5, None, False)  # noqa: E731
     run(), run()
     plain = calls_in(run)
     with offload.Scheduler(model, "blocks.*", **options) as scheduler:
+        seen = lambda: sum(e.times for e in scheduler.report().entries)  # noqa: E731
         run(), run()
-        before = sum(e.times for e in scheduler.report().entries)
-        mine = calls_in(run)
-        saved = sum(e.times for e in scheduler.report().entries) - before
-    print(plain, mine, saved, (mine - plain) / saved)
-    assert (mine - plain) / saved <= most
+        before = seen()
+        more = calls_in(run) - plain
+        saved = seen() - before
+    assert more <= 60 * saved  # those of the layer and its modules among them
 
 
 def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:

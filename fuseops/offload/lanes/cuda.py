@@ -72,12 +72,12 @@ class CudaLanes:
             torch.cuda.set_stream(before)
 
     def record(self, lane: Lane) -> Event:
-        return Event(lane, (self.stream(lane).record_event(), is_capturing()))
+        return Event(lane, (self.stream(lane).record_event(), torch_private.is_capturing()))
 
     def wait(self, lane: Lane, event: Event) -> None:
         native, captured = event.native
         # A captured graph starts after, and ends before, all that its stream is given around it.
-        if captured == is_capturing():
+        if captured == torch_private.is_capturing():
             self.stream(lane).wait_event(native)
 
     def copying(
@@ -106,11 +106,6 @@ class CudaLanes:
         return self._h2d if lane == "h2d" else self.compute()
 
 
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return bool(torch.cuda.is_current_stream_capturing())
-
-
 @functools.cache
 def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """One stream out and one back for a device, made once: streams are few."""
@@ -122,7 +117,7 @@ def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.St
 
 def pinned(nbytes: int) -> Tensor:
     """Page-locked host memory of exactly that size; pageable, with a warning, if it is refused."""
-    if is_capturing():
+    if torch_private.is_capturing():
         raise RuntimeError("CUDA graph capture can pin none; run the step once before")
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
