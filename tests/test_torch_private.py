@@ -422,6 +422,27 @@ def test_the_current_device_is_the_one_of_the_context() -> None:
 
 
 @pytest.mark.gpu
+def test_the_current_stream_is_told_from_others() -> None:
+    for index in range(torch.cuda.device_count()):
+        before, other = torch_private.current_stream(index), torch.cuda.Stream(index)
+        with torch.cuda.stream(other):
+            inside = torch_private.current_stream(index)
+            assert inside != before and inside == torch_private.current_stream(index)
+        assert torch_private.current_stream(index) == before
+
+
+@pytest.mark.gpu
+def test_a_capture_is_seen_on_the_stream_that_is_captured() -> None:
+    seen = [torch_private.is_capturing()]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        seen.append(torch_private.is_capturing())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        seen.append(torch_private.is_capturing())
+    assert seen == [False, True, False]
+
+
+@pytest.mark.gpu
 def test_the_device_can_be_kept_busy() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
