@@ -84,6 +84,8 @@ class Segment:
     checked: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
     elsewhere: bool = field(init=False)  # some gradients do not go through autograd
+    # names of what calls published, by what they depend on
+    saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, when no two are one tensor
     distinct: list[tuple[int | None, ...] | None] = field(init=False)

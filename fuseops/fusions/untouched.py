@@ -29,15 +29,18 @@ def main_grads(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Those that were written have their values again; the copies lie on the CPU."""
+def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
+    """Those that were written have their values again; the copies lie on the CPU.
+
+    unseen: a write may be one that torch does not see, as a kernel's into a main_grad.
+    """
     before = [(t, version(t), t.detach().to("cpu", copy=True)) for t in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
             for t, known, value in before:
-                if version(t) != known:  # a pending backward may check that of the others
+                if unseen or version(t) != known:  # a pending backward may check that of the others
                     t.copy_(value)
 
 

@@ -85,7 +85,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices=devices),
-            put_back([*held(model), *main_grads(model)]),
+            put_back(held(model)),
+            put_back(main_grads(model), unseen=True),
             nothing_waits(model),
         ):
             for p in grads:
