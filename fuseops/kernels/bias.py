@@ -84,7 +84,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
         bias.shape == (len(offs), x.shape[1]),
         f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.",
     )
-    return _forward(x, bias.contiguous(), offs, probs)
+    return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
 @kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
@@ -99,7 +99,7 @@ def grouped_bias_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    return _backward(as_rows(dy), offs, probs, bias)
+    return _backward(as_rows(dy), offs.contiguous(), probs, bias)
 
 
 def sum_partials(partial: Tensor) -> Tensor:
