@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops import offload
 
 D, F, E = 6, 5, 8
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)  # float64, sums of tens of terms
@@ -308,6 +309,50 @@ def test_copies_are_counted_once_and_in_training_only(reentrant: bool) -> None:
     assert set(moe.state_dict()) == {
         "router.weight", "router.expert_bias", "fc1.weight", "fc2.weight"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [None, "to_host", "keep", "scheduler"])
+@pytest.mark.parametrize(
+    "inside", [None, "to_host", "keep", "recompute", "disabled", "save_on_cpu"]
+)
+def test_copies_are_counted_once_wherever_scopes_are_open(
+    inside: str | None, around: str | None, reentrant: bool
+) -> None:
+    block = torch.nn.Sequential(
+        torch.nn.Tanh(), fo.MoE(D, F, E, 2, expert_bias=True), torch.nn.Tanh()
+    )
+    model = torch.nn.ModuleList([block])
+    scopes = {
+        None: contextlib.nullcontext,
+        "to_host": lambda: offload.to_host(min_bytes=0),
+        "keep": offload.keep,
+        "recompute": offload.recompute,
+        "disabled": offload.disabled,
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "scheduler": lambda: offload.Scheduler(model, "*", policy=offload.Policy(min_bytes=0)),
+    }
+
+    def run(x: Tensor) -> Tensor:
+        with scopes[inside]():
+            y = block(x)
+        return y.exp()  # what this saves is the checkpoint's, so that it runs again
+
+    x, plain = torch.randn(10, D), copy.deepcopy(block)
+    plain(x).exp().sum().backward()
+    with scopes[around]():
+        checkpoint(run, x.requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert torch.equal(block[1]["router"].tokens_per_expert, plain[1]["router"].tokens_per_expert)
+    for p, q in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_copies_are_counted_once_where_a_plan_recomputes_the_layer() -> None:
+    block = torch.nn.Sequential(torch.nn.Tanh(), fo.MoE(D, F, E, 2, expert_bias=True))
+    model = torch.nn.Sequential(block)
+    with offload.Scheduler(model, "*", plan={"0": "recompute"}):
+        model(torch.randn(10, D, requires_grad=True)).sum().backward()
+    assert block[1]["router"].tokens_per_expert.sum() == 20
 
 
 def test_a_compiled_checkpoint_counts_once() -> None:
