@@ -32,7 +32,7 @@ from .scopes import Scope, recompute
 from .storages import StorageMap
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Running:
     """A layer whose forward runs. call None: the schedule stands aside."""
 
