@@ -19,6 +19,19 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def will_accumulate(node: Any) -> bool:
+    """In a backward: whether a gradient that arrives at this node is added to the `.grad` of a leaf, or of some leaf
+    right behind it.
+
+    Not so where `torch.autograd.grad` or `backward(inputs=)` asks for others, or returns that of the leaf itself.
+    """
+    leaves = [behind for behind, _ in node.next_functions if hasattr(behind, "variable")]
+    try:
+        return any(map(torch._C._will_engine_execute_node, leaves or [node]))
+    except RuntimeError:  # a leaf whose gradient is returned
+        return False
+
+
 def top_saved_tensor_hooks() -> tuple[object, object] | None:
     """The innermost (pack, unpack) pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     pair: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -35,7 +48,7 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
     """Put a pair back on this thread's stack."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -43,6 +56,11 @@ def push_saved_tensor_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], 
 def inside_functorch() -> bool:
     """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether a `vmap` stands for many tensors by this one."""
+    return bool(torch._C._functorch.is_batchedtensor(t))
 
 
 def inside_forward_ad() -> bool:
@@ -107,6 +125,25 @@ def storage_id(tensor: torch.Tensor) -> int:
 def is_checkpoint_hook(pack: object) -> bool:
     """Whether a pack hook is `torch.utils.checkpoint`'s: of its forward or its recomputation."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def in_recomputation() -> bool:
+    """Whether a non-reentrant checkpoint runs its function again, whatever other hooks are open in it.
+
+    A reentrant one runs its first forward without a graph instead, and has no hooks.
+    """
+    if not in_backward():
+        return False
+    open_hooks = []
+    while (pair := top_saved_tensor_hooks()) is not None:
+        open_hooks.append(pair)
+        pop_saved_tensor_hooks()
+    for pair in reversed(open_hooks):
+        push_saved_tensor_hooks(*pair)
+    names = (
+        getattr(pack, "__qualname__", "") for pack, _ in open_hooks if is_checkpoint_hook(pack)
+    )
+    return any(name.startswith("_recomputation_hook") for name in names)
 
 
 # which storage this is; unique for as long as it, or a WeakStorage of it, lives

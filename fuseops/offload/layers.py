@@ -238,7 +238,7 @@ class LayerScope(Scope):
     def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
         named = as_named(known)
         mark = mark_on(t, named)
-        reason = why_keep(t, named, Facts(self._owned, mark, 0, self.mover.on_gpu))
+        reason = why_keep(t, named, Facts(self._owned, mark, self.mover.on_gpu))
         why = "marked offload"
         if reason is None and mark != marks.OFFLOAD:
             reason, why = self._by_policy(t, named), "policy"

@@ -90,7 +90,6 @@ class Facts(NamedTuple):
 
     owned: Owned
     mark: str | None
-    min_bytes: int
     on_gpu: bool  # the scope has seen CUDA tensors
 
 
@@ -109,9 +108,7 @@ def why_keep(t: Tensor, named: Named, facts: Facts) -> str | None:
         return None
     if owned is not None:
         return owned
-    if is_cast_of_parameter(t, facts.owned):
-        return CAST
-    return f"smaller than min_bytes={facts.min_bytes}" if nbytes < facts.min_bytes else None
+    return CAST if is_cast_of_parameter(t, facts.owned) else None
 
 
 def mark_on(t: Tensor, named: Named) -> str | None:

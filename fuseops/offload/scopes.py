@@ -25,7 +25,7 @@ from .arguments import whole_number
 from .labels import Labels, Named, paths_under
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
-from .policy import DEFAULT_MIN_BYTES
+from .policy import DEFAULT_MIN_BYTES, too_small
 from .reasons import HELD_ANYWAY, PARAMETER, Facts, Owned, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label, Moved, Mover, Watch
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
@@ -189,11 +189,12 @@ class _ToHost(Scope):
     def _decide(self, t: Tensor, named: Named) -> Handle:
         self._on_gpu = self._on_gpu or t.is_cuda
         mark = mark_on(t, named)
-        facts = Facts(self._owned, mark, self._min_bytes, self._on_gpu)
-        reason = why_keep(t, named, facts)
+        reason, why = why_keep(t, named, Facts(self._owned, mark, self._on_gpu)), "marked offload"
+        if reason is None and mark != marks.OFFLOAD:
+            why = f"min_bytes={self._min_bytes} reached"
+            reason = too_small(t.untyped_storage().nbytes(), self._min_bytes)
         if reason is not None:
             return self._keep_counted(t, named, reason)
-        why = "marked offload" if mark == marks.OFFLOAD else f"min_bytes={self._min_bytes} reached"
         return self._move(t, named, why)
 
     def _move(self, t: Tensor, named: Named, why: str) -> Handle:
