@@ -6,7 +6,7 @@ The models, bf16, of fuseops ops: `dense`, 12 transformer blocks (D 4096, F 1433
 tokens); `moe`, 32 blocks with 32 experts of which each token takes 8 (D 1024, F 1024, 8 heads, 8
 sequences of 4096 tokens), whose saved tensors exceed 40 GiB. One step is recorded and planned for a few
 peaks: so many GiB above what is there before a step; "free", what leaves without a stall; "carried",
-lower by what the simulator says a link of 55 GB/s each way carries for free. One scheduler follows the
+what the simulator says leaves without a stall by a link of 55 GB/s each way. One scheduler follows the
 plans in turn. The parts:
 
 rounds  the plain step and the plans take turns, until the seconds are over: a step to get in and some
@@ -31,10 +31,10 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops import offload
 from fuseops.offload.lanes.devices import lanes_of
-from fuseops.offload.planning.hardware import Curve
-from fuseops.offload.planning.plan import SPARE, Limits, OffloadPlan, plan_profile
+from fuseops.offload.planning.plan import Limits, OffloadPlan, plan_profile
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
@@ -57,6 +56,7 @@ PEAKS = {"dense": "12.8,11,7", "moe": "carried"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
+HOST_STEPS = 7  # of which two to get in
 LANES = ("compute", "d2h", "h2d")
 
 
@@ -71,7 +71,7 @@ class Bench:
         self.plans: dict[str, OffloadPlan] = {}
         self.base = 0  # bytes before a step
         self.forward_left = 0  # bytes after the last forward that was looked at
-        self.host_ms: dict[str, float] = {}  # to launch a step, by way
+        self.host: dict[str, Row] = {}  # what the host takes for a step, by way
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
 
     # --- plans
@@ -85,21 +85,22 @@ class Bench:
         options = {"record": True, "hardware": machine, "min_bytes": self.least}
         self.base = self.active("current")
         free = offload.plan(self.model, self.batch(), layers=LAYERS, **options)
-        one, both = Curve(((1, LINK),)), Curve(((1, 2 * LINK),))
-        link = replace(machine, d2h=one, h2d=one, both=both).slower(1 / SPARE)  # none is spared
-        carried = plan_profile(free.profile, link)
-        known = {"free": None, "carried": carried.after.peak}
+        carried = plan_profile(free.profile, machine.with_link(LINK), layers=(LAYERS,))
+        known = {"free": free, "carried": carried}
         for peak in peaks:
-            limit = known[peak] if peak in known else self.base + int(float(peak) * GIB)
-            plan = plan_profile(free.profile, machine, Limits(limit), layers=(LAYERS,))
-            name = f"plan {peak}" + ("" if peak in known else " GiB")
+            if peak in known:
+                plan, name = known[peak], f"plan {peak}"
+            else:
+                limits = Limits(self.base + int(float(peak) * GIB))
+                plan = plan_profile(free.profile, machine, limits, layers=(LAYERS,))
+                name = f"plan {peak} GiB"
             self.plans[name] = plan
             self.ways[name] = lambda plan=plan: self.following(plan)
         return {
             "machine": machine.to_json(),
             "recorded_ms": free.before.seconds * 1e3,
             "recorded_peak_gib": self.above(free.before.peak),
-            "carried_at_55_gbs_gib": (carried.before.peak - carried.after.peak) / GIB,
+            "carried_at_55_gbs_gib": carried.free / GIB,
             "free_plan_gib": free.bytes_of("offload") / GIB,
             "link_in_forward_gib": forward_seconds(free) * LINK * 1e9 / GIB,
         }
@@ -181,15 +182,31 @@ class Bench:
         event.record()
         return event
 
-    def launching(self, way: str) -> float:
-        """Milliseconds of the host to launch a step on an idle device."""
+    def launching(self, way: str) -> Row:
+        """What the host takes for a step: of an eighth of the rows, so that it never waits for the
+        device. host_us_a_tensor: beyond the plain step, for each saved tensor.
+        """
+        whole, self.batch = self.batch, self.leaves[0][: len(self.leaves[0]) // 8].clone
+        times = []
         with self.ways[way]():
-            self.step()
-            if self.cuda:
-                torch.cuda.synchronize()
-            begun = time.perf_counter()
-            self.step()
-            return (time.perf_counter() - begun) * 1e3
+            for _ in range(HOST_STEPS):
+                saved = self.saved()
+                if self.cuda:
+                    torch.cuda.synchronize()
+                begun = time.perf_counter()
+                self.step()
+                times.append((time.perf_counter() - begun) * 1e3)
+            saved = self.saved() - saved
+        self.batch = whole
+        found = {"host_ms": statistics.median(times[2:])}
+        if saved:
+            more = found["host_ms"] - self.host["nothing"]["host_ms"]
+            found |= {"saved_tensors": saved, "host_us_a_tensor": more * 1e3 / saved}
+        return found
+
+    def saved(self) -> int:
+        """Saved tensors that the scheduler has seen."""
+        return sum(entry.times for entry in self.scheduler.report().entries)
 
     # --- parts
 
@@ -218,7 +235,7 @@ class Bench:
     def summary(self, found: dict[str, list[Row]]) -> dict[str, Any]:
         return {
             way: summary(rows, found["nothing"], self.plans.get(way), self.base)
-            | ({"host_ms": self.host_ms[way]} if way in self.host_ms else {})
+            | self.host.get(way, {})
             for way, rows in found.items()
         }
 
@@ -226,10 +243,12 @@ class Bench:
         """A few steps each: compiled kernels, the order of layers, pinned memory."""
         for way in self.ways:
             self.visit(way, steps=1)()
-            self.host_ms[way] = self.launching(way)
             say(f"{way} is warm")
         gc.collect()
         gc.freeze()  # as training loops do: no pause that belongs to no way
+        for way in self.ways:
+            self.host[way] = self.launching(way)
+            say(f"{way}: {self.host[way]}")
 
     def exact(self) -> dict[str, Any]:
         """For each plan whether gradients are equal, by the lane that is slow. "nothing": whether two

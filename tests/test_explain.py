@@ -223,7 +223,11 @@ def test_the_search_for_anomalies_does_not_stop_a_rehearsal() -> None:
     with torch.autograd.detect_anomaly():
         inside = model.plan(rows())
         assert torch.is_anomaly_check_nan_enabled()
-        assert offload.plan(model, rows()).before.peak > 0
+        planned = offload.plan(model, rows())
+    assert planned.before.peak > 0
+    for notes in (inside.notes, planned.assumed):  # its own bytes are not counted, and it says so
+        assert any("detect_anomaly" in note for note in notes)
+    assert not any("detect_anomaly" in note for note in model.plan(rows()).notes)
     assert inside.rehearsed and inside.peak_bytes == model.plan(rows()).peak_bytes
 
 

@@ -15,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_moe import ACTS, plain_moe
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops import offload
 
 D, F, E = 6, 5, 8
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)  # float64, sums of tens of terms
@@ -179,6 +180,46 @@ def test_every_micro_batch_has_the_scale_of_its_forward() -> None:
     assert apart[0].abs().max() > 0
 
 
+def plain_blocks(aux: str) -> list[nn.Module]:
+    """MoE layers between plain blocks, which know of no loss."""
+    torch.manual_seed(0)
+    layer = lambda: fo.MoE(D, F, E, 2, balance_loss=0.5, z_loss=0.25, aux=aux)  # noqa: E731
+    between = nn.Sequential(nn.LayerNorm(D), nn.Tanh())
+    return [m.double() for m in (nn.Linear(D, D), layer(), between, layer(), nn.Linear(D, 3))]
+
+
+@pytest.mark.parametrize("cut", [None, 1, 2, 3])
+def test_an_injected_loss_crosses_plain_blocks_and_pipeline_stages(cut: int | None) -> None:
+    """cut: where one stage ends and hands over its output, and gets back nothing but the gradient of it."""
+    scale, x = 3.0, torch.randn(9, D, dtype=torch.float64)
+    returning, injecting = (plain_blocks(aux) for aux in ("return", "inject"))
+
+    h, losses = x, x.new_zeros(())
+    for block in returning:
+        if isinstance(block, fo.MoE):
+            h, loss = block(h, returns="router_loss")
+            losses = losses + loss
+        else:
+            h = block(h)
+    (objective(h, losses) + (scale - 2) * losses).backward()  # objective counts losses twice
+
+    for block in injecting:
+        if isinstance(block, fo.MoE):
+            block.loss_scale = scale
+    if cut is None:
+        objective(nn.Sequential(*injecting)(x), x.new_zeros(())).backward()
+    else:
+        sent = nn.Sequential(*injecting[:cut])(x)
+        received = sent.detach().requires_grad_()
+        objective(nn.Sequential(*injecting[cut:])(received), x.new_zeros(())).backward()
+        sent.backward(received.grad)
+    gradients = [
+        {n: p.grad for n, p in nn.ModuleList(blocks).named_parameters()}
+        for blocks in (injecting, returning)
+    ]
+    assert_same(*gradients)
+
+
 @some
 @given(layers())
 def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
@@ -268,6 +309,50 @@ def test_copies_are_counted_once_and_in_training_only(reentrant: bool) -> None:
     assert set(moe.state_dict()) == {
         "router.weight", "router.expert_bias", "fc1.weight", "fc2.weight"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [None, "to_host", "keep", "scheduler"])
+@pytest.mark.parametrize(
+    "inside", [None, "to_host", "keep", "recompute", "disabled", "save_on_cpu"]
+)
+def test_copies_are_counted_once_wherever_scopes_are_open(
+    inside: str | None, around: str | None, reentrant: bool
+) -> None:
+    block = torch.nn.Sequential(
+        torch.nn.Tanh(), fo.MoE(D, F, E, 2, expert_bias=True), torch.nn.Tanh()
+    )
+    model = torch.nn.ModuleList([block])
+    scopes = {
+        None: contextlib.nullcontext,
+        "to_host": lambda: offload.to_host(min_bytes=0),
+        "keep": offload.keep,
+        "recompute": offload.recompute,
+        "disabled": offload.disabled,
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "scheduler": lambda: offload.Scheduler(model, "*", policy=offload.Policy(min_bytes=0)),
+    }
+
+    def run(x: Tensor) -> Tensor:
+        with scopes[inside]():
+            y = block(x)
+        return y.exp()  # what this saves is the checkpoint's, so that it runs again
+
+    x, plain = torch.randn(10, D), copy.deepcopy(block)
+    plain(x).exp().sum().backward()
+    with scopes[around]():
+        checkpoint(run, x.requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert torch.equal(block[1]["router"].tokens_per_expert, plain[1]["router"].tokens_per_expert)
+    for p, q in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_copies_are_counted_once_where_a_plan_recomputes_the_layer() -> None:
+    block = torch.nn.Sequential(torch.nn.Tanh(), fo.MoE(D, F, E, 2, expert_bias=True))
+    model = torch.nn.Sequential(block)
+    with offload.Scheduler(model, "*", plan={"0": "recompute"}):
+        model(torch.randn(10, D, requires_grad=True)).sum().backward()
+    assert block[1]["router"].tokens_per_expert.sum() == 20
 
 
 def test_a_compiled_checkpoint_counts_once() -> None:

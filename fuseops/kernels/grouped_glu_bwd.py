@@ -29,7 +29,7 @@ from fuseops.kernels.grouped_paths import SWIGLU_BWD_SPACES, swiglu_bwd_path
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.plans import Plan, kind, misaligned, places, planned, rows_kind, way
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv
+from fuseops.kernels.tiles import as_rows
 
 
 def _fake(
@@ -117,7 +117,8 @@ def _launch(
     if plan is None:
         plan = planned.now[key] = _plan(dy, weight, offs, tiles, probs, h, index)
     dh, a = torch.empty_like(h), h.new_empty(rows, width // 2)
-    sums = torch.empty(plan.blocks, rows, dtype=torch.float32, device=h.device)
+    blocks = 0 if probs is None else plan.blocks
+    sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
     where = *where, dh.data_ptr(), a.data_ptr(), sums.data_ptr(), rows
     plan(where, dy, weight, None, offs, tiles, index, dh, a, probs, h, sums)
     return dh, a, sums
@@ -136,9 +137,7 @@ def _plan(
     rows, (groups, n, k) = len(h), weight.shape
     config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
     aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
-    plan = ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
-    plan.blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
-    return plan
+    return ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
 
 
 def _activation_bwd(

@@ -215,7 +215,7 @@ def ring_plan(
             offs, tiles, *numbers,
         )  # fmt: skip
 
-    return Plan(path, run)
+    return Plan(path, run, cdiv(n, block_n))
 
 
 def _triton_plan(

@@ -21,11 +21,12 @@ Again = Callable[[], None]
 class Plan:
     """How calls of one kind run: the path, and the launches made so far. In a training step operands come
     back to where they were in the step before, and nothing is left but the launch.
+
+    blocks  of columns that a grouped GEMM works in: an epilogue leaves one sum of a row for each
     """
 
-    def __init__(self, path: str, run: Callable[..., Again | None]) -> None:
-        self.path, self.run = path, run
-        self.blocks = 0
+    def __init__(self, path: str, run: Callable[..., Again | None], blocks: int = 0) -> None:
+        self.path, self.run, self.blocks = path, run, blocks
         self.launches: dict[tuple[int, ...], Again] = {}
 
     def __call__(self, where: tuple[int, ...], *operands: Any) -> None:

@@ -128,7 +128,8 @@ class MoE(Sequential):
         router = self._modules.get("router")
         if not isinstance(router, ops.Router) or router.expert_bias is None:
             return None
-        once = torch.compiler.is_compiling() or not _counted_before()
+        # A reentrant checkpoint runs its first forward without a graph, where nothing counts.
+        once = torch.compiler.is_compiling() or not torch_private.in_recomputation()
         return router if self.training and torch.is_grad_enabled() and once else None
 
     @property
@@ -209,10 +210,3 @@ def _shared(
             "fc2": ops.Linear(hidden, dim, bias=bias, **where),
         }
     )
-
-
-def _counted_before() -> bool:
-    """Whether a forward that counted runs again: a reentrant checkpoint runs its first without a graph."""
-    top = torch_private.top_saved_tensor_hooks()
-    again = top is not None and torch_private.is_checkpoint_hook(top[0])
-    return again and torch_private.in_backward()

@@ -54,14 +54,10 @@ class Labels:
 
     def name(self, t: Tensor) -> Named:
         """Names the tensor that is being packed. To be called once for each, in order."""
-        frame = names.thread.frame
-        if (
-            frame is not None and frame.tensors
-        ):  # a frame without tensors: an op differentiates inside its own fwd
-            saved = frame.take(t)
-            return Named(
-                saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names)
-            )
+        return as_named(promised(t) or self.of_torch(t))
+
+    def of_torch(self, t: Tensor) -> Named:
+        """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else t.grad_fn.name()
         region = torch_private.compiled_region()
@@ -76,6 +72,21 @@ class Labels:
         paths = self.paths or {}
         path = next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
         return f"{path}." if path else ""
+
+
+def promised(t: Tensor) -> names.SavedName | None:
+    """What the bridge says of the tensor that is being packed. To be called once for each."""
+    frame = names.thread.frame
+    if frame is None or not frame.tensors:
+        return None  # a frame without tensors: an op differentiates inside its own fwd
+    return frame.take(t)
+
+
+def as_named(saved: names.SavedName | Named) -> Named:
+    """With what the bridge does not say."""
+    if isinstance(saved, Named):
+        return saved
+    return Named(saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names))
 
 
 def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:

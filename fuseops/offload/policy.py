@@ -28,6 +28,11 @@ class Candidate(NamedTuple):
         return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes())
 
 
+def too_small(nbytes: int, min_bytes: int) -> str | None:
+    """Why a storage of so many bytes stays, or None."""
+    return f"smaller than min_bytes={min_bytes}" if nbytes < min_bytes else None
+
+
 class Quota:
     """What one call of a layer has saved and sent so far."""
 
@@ -92,8 +97,9 @@ class Policy:
             return "no glob of the policy matches"
         if self.where is not None and not self.where(candidate):
             return "the policy's predicate says no"
-        if candidate.nbytes < self.min_bytes:
-            return f"smaller than min_bytes={self.min_bytes}"
+        small = too_small(candidate.nbytes, self.min_bytes)
+        if small is not None:
+            return small
         sent = quota.sent + candidate.nbytes
         if self.layer_bytes is not None and sent > self.layer_bytes:
             return f"layer_bytes={self.layer_bytes} reached"

@@ -54,6 +54,10 @@ class Owned:
         self.note(root.buffers(), BUFFER)
         self.note(root.parameters(), PARAMETER)
 
+    def of(self, storage: torch.UntypedStorage) -> str | None:
+        """What is known of a storage."""
+        return self._storages.get(storage)
+
     def why(self, t: Tensor, is_param: bool) -> str | None:
         """Whether t is a parameter or a buffer, or a view or alias of one."""
         if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):
@@ -86,7 +90,6 @@ class Facts(NamedTuple):
 
     owned: Owned
     mark: str | None
-    min_bytes: int
     on_gpu: bool  # the scope has seen CUDA tensors
 
 
@@ -105,9 +108,7 @@ def why_keep(t: Tensor, named: Named, facts: Facts) -> str | None:
         return None
     if owned is not None:
         return owned
-    if is_cast_of_parameter(t, facts.owned):
-        return CAST
-    return f"smaller than min_bytes={facts.min_bytes}" if nbytes < facts.min_bytes else None
+    return CAST if is_cast_of_parameter(t, facts.owned) else None
 
 
 def mark_on(t: Tensor, named: Named) -> str | None:

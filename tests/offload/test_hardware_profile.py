@@ -1,6 +1,7 @@
 """Hardware profiles: curves mean what their points say, files come back as they went."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,22 @@ def test_both_ways_is_never_faster_than_one() -> None:
     assert here.copy_seconds("h2d", 5, duplex=True) == here.copy_seconds("h2d", 5)
 
 
-def test_the_roofline_is_the_slower_of_two() -> None:
-    here = Hardware.h200()
+def test_the_roofline_is_the_slower_of_two_where_they_are_far_apart() -> None:
+    here = replace(Hardware.h200(), launch=0.0)
     flops = 2 * 8192**3
-    assert here.op_seconds(flops, 1, "bfloat16") == pytest.approx(
-        flops / here.matmul["bfloat16"] / 1e12
-    )
+    rate = here.matmul["bfloat16"] * 1e12
+    assert here.op_seconds(flops, 1, "bfloat16") == pytest.approx(flops / rate)
     assert here.op_seconds(1, 1 << 30, "bfloat16") == pytest.approx((1 << 30) / here.memory / 1e9)
+    alike = here.op_seconds(flops, round(1e9 * here.memory * flops / rate), "bfloat16")
+    assert alike == pytest.approx(2**0.5 * flops / rate)  # neither hides the other
+
+
+def test_small_and_transposing_ops_take_more_than_their_bytes() -> None:
+    here = replace(Hardware.h200(), launch=2e-6, transposing=1000.0)
+    assert here.op_seconds(0, 4, "float32") == pytest.approx(2e-6, rel=1e-3)
+    assert here.op_seconds(0, 1 << 30, "float32", transposing=True) == pytest.approx(
+        2e-6 + (1 << 30) / 1e12
+    )
 
 
 def test_profiles_come_back_from_files(tmp_path: Path) -> None:
@@ -115,3 +125,4 @@ def test_measuring_a_device() -> None:
     assert here.both.peak >= max(here.d2h.peak, here.h2d.peak) * 0.9
     assert here.attention in ATTENTION_SAVES and here.attention_rate > 0
     assert all(rate > 0 for rate in here.matmul.values())
+    assert 0 < here.transposing < here.memory and 0 < here.launch < 1e-5

@@ -19,6 +19,7 @@ from fuseops.offload.planning.memory import StorageMeter
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.roofline import Roofline
 from fuseops.offload.planning.step import Step, dry_run, layers_of, record
 
 H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
@@ -166,7 +167,7 @@ def test_kernels_of_the_machine_are_one_op_each(step: Step) -> None:
 
 
 def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
-    fast, slow = (dry_run(step, replace(H200, attention_rate=r)) for r in (1e-6, 1e-7))
+    fast, slow = (dry_run(step, replace(H200, attention_rate=r, launch=0.0)) for r in (1e-6, 1e-7))
     for way in ("", "_backward"):
         times = [
             sum(
@@ -178,6 +179,34 @@ def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
         ]
         flops = 3 * (10 if way else 4) * 2 * 2 * 16 * 16 * (D // 2) / 2
         assert times == pytest.approx([flops / 1e6, flops / 1e5])
+
+
+def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None:
+    here = replace(H200, transposing=H200.memory / 4, launch=1e-6)
+    seconds, aten = Roofline(here), torch.ops.aten
+    x = torch.randn(64, 128, 32)
+
+    def took(func: Any, *args: Any) -> float:
+        return seconds(func, [t for t in args if isinstance(t, Tensor)], [func(*args)], args, {})
+
+    plain, moved = took(aten.clone.default, x), took(aten.clone.default, x.transpose(0, 1))
+    assert moved - 1e-6 < 4.01 * (plain - 1e-6)
+    contiguous = aten.clone.default(x.transpose(0, 1), memory_format=torch.contiguous_format)
+    again = seconds(aten.clone.default, [x.transpose(0, 1)], [contiguous], (), {})
+    assert again - 1e-6 == pytest.approx(4 * (plain - 1e-6)) and moved == plain
+    assert took(aten.new_empty.default, x, [1 << 20]) == 0.0
+    assert took(aten.add.Tensor, x[:0], x[:0]) == 1e-6
+
+
+def test_a_recording_leaves_what_modules_count_as_it_was() -> None:
+    """The copies that a router counts for its expert bias are no buffer."""
+    moe = fo.MoE(8, 8, 4, 2, expert_bias=True)
+    model, x = nn.Sequential(moe), torch.randn(6, 8)
+    model(x)
+    before = moe["router"].tokens_per_expert.clone()
+    for run in (record, lambda step: dry_run(step, H200)):
+        run(step_of(model, x))
+        assert before.sum() == 12 and torch.equal(moe["router"].tokens_per_expert, before)
 
 
 def test_a_model_without_memory_is_profiled_too(step: Step) -> None:

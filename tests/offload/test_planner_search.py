@@ -12,10 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, profile_of, profiles, transformer
 
+from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.model import Model
-from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve
+from fuseops.offload.planning.places import RELEASE, SEND
+from fuseops.offload.planning.plan import plan_profile
+from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve, subsets
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import Settings
+from fuseops.offload.planning.simulate import Settings, simulate
 
 
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:
@@ -158,3 +161,82 @@ def test_micro_batches_share_a_decision() -> None:
     assert all(len(found) == 1 for found in names)
     assert len({next(iter(found)) for found in names}) == len(model.items)
     assert max(map(len, model.items)) == 3
+
+
+def free_by_hand(profile: Profile, hardware: Hardware, settings: Settings) -> int:
+    """The most bytes of all choices whose simulated step has no stall: by trying every one."""
+    movable = [k for item in Model(profile, hardware, settings).items for k in item]
+    sizes = {chosen: sum(profile.saved[k].nbytes for k in chosen) for chosen in subsets(movable)}
+    for chosen in sorted(sizes, key=lambda c: -sizes[c]):
+        if simulate(profile, chosen, hardware, settings).stall <= 1e-6:
+            return sizes[chosen]
+    raise AssertionError("nothing at all leaves without a stall")
+
+
+def noisy(profile: Profile, spread: float, seed: int) -> Profile:
+    """As another recording of the step would have it: every op takes a little longer or shorter."""
+    rng = random.Random(seed)
+    ops = (op._replace(seconds=op.seconds * rng.lognormvariate(0, spread)) for op in profile.ops)
+    return replace(profile, ops=tuple(ops))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@given(
+    profiles(max_saved=7, groups=True),
+    st.sampled_from([0.0, 0.01, 0.1]),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_a_plan_without_a_budget_moves_all_that_the_link_carries_for_free(
+    profile: Profile, spread: float, rate: float, lag: int, seed: int
+) -> None:
+    profile, hardware = noisy(profile, spread, seed), LINK.with_link(10 * rate)
+    schedule = Settings(lag=lag, small=0)
+    plan = plan_profile(profile, hardware, settings=schedule)
+    assert plan.after.stall <= 1e-6 and not plan.recomputed
+    assert plan.bytes_of("offload") == plan.after.moved == plan.free
+    assert plan.free >= free_by_hand(profile, hardware, schedule)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_leaves_for_free_is_close_to_what_a_link_could_carry(seed: int) -> None:
+    """Beside a link that could cut tensors: each is sent in its turn, and what is late is not."""
+    profile = noisy(transformer(24, 10, seed), 0.03, seed)
+    hardware = LINK.with_link(random.Random(seed).uniform(3, 12))
+    for lag in (2, 3, 4):
+        plan = plan_profile(profile, hardware, settings=Settings(lag=lag))
+        model, sent, due = Model(profile, hardware, Settings(lag=lag)), {}, {}
+        for kind, _, k, at in model.events:
+            if kind == SEND:
+                sent[k] = at
+            elif kind == RELEASE:
+                due[k] = at
+        now = carried = 0.0
+        for k in sorted(sent, key=lambda k: (due[k], sent[k])):
+            start = max(now, sent[k])
+            now = max(now, min(start + model.seconds_out[k], due[k]))
+            carried += max(now - start, 0.0) * hardware.d2h.peak * 1e9
+        assert 0.97 * carried <= plan.free <= carried
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@given(profiles(groups=True), st.integers(0, 99))
+def test_a_budget_that_the_free_plan_keeps_costs_no_time(profile: Profile, seed: int) -> None:
+    """However two recordings of one step differ: the peak that is free is free of recomputation."""
+    profile = noisy(profile, 0.02, seed)
+    free = plan_profile(profile, LINK)
+    plan = plan_profile(profile, LINK, Limits(free.after.peak))
+    assert plan.fits and plan.after.stall <= 1e-5 and plan.after.recompute == 0.0
+    assert plan.free == free.free or plan.settings != free.settings
+
+
+def test_what_others_hold_until_it_is_read_does_not_leave() -> None:
+    """A step's input, say: moving it would free nothing."""
+    profile = profile_of(6, 2, lambda layer, n: MB, lambda layer: 4e-3)
+    first = profile.saved[0]
+    saved = (first._replace(held=first.freed), *profile.saved[1:])
+    plan = plan_profile(replace(profile, saved=saved), LINK, settings=Settings(small=0))
+    assert plan.decisions[first.name] == "keep"
+    assert "held by another reference" in plan.tensors[0].reason
+    assert plan.before.peak - plan.after.peak == plan.free

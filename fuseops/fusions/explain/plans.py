@@ -32,7 +32,7 @@ from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
 from .plan import FusionPlan
-from .rehearse import peak_of_step
+from .rehearse import peak_of_step, unseen
 from .saved import Ledger, storages, tensors_by_owner
 
 
@@ -70,7 +70,8 @@ def plan_of(
         peak = peak_of_step(sequential, args, side)
     if peak is None:
         return plan
-    return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True)
+    notes = (*plan.notes, *unseen())
+    return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True, notes=notes)
 
 
 def _see_root(model: nn.Module) -> None:

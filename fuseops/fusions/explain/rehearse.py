@@ -55,6 +55,13 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return meter.peak + sum(storages[key] for key in kept & storages.keys())
 
 
+def unseen() -> tuple[str, ...]:
+    """What a step of fake tensors leaves out that the step would do now."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return ("detect_anomaly is on: the bytes in which it looks for NaN are not in the peak",)
+    return ()
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages that ops made and that live, and the most there were."""
 

@@ -37,6 +37,8 @@ class Decided:
 
     tensors     one entry a saved storage, in save order
     before      the step with nothing moved; after: under this plan
+    free        bytes that can leave without a stall, as the simulation says: without a budget the
+                plan moves them all, and one that a budget of that peak keeps costs no time
     warnings    what the plan cannot do
     """
 
@@ -47,6 +49,7 @@ class Decided:
     tensors: tuple[Planned, ...]
     before: Simulation
     after: Simulation
+    free: int = 0
     warnings: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()

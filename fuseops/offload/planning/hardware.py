@@ -7,6 +7,7 @@ no GPU is, plans are made for the shipped H200, and say so.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,12 +16,14 @@ from typing import Any
 
 import torch
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 SCHEMA_VERSION = 1
 MIB = 1 << 20
 SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
 ROUNDS = 9
+HOT = 0.15  # seconds until power limits the clock
 
 # What scaled_dot_product_attention saves besides q, k, v and its output, by backend: name -> bytes
 # for (batch, heads, queries, keys, bytes of an element). The dry run uses torch's CPU kernel, which
@@ -90,10 +93,13 @@ class Hardware:
     both         both at once: the sum of the two rates
     memory       GB/s of the device's own memory, read plus written
     matmul       TFLOP/s of matrix products by dtype; other dtypes are taken as float32's
+                 after so many products that power is what limits them, as in training
+    transposing  GB/s, read plus written, of a copy to another order of axes; 0: as memory
+    launch       seconds that the smallest kernel takes
     device_bytes memory of the device; 0: unknown
     arch         compute capability as one number, 90 on Hopper; 0: kernels as on the device at hand
     attention_rate TFLOP/s of causal scaled_dot_product_attention, forward and backward together, what
-                 it masks not counted; 0: as matrix products
+                 it masks not counted, after as many; 0: as matrix products
     attention    backend of scaled_dot_product_attention, a key of ATTENTION_SAVES
     source       where the figures come from
     """
@@ -104,6 +110,8 @@ class Hardware:
     both: Curve
     memory: float
     matmul: Mapping[str, float] = field(default_factory=dict)
+    transposing: float = 0.0
+    launch: float = 0.0
     device_bytes: int = 0
     arch: int = 0
     attention_rate: float = 0.0
@@ -131,14 +139,28 @@ class Hardware:
         )
         return replace(self, d2h=d2h, h2d=h2d, both=both)
 
+    def with_link(self, rate: float) -> Hardware:
+        """A machine whose copies of any size run at `rate` GB/s each way, both ways at once too."""
+        one, both = Curve(((1, rate),)), Curve(((1, 2 * rate),))
+        return replace(self, d2h=one, h2d=one, both=both)
+
     def op_seconds(
-        self, flops: float, nbytes: int, dtype: str, *, attention: bool = False
+        self,
+        flops: float,
+        nbytes: int,
+        dtype: str,
+        *,
+        attention: bool = False,
+        transposing: bool = False,
     ) -> float:
-        """The roofline: the slower of arithmetic and of moving the bytes."""
+        """A roofline with a round corner: where arithmetic and bytes take alike, neither hides the
+        other wholly (grouped GEMMs on an H200 took what the root of the sum of squares says).
+        """
         matmul = self.matmul.get(dtype) or self.matmul.get("float32") or 0.0
         rate = (self.attention_rate if attention else 0.0) or matmul
         arithmetic = flops / (rate * 1e12) if rate else 0.0
-        return max(arithmetic, nbytes / (self.memory * 1e9))
+        memory = (self.transposing if transposing else 0.0) or self.memory
+        return self.launch + math.hypot(arithmetic, nbytes / (memory * 1e9))
 
     # --- files
 
@@ -185,7 +207,7 @@ class Hardware:
 
     @classmethod
     def measure(cls) -> Hardware:
-        """Measure this machine's CUDA device, in a few seconds.
+        """Measure this machine's CUDA device, in about five seconds.
 
         Raises FuseOpsError where torch sees no CUDA device.
         """
@@ -204,6 +226,8 @@ class Hardware:
             matmul={str(d).removeprefix("torch."): _matmul_rate(d) for d in _matmul_dtypes(arch)},
             device_bytes=here.total_memory,
             arch=arch,
+            transposing=_transposing_rate(),
+            launch=_launch_seconds(),
             attention_rate=attention_rate,
             attention=attention,
             source=f"measured, torch {torch.__version__}",
@@ -260,12 +284,32 @@ def _matmul_rate(dtype: torch.dtype) -> float:
             return torch.mm(a, b)
         return torch.ops.aten._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
 
-    return _digits(2 * n**3 / _seconds(((torch.cuda.current_stream(), work),), 3) / 1e12)
+    return _digits(2 * n**3 / _hot_seconds(work) / 1e12)
+
+
+def _transposing_rate() -> float:
+    """GB/s of queries from (batch, heads, tokens, width) to (batch, tokens, heads, width)."""
+    source = torch.randn(8, 16, 4096, 128, device="cuda").to(torch.bfloat16).transpose(1, 2)
+    works = ((torch.cuda.current_stream(), source.contiguous),)
+    return _digits(2 * source.nbytes / _seconds(works, 10) / 1e9)
+
+
+def _launch_seconds(kernels: int = 200) -> float:
+    """Of kernels that wait for each other, and not for the host."""
+    one, start, stop = torch.ones((), device="cuda"), event(), event()
+    for lead in (0, 20_000 * kernels):  # cycles, about 10 us each; the first warms up
+        torch_private.occupy_device(lead)
+        start.record()
+        for _ in range(kernels):
+            one.add_(1)
+        stop.record()
+        stop.synchronize()
+    return _digits(start.elapsed_time(stop) / kernels / 1e3)
 
 
 def _attention() -> tuple[float, str]:
     """TFLOP/s of causal attention, forward and backward, and the backend that torch chose for it."""
-    shape = batch, heads, tokens, width = (1, 32, 4096, 128)
+    shape = batch, heads, tokens, width = (8, 8, 4096, 128)
     q, k, v = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
@@ -277,7 +321,7 @@ def _attention() -> tuple[float, str]:
         torch.autograd.grad(y, (q, k, v), dy)
 
     flops = (4 + 10) * batch * heads * tokens**2 * width / 2
-    rate = _digits(flops / _seconds(((torch.cuda.current_stream(), work),), 2) / 1e12)
+    rate = _digits(flops / _hot_seconds(work) / 1e12)
     node = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).grad_fn
     chosen = "" if node is None else node.name().lower()
     return rate, next((name for name in ATTENTION_SAVES if name in chosen), "math")
@@ -305,6 +349,19 @@ def _seconds(works: tuple[Work, ...], repeat: int) -> float:
         stop.synchronize()
         rounds.append(start.elapsed_time(stop) / 1e3)
     return statistics.median(rounds[2:]) / repeat
+
+
+def _hot_seconds(work: Callable[[], object]) -> float:
+    """Seconds of one call once the device is as hot as in training: HOT seconds of calls before it."""
+    repeat = max(2, int(HOT / _seconds(((torch.cuda.current_stream(), work),), 1)))
+    start, stop = event(), event()
+    for mark in (stop, start):  # all the same without a pause, but only the second time counts
+        mark.record()
+        for _ in range(repeat):
+            work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeat / 1e3
 
 
 def event() -> torch.cuda.Event:

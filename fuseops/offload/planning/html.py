@@ -131,7 +131,7 @@ def _drawing(plan: Decided) -> str:
         )
     top = after.levels[after.peak_position] if after.levels else None
     if top is not None:
-        tip = escape(f"peak {size(after.peak)}, {plan.owner(after)}")
+        tip = escape(f"peak {size(after.peak)} {plan.owner(after)}")
         parts.append(
             f'<circle class="peak" r="4" cx="{scale.x(top.seconds):.1f}" '
             f'cy="{scale.y(top.nbytes):.1f}"><title>{tip}</title></circle>'

@@ -17,10 +17,9 @@ from typing import NamedTuple
 from fuseops.offload.lanes.arena import aligned
 
 from .hardware import Hardware
-from .profile import Profile, Saved
+from .places import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Places
+from .profile import Profile
 from .simulate import Settings, again_at
-
-SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 
 
 class Choice(NamedTuple):
@@ -46,29 +45,23 @@ class Prediction(NamedTuple):
     late: dict[int, float]
 
 
-class Hole(NamedTuple):
-    """Positions from and to which an item's bytes are not on the device."""
-
-    start: int
-    end: int
-    nbytes: int
-
-
 class Model:
     """One profile on one machine under one schedule.
 
     items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
             far as the schedule can move them; micro-batches have the same names
     groups  index into `profile.recompute`
+    stays   saved -> why it cannot move, of what may leave
     """
 
     def __init__(self, profile: Profile, hardware: Hardware, settings: Settings) -> None:
         self.profile, self.hardware, self.settings = profile, hardware, settings
-        places = _Places(profile, settings)
+        places = Places(profile, settings)
         by_name: dict[str, list[int]] = defaultdict(list)
         for k in places.movable:
             by_name[profile.saved[k].name].append(k)
         self.items = [tuple(saved) for saved in by_name.values()]
+        self.stays = places.stays
         self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
         self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
         self.call = [profile.saved[saved[0]].call for saved in self.items]
@@ -126,7 +119,7 @@ class Model:
 
     # --- time
 
-    def _costs(self, places: _Places) -> tuple[dict[int, float], dict[int, float]]:
+    def _costs(self, places: Places) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds out and back of every saved storage that can move."""
         saved = self.profile.saved
         out: dict[int, float] = {}
@@ -143,7 +136,7 @@ class Model:
             back[k] = self.hardware.copy_seconds("h2d", whole) * nbytes / whole
         return out, back
 
-    def _events(self, places: _Places) -> list[tuple[int, int, int, float]]:
+    def _events(self, places: Places) -> list[tuple[int, int, int, float]]:
         """(kind, item or group, saved, seconds without any stall), in the order of the program."""
         clock = self.profile.clock
         found: list[tuple[tuple[int, int], int, int, int]] = []
@@ -288,113 +281,3 @@ class Model:
 
 def _placed(holes: Sequence[Hole], place: dict[int, int]) -> list[tuple[int, int, int]]:
     return [(place[h.start], place[h.end], h.nbytes) for h in holes]
-
-
-class _Places:
-    """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
-
-    def __init__(self, profile: Profile, settings: Settings) -> None:
-        self.profile, self.settings = profile, settings
-        self.events: list[tuple[int, int, int]] = []  # kind, saved, position
-        self.holes: dict[int, list[Hole]] = {}
-        self.movable: list[int] = []
-        boundaries = profile.boundaries
-        number = {(b.what, b.which): n + 1 for n, b in enumerate(boundaries)}
-        sends: dict[int, tuple[int, int]] = {}  # saved -> position, boundaries passed by then
-        mine: dict[int, list[int]] = defaultdict(list)  # call -> saved, in the order of saving
-        now = 0
-        for position, what, k, by in profile.happenings:
-            if what in ("enter", "backward"):
-                now += 1
-            elif what == "share" and k in mine[profile.saved[k].call]:
-                mine[by].append(k)
-            elif what == "save" and self._may_leave(k, number):
-                mine[profile.saved[k].call].append(k)
-                if not self.is_small(k):
-                    sends[k] = (position, now)
-            elif what == "leave":
-                for saved in mine[k]:
-                    sends.setdefault(saved, (position, now))
-        at = [b.position for b in boundaries]
-        for k, (position, passed) in sends.items():
-            own = number["backward", profile.saved[k].call]
-            others = [number["backward", call] for call in _others(profile.saved[k])]
-            due, fetch = passed + settings.lag, min([own, *others]) - settings.ahead
-            if due < fetch:
-                self._add(k, position, at[due - 1], at[fetch - 1])
-        self.movable.sort()
-        self._order(sends, mine, number)
-
-    def is_small(self, k: int) -> bool:
-        return self.profile.saved[k].nbytes < self.settings.small
-
-    def _may_leave(self, k: int, number: dict[tuple[str, int], int]) -> bool:
-        saved = self.profile.saved[k]
-        return (
-            saved.why is None
-            and saved.nbytes > 0
-            and saved.call >= 0
-            and all(("backward", call) in number for call in (saved.call, *_others(saved)))
-        )
-
-    def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
-        saved = self.profile.saved[k]
-        self.movable.append(k)
-        holes = []
-        if self.is_small(k):
-            # Gathered: its own bytes go at once, those of the transfer at the release.
-            gone, staged = max(sent, saved.held), max(sent, released)
-            holes.append(Hole(gone, fetched, saved.nbytes))
-            holes.append(Hole(sent, staged, -saved.nbytes))
-        else:
-            holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
-        # While somebody else holds the original, what came back is a second copy.
-        holes.append(Hole(fetched, min(saved.held, saved.freed), -saved.nbytes))
-        self.holes[k] = [h for h in holes if h.start < h.end]
-
-    def _order(
-        self,
-        sends: dict[int, tuple[int, int]],
-        mine: dict[int, list[int]],
-        number: dict[tuple[str, int], int],
-    ) -> None:
-        """Events in the order in which the host program reaches them."""
-        lag, ahead = self.settings.lag, self.settings.ahead
-        movable = set(self.movable)
-        fetches: dict[int, list[int]] = defaultdict(list)
-        releases: dict[int, list[int]] = defaultdict(list)
-        fetched: set[int] = set()
-        for call in sorted(mine, key=lambda call: number["backward", call]):
-            due, saved = number["backward", call] - ahead, mine[call]
-            saved = [k for k in saved if k not in fetched]
-            fetched.update(saved)
-            # Last saved, first read; the transfer of small ones comes where its last one would.
-            large = [k for k in reversed(saved) if k in movable]
-            small = [k for k in large if self.is_small(k)]
-            first = next((n for n, k in enumerate(large) if self.is_small(k)), 0)
-            rest = [k for k in large[first:] if not self.is_small(k)]
-            fetches[due] += [*large[:first], *small, *rest]
-        for k, (_, passed) in sends.items():
-            if k in movable:
-                releases[passed + lag].append(k)
-        now = 0
-        for position, what, k, _ in self.profile.happenings:
-            if what in ("enter", "backward"):
-                now += 1
-                self.events += [(FETCH, saved, position) for saved in fetches[now]]
-                self.events += [(RELEASE, saved, position) for saved in releases[now]]
-            elif what == "save" and k in movable and not self.is_small(k):
-                self.events.append((SEND, k, position))
-            elif what == "leave":
-                own = [s for s in mine[k] if self.profile.saved[s].call == k]
-                small = [s for s in own if s in movable and self.is_small(s)]
-                self.events += [(SEND, saved, position) for saved in small]
-            elif what in ("read", "reread") and k in movable:
-                reads = [self.profile.saved[k].read, *(a.read for a in self.profile.saved[k].again)]
-                last = position == max(reads)
-                self.events.append((LAST if last else READ, k, position))
-
-
-def _others(saved: Saved) -> list[int]:
-    """The other calls that save it."""
-    return [again.call for again in saved.again]

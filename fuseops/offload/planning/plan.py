@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from . import html, text, trace
 from .decided import Decided, Planned
 from .hardware import Hardware
-from .model import Model
-from .planner import UNLIMITED, Limits, Solution, solve
+from .model import Choice, Model
+from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
 from .simulate import DEFAULT, Settings, Simulation, simulate
 from .step import Step, dry_run, layers_of
@@ -40,7 +40,8 @@ KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 LAGS = (2, 3, 4)  # tried where no settings are given,
 FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
 NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
-SPARE = 1.02  # copies are taken to last so much longer where no budget forces them to fit
+SLOWER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.3, 2.0)  # of copies, until the simulation has no stall
+STALL = 1e-6  # seconds that are none
 
 
 class OffloadPlan(Decided):
@@ -150,51 +151,59 @@ def plan_profile(
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:
     """Plan for a profile that is there already.  settings: default: whichever lag serves best."""
-    if settings is not None:
-        return _plan_with(profile, hardware, limits, settings, layers)
     lags = LAGS if len(profile.saved) <= FEW else LAGS[1:2]
-    plans = (
-        _plan_with(profile, hardware, limits, DEFAULT._replace(lag=lag), layers) for lag in lags
-    )
-    return min(plans, key=_cost)
+    tried = [DEFAULT._replace(lag=lag) for lag in lags] if settings is None else [settings]
+    solutions = (_solve(profile, hardware, limits, each) for each in tried)
+    return _plan_of(min(solutions, key=lambda s: s.cost(limits)), hardware, limits, layers)
 
 
-def _cost(plan: OffloadPlan) -> tuple[float, ...]:
-    """What makes one plan better than another: fitting, then little time, then few bytes moved, or
-    where there is no budget a low peak, then the greater lag: copies have more time than they need.
+class _Solved(NamedTuple):
+    """A choice, and the step under it as the schedule itself runs it.
+
+    free  bytes that could leave without a stall
     """
-    after, (peak, host) = plan.after, plan.limits
-    excess = 0 if peak is None else max(after.peak - peak, 0)
-    excess += 0 if host is None else max(after.host - host, 0)
-    nbytes = after.peak if peak is None else plan.bytes_of(OFFLOAD)
-    return -(-excess // NEAR), round(after.seconds, 5), nbytes, -plan.settings.lag
+
+    model: Model
+    choice: Choice
+    after: Simulation
+    free: int = 0
+
+    @classmethod
+    def of(cls, model: Model, choice: Choice, hardware: Hardware) -> _Solved:
+        leave = [k for item in choice.leave for k in model.items[item]]
+        drop = [model.groups[g] for g in choice.drop]
+        after = simulate(model.profile, leave, hardware, model.settings, recompute=drop)
+        return cls(model, choice, after)
+
+    def cost(self, limits: Limits) -> tuple[float, ...]:
+        """What makes one better than another: fitting, then little time, then few bytes moved, or
+        where there is no budget a low peak, then the greater lag: copies have more time than they
+        need.
+        """
+        after, (peak, host) = self.after, limits
+        excess = 0 if peak is None else max(after.peak - peak, 0)
+        excess += 0 if host is None else max(after.host - host, 0)
+        nbytes = after.peak if peak is None else after.moved
+        return -(-excess // NEAR), round(after.seconds, 5), nbytes, -self.model.settings.lag
 
 
-def _plan_with(
-    profile: Profile,
-    hardware: Hardware,
-    limits: Limits,
-    settings: Settings,
-    layers: tuple[str, ...],
+def _plan_of(
+    solved: _Solved, hardware: Hardware, limits: Limits, layers: tuple[str, ...]
 ) -> OffloadPlan:
-    free = limits.peak is None
-    model = Model(profile, hardware.slower(SPARE) if free else hardware, settings)
-    solution, after = _solve(model, limits, hardware)
-    before = simulate(profile, (), hardware, settings)
+    model = solved.model
+    profile, settings = model.profile, model.settings
+    dropped = [profile.recompute[model.groups[g]] for g in sorted(solved.choice.drop)]
     result = OffloadPlan(
         profile,
         hardware,
         settings,
         limits,
-        tuple(_planned(model, solution, after, free)),
-        before,
-        after,
+        tuple(_planned(solved, limits)),
+        simulate(profile, (), hardware, settings),
+        solved.after,
+        free=solved.free,
         layers=layers,
-        recomputed=tuple(
-            group.name
-            for group in (profile.recompute[model.groups[g]] for g in sorted(solution.choice.drop))
-            if group.kind == "module"
-        ),
+        recomputed=tuple(group.name for group in dropped if group.kind == "module"),
     )
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
@@ -203,35 +212,49 @@ def _plan_with(
     return result
 
 
-def _solve(model: Model, limits: Limits, hardware: Hardware) -> tuple[Solution, Simulation]:
-    """Solve, and check by the schedule itself; what bundles cost beyond the prediction is taken off
-    the budget.
+def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
+    found = free = _free(profile, hardware, settings, limits.host)
+    if limits.peak is not None:
+        found = _within(Model(profile, hardware, settings), limits, hardware)
+        if free.after.peak <= limits.peak:
+            found = min(found, free, key=lambda s: s.cost(limits))
+    return found._replace(free=free.after.moved)
+
+
+def _free(profile: Profile, hardware: Hardware, settings: Settings, host: int | None) -> _Solved:
+    """All that leaves without a stall. The simulation says what that is: it knows, as the model does
+    not, that copies out and back at once are slower.
     """
-    asked = limits
+    for slower in SLOWER:
+        model = Model(profile, hardware.slower(slower), settings)
+        found = _Solved.of(model, solve(model, Limits(None, host)).choice, hardware)
+        if found.after.stall <= STALL:
+            return found
+    return _Solved.of(model, NOTHING, hardware)
+
+
+def _within(model: Model, limits: Limits, hardware: Hardware) -> _Solved:
+    """The least stall within the limits. What bundles cost beyond the model's prediction is taken
+    off the budget.
+    """
+    peak = asked = limits.peak or 0
     for _ in range(3):
         model.evaluations = 0
-        solution = solve(model, asked)
-        after = simulate(
-            model.profile,
-            [k for item in solution.choice.leave for k in model.items[item]],
-            hardware,
-            model.settings,
-            recompute=[model.groups[g] for g in solution.choice.drop],
-        )
-        if limits.peak is None or asked.peak is None or after.peak <= limits.peak:
+        solution = solve(model, Limits(asked, limits.host))
+        found = _Solved.of(model, solution.choice, hardware)
+        if found.after.peak <= peak or not solution.fits:
             break
-        if not solution.fits:
-            break
-        asked = Limits(asked.peak - (after.peak - limits.peak), limits.host)
-    return solution, after
+        asked -= found.after.peak - peak
+    return found
 
 
-def _planned(model: Model, solution: Solution, after: Simulation, free: bool) -> Iterator[Planned]:
+def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
+    model, choice, after, _ = solved
     profile = model.profile
-    leave = {k for item in solution.choice.leave for k in model.items[item]}
+    leave = {k for item in choice.leave for k in model.items[item]}
     dropped = {
         k: profile.recompute[model.groups[g]]
-        for g in solution.choice.drop
+        for g in choice.drop
         for k in profile.recompute[model.groups[g]].saved
     }
     for k, saved in enumerate(profile.saved):
@@ -247,9 +270,10 @@ def _planned(model: Model, solution: Solution, after: Simulation, free: bool) ->
         elif saved.why is not None:
             reason = saved.why
         elif k not in model.of_saved:
-            reason = "read again too soon"
+            reason = model.stays.get(k, "its layer has no backward")
         else:
-            reason = "the link has no more room" if free else "not needed for the peak"
+            spare = "the link has no more room", "not needed for the peak"
+            reason = spare[limits.peak is not None]
         layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
         yield Planned(
             *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
@@ -261,7 +285,7 @@ def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     if peak is not None and after.peak > peak:
         yield (
-            f"does not fit: the lowest predicted peak is {size(after.peak)}, {plan.owner(after)}, "
+            f"does not fit: the lowest predicted peak is {size(after.peak)} {plan.owner(after)}, "
             f"and {size(peak)} were asked for"
         )
     if host is not None and after.host > host:
@@ -269,12 +293,12 @@ def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
     items, groups = model.covers(before.peak_position)
     if not items and not groups:
         yield (
-            f"offloading cannot lower the peak: it stands in the {plan.owner(before)}, where "
+            f"offloading cannot lower the peak: it stands {plan.owner(before)}, where "
             "nothing that could leave is away"
         )
     elif after.moved and after.peak >= before.peak:
         yield (
-            f"does not lower the peak: {size(after.peak)}, {plan.owner(after)}, where what comes back "
+            f"does not lower the peak: {size(after.peak)} {plan.owner(after)}, where what comes back "
             "is on the device again"
         )
     if any(not saved.nbytes for saved in plan.profile.saved) and not model.items:

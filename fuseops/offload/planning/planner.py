@@ -33,7 +33,9 @@ UNLIMITED = Limits()
 
 
 class Key(NamedTuple):
-    """What makes a plan better: fitting, then little time, then little traffic."""
+    """What makes a plan better: fitting, then little time, then little traffic; where no peak asks
+    for any, much of it that costs no time: `moved` counts down.
+    """
 
     excess: int
     seconds: float
@@ -71,7 +73,7 @@ def solve(model: Model, limits: Limits) -> Solution:
     search = _Search(model, limits)
     nothing = search.judge(NOTHING)
     if limits.peak is None:
-        return search.fill(nothing)
+        return search.improve(search.fill(nothing))
     if nothing.fits:
         return nothing
     found = search.improve(search.grow(nothing))
@@ -93,11 +95,11 @@ def exhaustive(model: Model, limits: Limits) -> Solution:
     """The best choice of all, by trying every one: for tests, on a few tensors."""
     search = _Search(model, limits)
     best = search.judge(NOTHING)
-    for drop in _subsets(range(len(model.groups))):
+    for drop in subsets(range(len(model.groups))):
         if any(model.rivals[g] & set(drop) for g in drop):
             continue
         taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
-        for leave in _subsets(k for k in range(len(model.items)) if k not in taken):
+        for leave in subsets(k for k in range(len(model.items)) if k not in taken):
             best = min(
                 best,
                 search.judge(Choice(frozenset(leave), frozenset(drop))),
@@ -106,7 +108,8 @@ def exhaustive(model: Model, limits: Limits) -> Solution:
     return best
 
 
-def _subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Every one, the smallest first."""
     listed = list(values)
     return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
 
@@ -130,7 +133,8 @@ class _Search:
             )
             if limit is not None
         )
-        return Solution(choice, prediction, Key(excess, prediction.seconds, prediction.host))
+        moved = -prediction.host if self.limits.peak is None else prediction.host
+        return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
 
     @property
     def spent(self) -> bool:

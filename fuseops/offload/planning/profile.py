@@ -163,7 +163,7 @@ class Profile:
         return (k for k, saved in enumerate(self.saved) if saved.why is None)
 
     def owner_at(self, position: int) -> str:
-        """Which layer's forward or backward runs there."""
+        """Which layer's forward or backward runs there: "in the backward of blocks.3"."""
         last = None
         for boundary in self.boundaries:
             if boundary.position > position:
@@ -173,8 +173,8 @@ class Profile:
             return "before the first layer"
         call = self.calls[last.which]
         if last.what == "backward":
-            return f"backward of {call.layer}"
-        return f"{'forward of' if position < call.leave else 'after the forward of'} {call.layer}"
+            return f"in the backward of {call.layer}"
+        return f"{'in' if position < call.leave else 'after'} the forward of {call.layer}"
 
     # --- files
 

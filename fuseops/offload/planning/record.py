@@ -135,7 +135,7 @@ class _Recording(Scope):
         owner = self._recorder.owner_of(t)
         if owner is not None:
             return owner
-        facts = Facts(self._owned, mark_on(t, named), 0, self._recorder.on_gpu)
+        facts = Facts(self._owned, mark_on(t, named), self._recorder.on_gpu)
         reason = why_keep(t, named, facts)
         if reason is not None or facts.mark == marks.OFFLOAD:
             return reason

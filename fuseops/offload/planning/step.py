@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.explain.rehearse import unseen
 from fuseops.fusions.fakes import faked
-from fuseops.kernels.registry import as_if_on, register_flops
+from fuseops.kernels.registry import as_if_on
 from fuseops.offload.labels import matching, paths_under
 from fuseops.offload.policy import Policy
 from fuseops.offload.scopes import recompute
@@ -26,6 +27,7 @@ from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations
 from .record import Recorder, Seconds
+from .roofline import Roofline
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -107,7 +109,7 @@ def record(step: Step) -> Profile:
 
 
 def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
-    """One step on fake tensors: bytes are exact, times follow the roofline of `hardware`.
+    """One step on fake tensors: bytes are exact, times are estimates (roofline.py).
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
 
@@ -123,7 +125,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
         with faked(step.model, lambda t: _fake(t, mode)):
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
             meter = StorageMeter(_there(step.model, (args, side)))
-            recorder = _recorder(step, meter, _Roofline(hardware), rows)
+            recorder = _recorder(step, meter, Roofline(hardware), rows)
             as_on, blind = as_if_on(hardware.arch), torch.autograd.set_detect_anomaly(False)
             with mode, sdpa_kernel(backends), recorder.running(), as_on, blind, _explained():
                 step.run(args, side)
@@ -156,6 +158,7 @@ def _recorder(
 def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
     yield f"times: roofline of {hardware.name} ({hardware.source})"
     yield "bytes that a kernel needs inside itself are not counted"
+    yield from unseen()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
@@ -201,9 +204,10 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 @contextmanager
 def _untouched(step: Step, cuda: bool) -> Iterator[None]:
-    """Gradients, buffers and random states come back."""
+    """Gradients, buffers, what else modules hold and random states come back."""
     kept = [t.grad for t in _leaves(step) if t.grad is not None]
-    before = [(t, t.to("cpu", copy=True)) for t in (*kept, *step.model.buffers())]
+    held = (t for m in step.model.modules() for t in vars(m).values() if isinstance(t, Tensor))
+    before = [(t, t.to("cpu", copy=True)) for t in (*kept, *step.model.buffers(), *held)]
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if cuda else []):
             yield
@@ -241,44 +245,6 @@ def _fake_copy(value: Any, mode: FakeTensorMode) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_fake_copy(part, mode) for part in value)
     return value  # what holds tensors in other ways is converted by the mode as it is used
-
-
-class _Roofline:
-    """Seconds of an op from its arithmetic and its bytes."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        from torch.utils.flop_counter import flop_registry
-
-        register_flops()
-        self._hardware, self._flops = hardware, flop_registry
-
-    def __call__(
-        self,
-        func: Any,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> float:
-        nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
-        if "scaled_dot_product" in str(func):
-            flops = _attention_flops(func, args, kwargs)
-            return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)
-        formula = self._flops.get(func._overloadpacket)
-        out = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-        return self._hardware.op_seconds(flops, nbytes, dtype)
-
-
-def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
-    """Of every kernel alike; torch counts those of CUDA only, and what a causal mask leaves out."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    batch, heads, queries, width = named["query"].shape
-    keys = named["key"].shape[-2]
-    products = 10 if "backward" in str(func) else 4
-    flops = float(products * batch * heads * queries * keys * width)
-    return flops / 2 if named.get("is_causal") else flops
 
 
 class _Rows:

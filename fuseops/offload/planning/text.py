@@ -85,32 +85,25 @@ def _ranges(numbers: Sequence[int]) -> str:
 def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     """The head of a report: what was asked for and what is predicted."""
     before, after, (peak, host) = plan.before, plan.after, plan.limits
-    yield "model", f"{plan.profile.model}, {plan.profile.kind} of one step"
+    yield "model", f"{plan.profile.model}, one step, {plan.profile.kind}"
     yield "hardware", f"{plan.hardware.name} ({plan.hardware.source})"
     budget = "none: what leaves without a stall" if peak is None else size(peak)
     yield "budget", f"{budget}; host {'without limit' if host is None else size(host)}"
-    yield "peak", f"{size(before.peak)} in the {plan.owner(before)}, nothing moved"
-    yield "", f"{size(after.peak)} in the {plan.owner(after)}, by this plan"
+    yield "peak", f"{size(before.peak)} {plan.owner(before)}, nothing moved"
+    yield "", f"{size(after.peak)} {plan.owner(after)}, by this plan"
     slower = (after.seconds / before.seconds - 1) * 100 if before.seconds else 0.0
     yield (
         "step",
         f"{before.seconds * 1e3:.2f} ms -> {after.seconds * 1e3:.2f} ms ({slower:+.2f} %): stalls "
         f"{after.stall * 1e3:.2f} ms, recomputation {after.recompute * 1e3:.2f} ms",
     )
-    link = _carried(plan)
     yield (
         "offload",
         f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
         f"{size(after.host)} of host memory",
     )
-    yield "", f"the link carries {link} during the forward"
-
-
-def _carried(plan: Decided) -> str:
-    """Bytes that fit through the link until the last layer's forward ends."""
-    calls = plan.profile.calls
-    end = max((c.leave for c in calls), default=0)
-    return size(int(plan.profile.clock[end] * plan.hardware.d2h.peak * 1e9))
+    rates = f"{plan.hardware.d2h.peak:.1f} GB/s out, {plan.hardware.h2d.peak:.1f} GB/s back"
+    yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 
 
 def report(plan: Decided, every: bool) -> str:
@@ -136,6 +129,7 @@ def as_json(plan: Decided) -> dict[str, Any]:
         "settings": plan.settings._asdict(),
         "limits": plan.limits._asdict(),
         "fits": plan.fits,
+        "free_bytes": plan.free,
         "before": _outcome(plan, "before"),
         "after": _outcome(plan, "after"),
         "layers": list(plan.layers),

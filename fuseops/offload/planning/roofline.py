@@ -1,0 +1,63 @@
+"""What an op takes on a machine that is not here, from its arithmetic and its bytes: of dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fuseops.kernels.registry import register_flops
+
+from .hardware import Hardware
+
+NO_WORK = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
+
+
+class Roofline:
+    """Seconds of an op."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        register_flops()
+        self._hardware, self._flops = hardware, flop_registry
+
+    def __call__(
+        self,
+        func: Any,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> float:
+        if func._schema.name.partition("::")[2] in NO_WORK:
+            return 0.0
+        nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
+        if "scaled_dot_product" in str(func):
+            flops = _attention_flops(func, args, kwargs)
+            return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)
+        formula = self._flops.get(func._overloadpacket)
+        if formula is None:
+            moves = func.namespace == "aten" and _is_transposing(inputs, outputs)
+            return self._hardware.op_seconds(0.0, nbytes, dtype, transposing=moves)
+        out = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return self._hardware.op_seconds(
+            float(formula(*args, **kwargs, out_val=out)), nbytes, dtype
+        )
+
+
+def _is_transposing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether dense results are made of tensors that lie otherwise in memory."""
+    return all(t.is_contiguous() for t in outputs) and not all(t.is_contiguous() for t in inputs)
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+    """Of every kernel alike; torch counts those of CUDA only, and what a causal mask leaves out."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    batch, heads, queries, width = named["query"].shape
+    keys = named["key"].shape[-2]
+    products = 10 if "backward" in str(func) else 4
+    flops = float(products * batch * heads * queries * keys * width)
+    return flops / 2 if named.get("is_causal") else flops
