@@ -90,11 +90,11 @@ Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each
 
 
 def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
-    """Microseconds of a call, hot: in `balanced` order, half as many calls to warm up and `repeat` timed.
+    """Microseconds of a call, hot: in `balanced` order, as many calls to warm up as are timed.
 
     A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
-    40 ms up to 12 % faster, then slower than it settles at. So nobody follows the same candidate in every round,
-    the GPU has work when the one before ends, the clock starts late, and a first round only heats.
+    40 ms up to 12 % faster, then slower than it settles at some 150 ms later. So nobody follows the same candidate
+    in every round, the GPU has work when the one before ends, the clock starts late, and a first round only heats.
     """
     spans: dict[str, list[Any]] = {name: [] for name in calls}
     names, orders, end = list(calls), balanced(len(calls)), torch.cuda.Event()
@@ -102,7 +102,7 @@ def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
         for name in (names[place] for place in orders[i % len(orders)]):
             calls[name]()
             end.synchronize()  # from here on the host is no further ahead than it gets by itself
-            for _ in range(repeat // 2):
+            for _ in range(repeat):
                 calls[name]()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -262,7 +262,7 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     names = list(names)
     parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--span", type=float, default=0.08, help="seconds a candidate and round")
+    parser.add_argument("--span", type=float, default=0.1, help="seconds timed of a candidate in a round")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
     parser.add_argument("--profile", action="store_true", help="time by kernel")

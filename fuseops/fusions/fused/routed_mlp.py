@@ -50,7 +50,7 @@ def _copy_from(name: str, width: int) -> Space:
 
 FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
 FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
-FC2_THROUGH = _copy_from("routed_fc2_through", 1024)  # the first goes on through the activation
+FC2_THROUGH = _copy_from("routed_fc2_through", 512)  # the first goes on through the activation
 
 
 def _moved(name: str) -> str:
