@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.offload.planning import step as planned_step
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.memory import StorageMeter
 from fuseops.offload.planning.plan import plan_profile
@@ -76,6 +78,28 @@ def test_a_dry_run_sees_what_a_recorded_step_sees(step: Step) -> None:
     assert dry.saved == real.saved and dry.calls == real.calls
     assert (dry.kind, real.kind) == ("dry run", "recorded")
     assert any("roofline" in text for text in dry.assumed)
+
+
+def test_forward_and_backward_take_what_they_take_unrecorded(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the two is how long decides how much a link carries before the peak."""
+    monkeypatch.setattr(planned_step, "_timed", lambda *_: (3.0, 1.0))
+    profile = record(step)
+    last = max(call.leave for call in profile.calls)
+    first = min(call.backward for call in profile.calls)
+    assert any(profile.clock[k] == pytest.approx(3.0) for k in range(last, first + 1))
+    assert profile.clock[-1] == pytest.approx(4.0)
+
+
+def test_a_forward_is_timed_by_itself() -> None:
+    class Slow(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.03)
+            return super().forward(x)
+
+    facts = record(step_of(Slow(), torch.randn(2, 16, D))).facts
+    assert 0.03 <= facts["forward_seconds"] < facts["step_seconds"]
 
 
 def test_names_are_those_that_a_scheduler_sees(step: Step, profile: Profile) -> None:
