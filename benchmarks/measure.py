@@ -94,22 +94,27 @@ def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
 
     A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
     40 ms up to 12 % faster, then slower than it settles at. So nobody follows the same candidate in every round,
-    and the clock starts late.
+    the GPU has work when the one before ends, the clock starts late, and a first round only heats.
     """
-    names, spans, orders = list(calls), {name: [] for name in calls}, balanced(len(calls))
-    for i in range(rounds):
-        for place in orders[i % len(orders)]:
-            call = calls[names[place]]
-            for _ in range(repeat // 2 + 1):
-                call()
+    spans: dict[str, list[Any]] = {name: [] for name in calls}
+    names, orders, end = list(calls), balanced(len(calls)), torch.cuda.Event()
+    for i in range(rounds + 1):
+        for name in (names[place] for place in orders[i % len(orders)]):
+            calls[name]()
+            end.synchronize()  # from here on the host is no further ahead than it gets by itself
+            for _ in range(repeat // 2):
+                calls[name]()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(repeat):
-                call()
+                calls[name]()
             end.record()
-            end.synchronize()
-            spans[names[place]].append(start.elapsed_time(end) * 1e3 / repeat)
-    return spans
+            spans[name].append((start, end))
+    end.synchronize()
+    return {
+        name: [start.elapsed_time(end) * 1e3 / repeat for start, end in found[1:]]
+        for name, found in spans.items()
+    }
 
 
 def balanced(n: int) -> list[list[int]]:

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +53,38 @@ def test_in_a_balanced_order_nobody_has_a_better_place(n: int) -> None:
     after = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(places) == n * n and len(set(places.values())) == 1
     assert len(after) == n * (n - 1) and len(set(after.values())) <= 1
+
+
+def test_in_turn_times_the_calls_of_every_round_but_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, made = [0.0], Counter()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Any) -> float:
+            return other.at - self.at
+
+    def taking(name: str, ms: float) -> Any:
+        def call() -> None:
+            now[0] += 9 * ms if made[name] < 7 else ms  # the first round, on another clock
+            made[name] += 1
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    calls = {"one": taking("one", 1.0), "two": taking("two", 2.0)}
+    us = measure().in_turn(calls, rounds=3, repeat=4)
+    assert us == {"one": pytest.approx([1e3] * 3), "two": pytest.approx([2e3] * 3)}
+    assert made == {"one": 4 * 7, "two": 4 * 7}
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=20), st.floats(1.01, 1.5))

@@ -304,8 +304,11 @@ def test_copies_are_counted_once_and_in_training_only(reentrant: bool) -> None:
     assert counted.sum() == 20
     with torch.no_grad():
         moe(x)
+    fo.explain(moe, x)
+    moe.plan(x)
+    fo.testing.assert_fused_matches_unfused(moe, x)
     moe.eval()(x)
-    assert counted.sum() == 20
+    assert counted.sum() == 20 and moe["router"].tokens_per_expert is counted
     assert set(moe.state_dict()) == {
         "router.weight", "router.expert_bias", "fc1.weight", "fc2.weight"
     }  # fmt: skip

@@ -31,8 +31,12 @@ from .schedule import Call, Decision
 from .scopes import Scope, recompute
 from .storages import StorageMap
 
+REMEMBERED = (
+    1 << 15
+)  # saved tensors that differ in name, shape or the like; then all are judged anew
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class Running:
     """A layer whose forward runs. call None: the schedule stands aside."""
 
@@ -196,6 +200,8 @@ class LayerScope(Scope):
         found = self._judged.get(facts)
         if found is None:
             found = self._judge(t, known)
+            if len(self._judged) >= REMEMBERED:
+                self._judged.clear()
             if self._lasting:
                 self._judged[facts] = found
         return self._do(t, storage, found)

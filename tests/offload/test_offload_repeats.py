@@ -173,6 +173,15 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
     assert more <= 60 * saved  # those of the layer and its modules among them
 
 
+def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "REMEMBERED", 50)
+    model = Model()
+    with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
+        for rows in range(1, 6):
+            step(model, rows, None, False)
+            assert 0 < len(scheduler._scope._judged) <= 50
+
+
 def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
     judge = layers.why_keep
