@@ -27,7 +27,7 @@ from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations
 from .record import Recorder, Seconds
-from .roofline import Roofline
+from .roofline import DRY_ERROR, Roofline
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -156,8 +156,11 @@ def _recorder(
 
 
 def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
-    yield f"times: roofline of {hardware.name} ({hardware.source})"
-    yield "bytes that a kernel needs inside itself are not counted"
+    yield (
+        f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
+        f"recorded steps lay within {DRY_ERROR:.0%}"
+    )
+    yield "bytes that a kernel needs inside itself are not counted: recorded peaks were up to 1 % higher"
     yield from unseen()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
