@@ -181,6 +181,20 @@ def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
         assert times == pytest.approx([flops / 1e6, flops / 1e5])
 
 
+def test_the_output_of_attention_has_one_name_whatever_kernel_makes_it(profile: Profile) -> None:
+    assert "blocks.0.0.1.ScaledDotProductAttentionBackward0.0" in {s.name for s in profile.saved}
+
+
+@pytest.mark.gpu
+def test_a_dry_run_names_what_a_recorded_step_of_the_device_names() -> None:
+    model = Model().to("cuda", torch.bfloat16)
+    step = step_of(model, torch.randn(2, 64, D, device="cuda", dtype=torch.bfloat16))
+    dry, real = dry_run(step, Hardware.measure()), record(step)
+    assert {dry.saved[k].name for k in dry.candidates()} == {
+        real.saved[k].name for k in real.candidates()
+    }
+
+
 def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None:
     here = replace(H200, transposing=H200.memory / 4, launch=1e-6)
     seconds, aten = Roofline(here), torch.ops.aten
