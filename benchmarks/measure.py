@@ -86,26 +86,63 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, float]:
-    """Median microseconds of a call, hot: in rotated order, one call to warm up and `repeat` timed."""
-    names, spans = list(calls), {name: [] for name in calls}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            call = calls[name]
-            call()
+Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each round
+
+
+def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
+    """Microseconds of a call, hot: in `balanced` order, half as many calls to warm up and `repeat` timed.
+
+    A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
+    40 ms up to 12 % faster, then slower than it settles at. So nobody follows the same candidate in every round,
+    the GPU has work when the one before ends, the clock starts late, and a first round only heats.
+    """
+    spans: dict[str, list[Any]] = {name: [] for name in calls}
+    names, orders, end = list(calls), balanced(len(calls)), torch.cuda.Event()
+    for i in range(rounds + 1):
+        for name in (names[place] for place in orders[i % len(orders)]):
+            calls[name]()
+            end.synchronize()  # from here on the host is no further ahead than it gets by itself
+            for _ in range(repeat // 2):
+                calls[name]()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(repeat):
-                call()
+                calls[name]()
             end.record()
-            end.synchronize()
-            spans[name].append(start.elapsed_time(end) * 1e3 / repeat)
-    return {name: round(statistics.median(us), 1) for name, us in spans.items()}
+            spans[name].append((start, end))
+    end.synchronize()
+    return {
+        name: [start.elapsed_time(end) * 1e3 / repeat for start, end in found[1:]]
+        for name, found in spans.items()
+    }
+
+
+def balanced(n: int) -> list[list[int]]:
+    """Orders of n things, in which everyone stands at every place, and comes after every other, equally often
+    (E. J. Williams, Australian Journal of Scientific Research A 2, 1949): n orders, of odd n twice as many.
+    """
+    zigzag = [(k + 1) // 2 if k % 2 else n - k // 2 for k in range(n)]  # 0, 1, n - 1, 2, n - 2, ...
+    rows = [[(first + z) % n for z in zigzag] for first in range(n)]
+    return rows if n % 2 == 0 else rows + [row[::-1] for row in rows]
+
+
+def medians(us: Rounds) -> dict[str, float]:
+    return {name: round(statistics.median(found), 1) for name, found in us.items()}
+
+
+def paired(mine: list[float], peer: list[float]) -> dict[str, Any]:
+    """How many times as fast as the peer: the median of the ratios of all rounds, and its interval."""
+    ratios = [theirs / ours for theirs, ours in zip(peer, mine, strict=True)]
+    low, high = median_interval(ratios)
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "interval": [round(low, 3), round(high, 3)],
+    }
 
 
 def repeats(flops: int, seconds: float) -> int:
-    """How many calls of these forward flops fill the time, at 600 TFLOP/s."""
-    return min(max(round(seconds / flops * 6e14), 1), 20)
+    """How many calls of so many flops fill the time, at 600 TFLOP/s."""
+    return min(max(round(seconds / flops * 6e14), 1), 100)
 
 
 def held_bytes(forward: Call) -> int:
@@ -131,24 +168,26 @@ def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
 
 
 def kernels(step: Call, steps: int = 5) -> list[dict[str, Any]]:
-    """Every kernel of a step in order, with its median microseconds; those above 5 us."""
-    step()
-    torch.cuda.synchronize()
+    """Every kernel of a step in order, with its median microseconds; those above 5 us.
+
+    The first step under the profiler waits for it to start, and is not counted.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
+        for _ in range(steps + 1):
             step()
         torch.cuda.synchronize()
     events = [e for e in found.events() if e.device_type.name == "CUDA"]
     events.sort(key=lambda e: e.time_range.start)
-    each = len(events) // steps
+    each = len(events) // (steps + 1)
+    del events[:each]
     listed = []
     for place in range(each):
-        same = events[place : each * steps : each]
+        same = events[place::each]
         us = statistics.median(e.time_range.elapsed_us() for e in same)
         if us > 5:
             name = re.sub(r"[^A-Za-z0-9_:<>, ]", "", same[0].name)[:100]
             listed.append({"kernel": name, "us": round(us, 1)})
-    span = events[each * steps - 1].time_range.end - events[0].time_range.start
+    span = events[-1].time_range.end - events[0].time_range.start
     busy = sum(e.time_range.elapsed_us() for e in events)
     total = {"launches": each, "us": round(busy / steps, 1), "span_us": round(span / steps, 1)}
     return [*listed, {"kernel": "all", **total}]
@@ -222,8 +261,8 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """What every benchmark of cells is told."""
     names = list(names)
     parser.add_argument("--only", nargs="*", default=names, choices=names)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--span", type=float, default=0.02, help="seconds a candidate and round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--span", type=float, default=0.08, help="seconds a candidate and round")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
     parser.add_argument("--profile", action="store_true", help="time by kernel")

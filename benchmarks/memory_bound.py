@@ -10,14 +10,14 @@ after another, each in the process that compiled it, while the others wait for t
 Bandwidth: candidates are captured into CUDA graphs over rotated buffers (together larger than L2,
 so nothing is L2-hot) and replayed round robin, order rotated each round; medians. ``copy`` moves the
 same bytes in the same run: the faster of an elementwise kernel and the driver's copy, which at some
-sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their results
-lie, which changes times by some tenths of a percent, and a peer counts as faster where it beats the lower
-quartiles of both. Small shapes: microseconds a call, eager on the host and under graph
-replay. A case whose results differ from its reference is reported as wrong, without times.
-``--tune`` first writes the fastest configurations of this GPU to the user's cache; ``--warm`` only
-fills the compilers' caches. ``launch_us`` is what a graph takes for a kernel that does nothing; the
-floor of a case is the copy, and one of these for each launch beyond the first: that of route and the
-router is made of little else.
+sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their
+results lie, which changes times by some tenths of a percent. A peer counts as faster where the 95 %
+interval of the median of our time over its time, round by round, lies above 1 for both. Small shapes:
+microseconds a call, eager on the host and under graph replay. A case whose results differ from its
+reference is reported as wrong, without times. ``--tune`` first writes the fastest configurations of
+this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``launch_us`` is what a graph
+takes for a kernel that does nothing; the floor of a case is the copy, and one of these for each launch
+beyond the first: that of route and the router is made of little else.
 """
 
 from __future__ import annotations
@@ -132,6 +132,16 @@ def round_robin(replays: dict[str, Replay], rounds: int) -> dict[str, list[float
     return times
 
 
+def over_peer(times: dict[str, list[float]], peer: str) -> list[float]:
+    """Our time over the peer's in the same rounds, of the capture that does better: where its median lies."""
+    ratios = [
+        [ours / theirs for ours, theirs in zip(times[name], times[peer], strict=False)]
+        for name in ("fuseops", "again")
+        if name in times
+    ]
+    return min([round(v, 4) for v in measure.median_interval(r)] for r in ratios)
+
+
 def launches(case: Case, args: tuple) -> int:
     """How many kernels a call launches."""
     with recording(arch_of(torch.device("cuda", 0))) as recorder:
@@ -174,10 +184,11 @@ def bandwidth(
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
     ours = medians.get("fuseops")
-    best = min(
-        (quartiles[name][0] for name in ("fuseops", "again") if name in quartiles), default=0.0
-    )
-    faster = [peer for peer in ("eager", "compile", "liger") if medians.get(peer, best) < best]
+    over = {
+        peer: over_peer(times, peer)
+        for peer in calls
+        if peer in times and peer != "fuseops" and ours
+    }
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
     kernels = launches(case, first)
     floor = medians["copy"] + (kernels - 1) * options.launch_us
@@ -190,7 +201,8 @@ def bandwidth(
         "share_of_copy": ours and round(medians["copy"] / ours, 3),
         "share_of_floor": ours and round(floor / ours, 3),
         "bar": 0.75 if case.name.endswith("_both") else 0.9,
-        "faster_peers": faster,
+        "over_peers": over,
+        "faster_peers": [peer for peer, (least, _) in over.items() if least > 1],
         "absent": absent,
     }
 

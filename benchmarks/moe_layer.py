@@ -3,10 +3,10 @@
     python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.json --peers compile sonic sonic_tuned
 
 The layer is router, top-k softmax, gather, SwiGLU experts and combine over one set of weights. Candidates run in turn,
-in rotated order, back to back (hot). SonicMoE runs with its default and with autotuned tiles: the first shape takes
-minutes, and QUACK_CACHE_AUTOTUNING=1 keeps what was found. Outputs and all gradients are checked against float32 first.
-Saved bytes are what a forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s
-are useful ones: 6 T K n d forward.
+in balanced order, back to back (hot); ratios are those of each round. SonicMoE runs with its default and with
+autotuned tiles: the first shape takes minutes, and QUACK_CACHE_AUTOTUNING=1 keeps what was found. Outputs and all
+gradients are checked against float32 first. Saved bytes are what a forward leaves allocated beyond its inputs and its
+output, measured the same way for all. TFLOP/s are useful ones: 6 T K n d forward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -186,34 +187,38 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     if options.warm:
         return record
     ways = {"fwd": {n: measure.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
-    record["us"], record["tflops"] = {}, {}
+    record["us"], record["tflops"], record["ratios"] = {}, {}, {}
     for what, calls in ways.items():
         if options.graphs:
             calls = {**calls, "fuseops_graph": measure.captured(calls["fuseops"])}
-        repeat = measure.repeats(p.flops, options.span)
-        us = measure.in_turn(calls, options.rounds, repeat)
         flops = p.flops * (1 if what == "fwd" else 3)
-        record["us"][what] = us
-        record["tflops"][what] = {n: round(flops / v / 1e6) for n, v in us.items()}
+        us = measure.in_turn(calls, options.rounds, measure.repeats(flops, options.span))
+        record["us"][what] = measure.medians(us)
+        record["tflops"][what] = {n: round(flops / t / 1e6) for n, t in record["us"][what].items()}
+        record["ratios"][what] = ratios(us)
         del calls
     if options.profile:
         record["kernels"] = {n: measure.kernels(s) for n, s in steps.items() if n != "compile"}
     return record
 
 
+def ratios(us: measure.Rounds) -> dict[str, Any]:
+    """The fastest peer's time over ours, eager and as a captured graph; nothing without a peer."""
+    peers = [name for name in us if not name.startswith("fuseops")]
+    if not peers:
+        return {}
+    best = min(peers, key=lambda name: statistics.median(us[name]))
+    mine = (name for name in us if name not in peers)
+    return {"best_peer": best, **{name: measure.paired(us[name], us[best]) for name in mine}}
+
+
 def summary(cells: dict[str, Any]) -> dict[str, Any]:
     """Ratios to the fastest peer, and of saved bytes to SonicMoE's, beside their bars."""
     found: dict[str, Any] = {}
     for name, record in cells.items():
-        for what, us in record.get("us", {}).items():
-            peers = {n: t for n, t in us.items() if not n.startswith("fuseops")}
-            if peers:
-                best = min(peers, key=lambda n: peers[n])
-                entry = {"best_peer": best, "bar": LEAST[what][name]}
-                for mine in ("fuseops", "fuseops_graph"):
-                    if mine in us:
-                        entry[mine] = round(peers[best] / us[mine], 3)
-                found[f"{name}/{what}"] = entry
+        for what, entry in record.get("ratios", {}).items():
+            if entry:
+                found[f"{name}/{what}"] = {"bar": LEAST[what][name], **entry}
         saved = record.get("saved_bytes", {})
         if "sonic" in saved:
             ratio = round(saved["fuseops"] / saved["sonic"], 4)

@@ -31,6 +31,7 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ PEAKS = {"dense": "12.8,11,7", "moe": "carried"}
 PARTS = "rounds,exact,fit,dry,others"
 LINK = 55.0  # GB/s each way, what "carried" bytes are counted for
 DELAY = 20_000_000  # cycles: longer than a block
+HOST_STEPS = 7  # of which two to get in
 LANES = ("compute", "d2h", "h2d")
 
 
@@ -69,7 +71,7 @@ class Bench:
         self.plans: dict[str, OffloadPlan] = {}
         self.base = 0  # bytes before a step
         self.forward_left = 0  # bytes after the last forward that was looked at
-        self.host_ms: dict[str, float] = {}  # to launch a step, by way
+        self.host: dict[str, Row] = {}  # what the host takes for a step, by way
         self.ways: dict[str, Callable[[], Any]] = {"nothing": contextlib.nullcontext}
 
     # --- plans
@@ -180,15 +182,31 @@ class Bench:
         event.record()
         return event
 
-    def launching(self, way: str) -> float:
-        """Milliseconds of the host to launch a step on an idle device."""
+    def launching(self, way: str) -> Row:
+        """What the host takes for a step: of an eighth of the rows, so that it never waits for the
+        device. host_us_a_tensor: beyond the plain step, for each saved tensor.
+        """
+        whole, self.batch = self.batch, self.leaves[0][: len(self.leaves[0]) // 8].clone
+        times = []
         with self.ways[way]():
-            self.step()
-            if self.cuda:
-                torch.cuda.synchronize()
-            begun = time.perf_counter()
-            self.step()
-            return (time.perf_counter() - begun) * 1e3
+            for _ in range(HOST_STEPS):
+                saved = self.saved()
+                if self.cuda:
+                    torch.cuda.synchronize()
+                begun = time.perf_counter()
+                self.step()
+                times.append((time.perf_counter() - begun) * 1e3)
+            saved = self.saved() - saved
+        self.batch = whole
+        found = {"host_ms": statistics.median(times[2:])}
+        if saved:
+            more = found["host_ms"] - self.host["nothing"]["host_ms"]
+            found |= {"saved_tensors": saved, "host_us_a_tensor": more * 1e3 / saved}
+        return found
+
+    def saved(self) -> int:
+        """Saved tensors that the scheduler has seen."""
+        return sum(entry.times for entry in self.scheduler.report().entries)
 
     # --- parts
 
@@ -217,7 +235,7 @@ class Bench:
     def summary(self, found: dict[str, list[Row]]) -> dict[str, Any]:
         return {
             way: summary(rows, found["nothing"], self.plans.get(way), self.base)
-            | ({"host_ms": self.host_ms[way]} if way in self.host_ms else {})
+            | self.host.get(way, {})
             for way, rows in found.items()
         }
 
@@ -225,10 +243,12 @@ class Bench:
         """A few steps each: compiled kernels, the order of layers, pinned memory."""
         for way in self.ways:
             self.visit(way, steps=1)()
-            self.host_ms[way] = self.launching(way)
             say(f"{way} is warm")
         gc.collect()
         gc.freeze()  # as training loops do: no pause that belongs to no way
+        for way in self.ways:
+            self.host[way] = self.launching(way)
+            say(f"{way}: {self.host[way]}")
 
     def exact(self) -> dict[str, Any]:
         """For each plan whether gradients are equal, by the lane that is slow. "nothing": whether two

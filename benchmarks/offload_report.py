@@ -88,7 +88,10 @@ def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if "gone_over_moved" in row:
             at_least(f"{way}: bytes gone over bytes chosen", row["gone_over_moved"], 0.999)
     if "plan carried" in rounds:
-        chosen = rounds["plan carried"]["predicted"]["offload_gib"]
+        row = rounds["plan carried"]
+        at_most("plan carried: host over device, of a step", row["host_ms"] / row["ms"], 0.6)
+        at_most("plan carried: us of the host a saved tensor", row["host_us_a_tensor"], 25)
+        chosen = row["predicted"]["offload_gib"]
         carried = record["plans"]["carried_at_55_gbs_gib"]
         at_least("plan carried: GiB chosen over those that 55 GB/s carry for free", chosen, carried)
     others = record.get("others", {})

@@ -22,6 +22,7 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 
 - **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
   `below` counts the cells under the bar of that row.
+  One with an interval is the median of the ratios of all rounds, and the interval holds the true one with 95 %.
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
 - **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
   interval that holds the true one with 95 % (of fewer than six rounds, their range).
@@ -141,14 +142,13 @@ def ways(name: str, found: Mapping[str, Mapping[str, Any]]) -> Rows:
     keys = [key for key in WAY if any(key in row for row in found.values())]
     rows = [[name, "step ms", "ratio (interval)", *(WAY[key] for key in keys)]]
     for way, row in found.items():
-        low, high = row.get("interval", (None, None))
-        ratio = "" if low is None else f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
+        ratio = cell(row) if "interval" in row else ""
         rows.append([way, f"{row['ms']:.0f}", ratio, *(cell(row.get(key)) for key in keys)])
     return rows
 
 
 def cell(value: Any) -> str:
-    """A figure as a reader wants it; of a list its items, of a dict how many it holds."""
+    """A figure as a reader wants it; a ratio with its interval, of a list its items, of a dict how many it holds."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -157,6 +157,9 @@ def cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return " ".join(map(cell, value))
+    if isinstance(value, dict) and "interval" in value:
+        low, high = value["interval"]
+        return f"{value['ratio']:.3f} ({low:.3f}-{high:.3f})"
     return str(len(value)) if isinstance(value, dict) else str(value)
 
 

@@ -3,6 +3,7 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import operator
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,12 +12,24 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def in_backward() -> bool:
     """True while autograd executes a backward in this thread (a recomputation, for a forward that asks)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def will_accumulate(node: Any) -> bool:
+    """In a backward: whether a gradient that arrives at this node is added to the `.grad` of a leaf, or of some leaf
+    right behind it.
+
+    Not so where `torch.autograd.grad` or `backward(inputs=)` asks for others, or returns that of the leaf itself.
+    """
+    leaves = [behind for behind, _ in node.next_functions if hasattr(behind, "variable")]
+    try:
+        return any(map(torch._C._will_engine_execute_node, leaves or [node]))
+    except RuntimeError:  # a leaf whose gradient is returned
+        return False
 
 
 def top_saved_tensor_hooks() -> tuple[object, object] | None:
@@ -45,6 +58,11 @@ def inside_functorch() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether a `vmap` stands for many tensors by this one."""
+    return bool(torch._C._functorch.is_batchedtensor(t))
+
+
 def inside_forward_ad() -> bool:
     """True inside `torch.autograd.forward_ad.dual_level()`, where any tensor may carry a tangent."""
     return forward_ad._current_level >= 0
@@ -71,6 +89,18 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
+current_stream: Callable[[int], Any] = getattr(
+    torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream
+)
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is captured into a graph. The default one cannot be: it is not asked."""
+    default: bool = current_stream(current_device())[0] == 0
+    return not default and torch.cuda.is_current_stream_capturing()
 
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -116,28 +146,32 @@ def in_recomputation() -> bool:
     return any(name.startswith("_recomputation_hook") for name in names)
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Which storage this is; unique for as long as it, or a WeakStorage of it, lives."""
-    return int(storage._cdata)
+# which storage this is; unique for as long as it, or a WeakStorage of it, lives
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
-_expired: Any = torch.UntypedStorage._expired  # torch's own wrappers take thrice as long
+# torch's own wrappers take thrice as long
+_expired: Any = torch.UntypedStorage._expired
+_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
 
 class WeakStorage:
     """A weak reference to a storage: its memory may go, its key is not given to another."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("_cdata",)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._cdata: Any = storage._weak_ref()
+
+    def __del__(self, free: Callable[[Any], None] = _free_weak_ref) -> None:
+        free(self._cdata)
 
     def expired(self) -> bool:
-        return bool(_expired(self._ref.cdata))
+        return bool(_expired(self._cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         factory: Any = torch.UntypedStorage
-        found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._ref.cdata)
+        found: torch.UntypedStorage | None = factory._new_with_weak_ptr(self._cdata)
         return found
 
     def holders(self) -> int:
@@ -185,9 +219,10 @@ def compiled_region() -> list[torch.nn.Module] | None:
     return found
 
 
-def is_functorch_wrapped(t: torch.Tensor) -> bool:
-    """Whether t is a level of `torch.func`, without a storage of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+# whether a tensor is a level of `torch.func`, without a storage of its own
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
+    torch._C._functorch.is_functorch_wrapped_tensor
+)
 
 
 def version(t: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -436,6 +437,18 @@ def test_forward_mode_outside_reference_says_where_to_go() -> None:
             tangent = forward_ad.unpack_dual(seq(dual)).tangent
         frozen = forward_ad.unpack_dual(seq.requires_grad_(False)(dual)).tangent
     assert tangent is not None and torch.equal(frozen, tangent)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_vmap_without_gradients_is_the_loop_and_refused_where_every_example_has_its_own_groups(
+    reference: bool,
+) -> None:
+    seq, grouped, xs = stack(), GroupedLinear(2, 4, 3), torch.randn(2, 3, 4)
+    offs = torch.tensor([[1, 3], [2, 3]], dtype=torch.int32)
+    with torch.no_grad(), fo.reference() if reference else nullcontext():
+        torch.testing.assert_close(torch.vmap(seq)(xs), torch.stack([seq(x) for x in xs]))
+        with pytest.raises(fo.FuseOpsError, match="vmap over grouped rows"):
+            torch.vmap(lambda x, o: grouped(x, offs=o))(xs, offs)
 
 
 # --- in-place on the result -------------------------------------------------------------------

@@ -164,6 +164,15 @@ def test_wrong_calls_exit_with_2(capsys: pytest.CaptureFixture[str], argv: list[
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["env", "kernels", "offload-plan", "demo"])
+def test_an_unknown_option_shows_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    error = output(capsys, command, "--nonsense", code=2)
+    assert error.startswith(f"usage: fuseops {command} ")
+    assert f"fuseops {command}: error: unrecognized arguments: --nonsense" in error
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert fo.__version__ in output(capsys, "--version")
     help_text = output(capsys, "--help")
@@ -267,6 +276,9 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
         r["regs"] for r in as_json(capsys, "kernels", "--arch", "80")["kernels"] if "regs" in r
     )
     assert str(worst) in shown and "reference (needs sm_89)" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+    header, *lines = output(capsys, "kernels", "--kernel", "rmsnorm", "--variants").splitlines()
+    assert header.split()[-1] == "variant" and all("BLOCK_N=" in line for line in lines)
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
     assert "rmsnorm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 

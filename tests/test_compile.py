@@ -208,6 +208,17 @@ def test_a_compiled_call_sees_the_scope_and_the_replaced_op() -> None:
     torch.testing.assert_close(run(x), model(x))
 
 
+def test_a_compiled_call_sees_a_forward_that_was_replaced_on_the_instance() -> None:
+    torch.compiler.reset()
+    seq, x = fo.Sequential(fo.ops.Linear(D, D), fo.ops.SiLU()), torch.randn(3, D)
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    before = compiled(x)
+    seq[1].forward = lambda x: 2 * nn.functional.silu(x)
+    torch.testing.assert_close(compiled(x), 2 * before)
+    del seq[1].forward
+    torch.testing.assert_close(compiled(x), before)
+
+
 def test_a_thread_that_ran_nothing_yet_compiles() -> None:
     """Nothing that is set in a thread for the first time, while it is traced, may be guarded on as absent."""
     for _ in range(2):  # dynamo's own first call in a process hides it

@@ -2,10 +2,14 @@
 
 import functools
 import importlib.util
+import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +44,57 @@ def test_the_interval_of_a_median_is_as_sure_as_it_says(n: int, level: float) ->
     assert narrower > 1 - level or low + 1 > high - 1
 
 
+@given(st.integers(1, 12))
+def test_in_a_balanced_order_nobody_has_a_better_place(n: int) -> None:
+    """Everyone stands at every place, and comes after every other, equally often."""
+    orders = measure().balanced(n)
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    places = Counter((i, who) for order in orders for i, who in enumerate(order))
+    after = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(places) == n * n and len(set(places.values())) == 1
+    assert len(after) == n * (n - 1) and len(set(after.values())) <= 1
+
+
+def test_in_turn_times_the_calls_of_every_round_but_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, made = [0.0], Counter()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Any) -> float:
+            return other.at - self.at
+
+    def taking(name: str, ms: float) -> Any:
+        def call() -> None:
+            now[0] += 9 * ms if made[name] < 7 else ms  # the first round, on another clock
+            made[name] += 1
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    calls = {"one": taking("one", 1.0), "two": taking("two", 2.0)}
+    us = measure().in_turn(calls, rounds=3, repeat=4)
+    assert us == {"one": pytest.approx([1e3] * 3), "two": pytest.approx([2e3] * 3)}
+    assert made == {"one": 4 * 7, "two": 4 * 7}
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=20), st.floats(1.01, 1.5))
+def test_a_paired_ratio_is_that_of_every_round(clock: list[float], faster: float) -> None:
+    """Both slow down together from round to round: that is not in the ratio, nor in its interval."""
+    found = measure().paired([10 * c for c in clock], [10 * c * faster for c in clock])
+    assert found["interval"][0] <= found["ratio"] <= found["interval"][1]
+    assert all(abs(r - faster) <= 0.001 for r in (found["ratio"], *found["interval"]))
+
+
 def test_the_page_is_not_stale() -> None:
     made = tables()
     said = made.PAGE.read_text(encoding="utf-8")
@@ -62,6 +117,11 @@ def test_a_summary_of_facts_counts_what_it_lists() -> None:
     assert facts[1:] == [["cells", "3"], ["below_bar", "1"], ["wrong", "0"]]
     rows = tables().summary({"fwd": {"geomean": 1.25, "least": ["relu", 1.1]}})
     assert rows == [["summary", "geomean", "least"], ["fwd", "1.25", "relu 1.1"]]
+
+
+def test_a_ratio_stands_with_its_interval() -> None:
+    rows = {"a/fwd": {"bar": 1.0, "fuseops": {"ratio": 1.0344, "interval": [1.03, 1.041]}}}
+    assert tables().summary(rows)[1] == ["a/fwd", "1", "1.034 (1.030-1.041)"]
 
 
 def test_ways_to_train_show_what_was_predicted() -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_moe import ACTS, plain_moe
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -180,6 +180,46 @@ def test_every_micro_batch_has_the_scale_of_its_forward() -> None:
     assert apart[0].abs().max() > 0
 
 
+def plain_blocks(aux: str) -> list[nn.Module]:
+    """MoE layers between plain blocks, which know of no loss."""
+    torch.manual_seed(0)
+    layer = lambda: fo.MoE(D, F, E, 2, balance_loss=0.5, z_loss=0.25, aux=aux)  # noqa: E731
+    between = nn.Sequential(nn.LayerNorm(D), nn.Tanh())
+    return [m.double() for m in (nn.Linear(D, D), layer(), between, layer(), nn.Linear(D, 3))]
+
+
+@pytest.mark.parametrize("cut", [None, 1, 2, 3])
+def test_an_injected_loss_crosses_plain_blocks_and_pipeline_stages(cut: int | None) -> None:
+    """cut: where one stage ends and hands over its output, and gets back nothing but the gradient of it."""
+    scale, x = 3.0, torch.randn(9, D, dtype=torch.float64)
+    returning, injecting = (plain_blocks(aux) for aux in ("return", "inject"))
+
+    h, losses = x, x.new_zeros(())
+    for block in returning:
+        if isinstance(block, fo.MoE):
+            h, loss = block(h, returns="router_loss")
+            losses = losses + loss
+        else:
+            h = block(h)
+    (objective(h, losses) + (scale - 2) * losses).backward()  # objective counts losses twice
+
+    for block in injecting:
+        if isinstance(block, fo.MoE):
+            block.loss_scale = scale
+    if cut is None:
+        objective(nn.Sequential(*injecting)(x), x.new_zeros(())).backward()
+    else:
+        sent = nn.Sequential(*injecting[:cut])(x)
+        received = sent.detach().requires_grad_()
+        objective(nn.Sequential(*injecting[cut:])(received), x.new_zeros(())).backward()
+        sent.backward(received.grad)
+    gradients = [
+        {n: p.grad for n, p in nn.ModuleList(blocks).named_parameters()}
+        for blocks in (injecting, returning)
+    ]
+    assert_same(*gradients)
+
+
 @some
 @given(layers())
 def test_replayed_experts_give_the_same_layer(case: tuple[fo.MoE, Tensor, str]) -> None:
@@ -264,8 +304,11 @@ def test_copies_are_counted_once_and_in_training_only(reentrant: bool) -> None:
     assert counted.sum() == 20
     with torch.no_grad():
         moe(x)
+    fo.explain(moe, x)
+    moe.plan(x)
+    fo.testing.assert_fused_matches_unfused(moe, x)
     moe.eval()(x)
-    assert counted.sum() == 20
+    assert counted.sum() == 20 and moe["router"].tokens_per_expert is counted
     assert set(moe.state_dict()) == {
         "router.weight", "router.expert_bias", "fc1.weight", "fc2.weight"
     }  # fmt: skip

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.kernels.registry import watching
 
 pytestmark = pytest.mark.gpu
 
 NoSync = Callable[[], AbstractContextManager[None]]
-D, F, E, K, T = 256, 192, 16, 4, 500
+# such that fc1 ends in SwiGLU, and the gradient of fc2 goes on through it
+D, F, E, K, T = 256, 256, 16, 4, 500
+
+BF16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -69,6 +73,41 @@ def test_a_layer_equals_float64_on_the_cpu(
     for mine, wanted in zip(step(moe, x), exact, strict=True):
         assert mine.isfinite().all()
         assert (mine.cpu().double() - wanted).norm() <= bound * wanted.norm().clamp_min(1e-9)
+
+
+def zipf(tokens: int, top_k: int) -> Tensor:
+    chances = 1 / torch.arange(1.0, E + 1)
+    return torch.multinomial(chances.expand(tokens, E), top_k)
+
+
+ROUTINGS: dict[str, tuple[int, Callable[[], Tensor]]] = {
+    "zipf": (K, lambda: zipf(T, K)),
+    "the same experts": (K, lambda: torch.arange(K).expand(T, K) * 3),  # and twelve empty ones
+    "one expert": (1, lambda: torch.full((T, 1), E - 1)),
+    "one token": (K, lambda: zipf(1, K)),
+    "a full tile and a row": (1, lambda: (torch.arange(129) == 7).long()[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_any_routing_equals_float64(name: str) -> None:
+    """On the kernels of a layer that is fused throughout."""
+    top_k, draw = ROUTINGS[name]
+    chosen = draw().to(torch.int32)
+    moe = fo.MoE(D, F, E, top_k, normalize=False, **BF16)
+    judge = fo.MoE(D, F, E, top_k, normalize=False).double()
+    judge.load_state_dict({n: t.cpu().double() for n, t in moe.state_dict().items()})
+    x = batch(torch.bfloat16, len(chosen))
+    with watching() as launched:
+        got = step(moe.replaying(), x, chosen=chosen.cuda())
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    ran = {op.name for op, *_ in launched}
+    assert {"grouped_swiglu", "grouped_dswiglu"} <= ran or not hopper
+    exact = step(judge.replaying(), x.cpu().double(), chosen=chosen)
+    for mine, wanted in zip(got, exact, strict=True):
+        assert mine.isfinite().all()
+        # a rounding of 2^-9 for each of up to four tensors behind one another
+        assert (mine.cpu().double() - wanted).norm() <= 2e-2 * wanted.norm().clamp_min(1e-9)
 
 
 @kinds

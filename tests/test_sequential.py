@@ -179,6 +179,20 @@ def test_slices_keep_names_order_and_modules() -> None:
     torch.testing.assert_close(part(seq[:1](x)), seq(x))
 
 
+def test_a_named_child_is_replaced_and_removed_by_name() -> None:
+    seq, x = fo.Sequential({"a": Linear(4, 4), "b": SiLU(), "c": Linear(4, 2)}), data(3, 4)
+    seq(x)
+    seq["b"] = nn.ReLU()
+    torch.testing.assert_close(seq(x), seq.c(seq.a(x).relu()))
+    del seq["b"]
+    assert list(seq._modules) == ["a", "c"]
+    torch.testing.assert_close(seq(x), seq.c(seq.a(x)))
+    with pytest.raises(KeyError, match=r"'d': there are \['a', 'c'\]"):
+        seq["d"] = SiLU()
+    with pytest.raises(KeyError, match="d"):
+        del seq["d"]
+
+
 @pytest.mark.parametrize(
     "edit",
     [

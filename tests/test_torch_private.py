@@ -79,6 +79,27 @@ def test_in_backward_ends_with_an_error() -> None:
     assert not torch_private.in_backward()
 
 
+def test_a_backward_tells_which_leaves_it_adds_to() -> None:
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+            return x + w
+
+        @staticmethod
+        def backward(ctx, dy):  # type: ignore[no-untyped-def]
+            told.append([torch_private.will_accumulate(node) for node, _ in ctx.next_functions])
+            return dy, dy
+
+    told: list[list[bool]] = []
+    x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    Asking.apply(x, w).sum().backward()
+    torch.autograd.grad(Asking.apply(x, w).sum(), x)
+    Asking.apply(x, w).sum().backward(inputs=[w])
+    torch.autograd.grad(Asking.apply(x, w * 2).sum(), w)
+    Asking.apply(x, w * 2).sum().backward(inputs=[w])
+    assert told == [[True, True], [False, False], [False, True], [False, False], [False, True]]
+
+
 def test_saved_tensor_hooks_can_be_seen_taken_off_and_put_back() -> None:
     packed: list[str] = []
 
@@ -165,6 +186,18 @@ def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     for transform in (torch.func.grad(f), torch.vmap(f), torch.func.jacrev(f)):
         transform(torch.ones(2, 2))
     assert len(seen) == 3 and all(seen) and not torch_private.inside_functorch()
+
+
+def test_what_vmap_batches_is_known() -> None:
+    seen: list[bool] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.extend((torch_private.is_batched(x), torch_private.is_batched(torch.ones(2))))
+        return x.sum()
+
+    torch.vmap(f)(torch.ones(2, 2))
+    torch.func.grad(f)(torch.ones(2))
+    assert seen == [True, False, False, False]
 
 
 def test_assume_constant_result_is_torchs() -> None:
@@ -386,6 +419,27 @@ def test_the_current_device_is_the_one_of_the_context() -> None:
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(index):
             assert torch_private.current_device() == torch.cuda.current_device() == index
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_told_from_others() -> None:
+    for index in range(torch.cuda.device_count()):
+        before, other = torch_private.current_stream(index), torch.cuda.Stream(index)
+        with torch.cuda.stream(other):
+            inside = torch_private.current_stream(index)
+            assert inside != before and inside == torch_private.current_stream(index)
+        assert torch_private.current_stream(index) == before
+
+
+@pytest.mark.gpu
+def test_a_capture_is_seen_on_the_stream_that_is_captured() -> None:
+    seen = [torch_private.is_capturing()]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        seen.append(torch_private.is_capturing())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        seen.append(torch_private.is_capturing())
+    assert seen == [False, True, False]
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
+from fuseops import offload
 from fuseops.ops.op import Op
 
 E, D, F = 3, 6, 4
@@ -197,6 +198,30 @@ def test_backward_dw_gives_what_the_backward_left_out(
         close(p.main_grad if main and name.startswith("fc") else p.grad, expected[name])
 
 
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_that_is_asked_for_is_returned_and_added_to_nothing(
+    main: bool, delay: bool, packed: bool
+) -> None:
+    """As with plain torch: neither `torch.autograd.grad` nor what `backward(inputs=)` leaves out reaches `.grad`."""
+    counts, x = [2, 0, 3], data(5).requires_grad_()
+    seq = model(delay_wgrad=delay, accumulate_into_main_grad=main, packed=packed)
+    for p in seq.parameters():
+        p.main_grad = torch.zeros_like(p)
+    loss = call(seq, counts, x).square().sum()
+    leaves = [x, *seq.parameters()]
+    found = torch.autograd.grad(loss, leaves, retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert seq.backward_dw() == 0
+    assert all(p.grad is None and not p.main_grad.any() for p in seq.parameters())
+    loss.backward()
+    seq.backward_dw()
+    for leaf, got in zip(leaves, found, strict=True):
+        mine = leaf.main_grad if main and leaf.grad is None else leaf.grad
+        close(got, mine / 2 if leaf is x else mine)
+
+
 def test_what_is_said_of_gradients_after_a_call_holds_in_the_next() -> None:
     seq, x = fo.Sequential(fo.ops.Linear(4, 3, bias=False)), torch.randn(5, 4)
     op, whole = seq[0], torch.zeros(3, 4)
@@ -219,6 +244,29 @@ def test_a_rehearsed_step_leaves_what_waits_as_it_was() -> None:
     seq(x).sum().backward()
     seq.plan(x)
     assert seq.backward_dw() == 1 and type(seq[0].weight.grad) is Tensor
+
+
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_explains_tests_and_plans_a_step_adds_nothing(
+    main: bool, delay: bool, packed: bool
+) -> None:
+    seq = model(delay_wgrad=delay, accumulate_into_main_grad=main, packed=packed)
+    for p in seq.parameters():
+        p.main_grad = torch.full_like(p, 3.0)
+    routing = fo.Routing.from_counts([2, 0, 3], probs=torch.ones(5, dtype=torch.float64))
+    batch = (data(5), routing)
+    call(seq, [2, 0, 3], data(5)).sum().backward()
+    before = [(p.grad, p.main_grad.clone()) for p in seq.parameters()]
+    fo.explain(seq, *batch)
+    assert seq.plan(*batch).rehearsed
+    fo.testing.assert_fused_matches_unfused(seq, *batch)
+    sizes = [offload.plan(seq, *batch, record=real).before.peak for real in (False, True)]
+    assert min(sizes) >= sum(p.main_grad.nbytes for p in seq.parameters())
+    for p, (grad, main_grad) in zip(seq.parameters(), before, strict=True):
+        assert p.grad is grad and torch.equal(p.main_grad, main_grad)
+    assert seq.backward_dw() == (2 if delay else 0)
 
 
 def test_what_an_error_stops_stays_in_the_queue() -> None:

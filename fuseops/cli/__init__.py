@@ -23,9 +23,8 @@ OK, FAILED, USAGE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.   -> exit code"""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(with_demo="demo" in argv)
     try:
-        args = parser.parse_args(argv)
+        args = _parse(argv)
     except SystemExit as stop:  # argparse has printed its message, or the help
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
@@ -47,7 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code)
 
 
-def _parser(with_demo: bool) -> argparse.ArgumentParser:
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command.  What is unknown is an error of that command, with its usage."""
+    parser, commands = _parser(with_demo="demo" in argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def _parser(
+    with_demo: bool,
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """-> the parser, and that of every command"""
     parser = argparse.ArgumentParser(
         prog="fuseops", description="Compose a model from small ops; see what was fused."
     )
@@ -82,4 +93,4 @@ def _parser(with_demo: bool) -> argparse.ArgumentParser:
         demo = importlib.import_module("fuseops.demo")
         demo.add_arguments(command)
         command.set_defaults(run=demo.run)
-    return parser
+    return parser, commands.choices

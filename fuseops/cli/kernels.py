@@ -10,7 +10,7 @@ from fuseops.kernels.registry import HAS_TRITON
 from .show import as_json, table
 from .target import UsageError
 
-COLUMNS = ("kernel", "variants", "registers", "spills", "shared", "tensor cores", "note")
+MEASURED = ("registers", "spilled B", "shared B", "tensor cores", "note")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         as_json("kernels", triton=aot.table_version(), kernels=rows)
         return 0
-    lines = _each(rows) if args.variants else _summary(rows)
-    table((COLUMNS[0], "arch", *COLUMNS[1:]), lines)
+    if args.variants:  # a variant is long, so it comes last
+        table(("kernel", "arch", *MEASURED, "variant"), _each(rows))
+    else:
+        table(("kernel", "arch", "variants", *MEASURED), _summary(rows))
     return 0
 
 
@@ -62,7 +64,7 @@ def described() -> list[dict[str, Any]]:
 
 
 def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
-    return [[f"{r['kernel']} {r['variant']}", f"sm_{r['arch']}", "1", *_cells([r])] for r in rows]
+    return [[r["kernel"], f"sm_{r['arch']}", *_cells([r]), r["variant"]] for r in rows]
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[list[str]]:

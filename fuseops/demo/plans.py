@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.fusions.explain import FusionPlan, plans
 from fuseops.fusions.explain.html import fragment
-from fuseops.fusions.explain.layout import groups, plural
+from fuseops.fusions.explain.layout import groups, place, plural
 
 
 def plans_of(model: nn.Module, text: Tensor) -> list[FusionPlan]:
@@ -36,7 +36,7 @@ def lines(found: Sequence[FusionPlan]) -> Iterator[str]:
         if alone:
             yield f"    alone      {', '.join(alone)}"
         for miss in group.plan.misses:
-            yield f"    not fused  {miss.rule} at {miss.span[0]}-{miss.span[1] - 1}: {miss.reason}"
+            yield f"    not fused  {miss.rule} at {place(group.plan, miss)}: {miss.reason}"
 
 
 def drawings(found: Sequence[FusionPlan]) -> str:

@@ -275,6 +275,8 @@ class Node(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
+        if seg.elsewhere:
+            ctx.given = [i is not None for i in inputs]
         if live is not None and live.frame is not None:
             live.frame.fill(
                 saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat
@@ -290,6 +292,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
         seg, live = ctx.seg, ctx.live
+        if seg.elsewhere:
+            seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
         tensors = ctx.saved_tensors
         saved = unpack(seg, ctx.rows, tensors)
         if not torch.is_grad_enabled():

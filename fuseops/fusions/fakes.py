@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fuseops.ops.scopes import DELAYED
 from fuseops.torch_private import WeakStorage, storage_key
+
+from .untouched import nothing_waits
 
 
 @contextmanager
@@ -16,7 +17,6 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Parameters and buffers are replaced by their fakes, tied ones by one; what waits for backward_dw stays."""
     made: dict[int, Tensor] = {}
     before = []
-    waiting = [(module.__dict__, module.__dict__.pop(DELAYED, None)) for module in model.modules()]
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, t in table.items():
@@ -26,14 +26,11 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
                         made[id(t)] = fake(t)
                     table[name] = made[id(t)]  # type: ignore[assignment]
     try:
-        yield
+        with nothing_waits(model):
+            yield
     finally:
         for table, name, t in before:
             table[name] = t  # type: ignore[assignment]
-        for own, queue in waiting:
-            own.pop(DELAYED, None)
-            if queue is not None:
-                own[DELAYED] = queue
 
 
 class LiveBytes:

@@ -66,7 +66,10 @@ def key_of(
     asked: Asked, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
 ) -> Key:
     """The key of a call."""
-    grad = torch.is_grad_enabled()
+    grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
+        for op in asked.ops:
+            _ = op.forward, op.fwd, op.bwd
     return Key(
         tuple(
             [
@@ -82,7 +85,7 @@ def key_of(
         grad and x.requires_grad,
         x.__class__,
         _autocast(x),
-        torch.compiler.is_compiling(),
+        compiling,
     )
 
 

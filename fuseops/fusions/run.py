@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from fuseops import kernels
 from fuseops.errors import FuseOpsError, SideInputError
+from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape
 from fuseops.ops.scopes import Settings
@@ -168,7 +169,7 @@ class Run:
             rows=rows,
             dtype=facts.compute or x.dtype,
             device=x.device,
-            capability=torch.cuda.get_device_capability(x.device) if x.is_cuda else None,
+            capability=divmod(arch_of(x.device), 10) if x.is_cuda else None,
             recipe=facts.settings.recipe,
             needs=entry.needs[start:stop],
             training=self.ops[start].training,

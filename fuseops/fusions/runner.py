@@ -235,6 +235,24 @@ class Composed(nn.Sequential):
             return self._modules[idx]
         return super().__getitem__(idx)
 
+    def __setitem__(self, idx: Any, module: nn.Module) -> None:
+        """Replace a child, by position or by a name that is there."""
+        if not isinstance(idx, str):
+            super().__setitem__(idx, module)
+            return
+        if idx not in self._modules:
+            raise KeyError(
+                f"{idx!r}: there are {[*self._modules]}. append and insert add children."
+            )
+        setattr(self, idx, module)
+
+    def __delitem__(self, idx: Any) -> None:
+        """By position, after which the others are numbered anew as in `torch.nn.Sequential`, or by name."""
+        if not isinstance(idx, str):
+            super().__delitem__(idx)
+            return
+        del self._modules[idx]
+
     def __add__(self, other: Any) -> Self:
         if not isinstance(other, nn.Sequential):
             raise TypeError(

@@ -91,19 +91,37 @@ def saved_names(
     flat: Sequence[Tensor],
     prefix: str,
     params: Sequence[Any],
+) -> Sequence[SavedName]:
+    """Every name of every flat tensor, in save order; a parameter is recognised by identity.
+
+    Calls that save alike get the same list.
+    """
+    own = {id(p) for p in params}
+    is_param = tuple([id(t) in own for t in flat])
+    where = None if rows is seg.distinct else tuple([row and _where(row) for row in rows])
+    found = seg.saved_names.get((prefix, is_param, where))
+    if found is None:
+        found = _saved_names(seg, rows, is_param, prefix)
+        seg.saved_names[prefix, is_param, where] = found
+    return found
+
+
+def _saved_names(
+    seg: Segment, rows: Sequence[Row | None], is_param: Sequence[bool], prefix: str
 ) -> list[SavedName]:
-    """Every name of every flat tensor, in save order; a parameter is recognised by identity."""
-    found: list[list[str]] = [[] for _ in flat]
-    ops = [""] * len(flat)
-    own = {id(p) for p in params if p is not None}
+    found: list[list[str]] = [[] for _ in is_param]
+    ops = [""] * len(is_param)
     for slot in seg.slots:
         for name, entry in zip(slot.names, rows[slot.owner] or (), strict=False):
             for component, place in _places(entry):
                 found[place].append(f"{prefix}{name}.{component}" if component else prefix + name)
                 ops[place] = slot.op
-    return [
-        SavedName(tuple(n), id(t) in own, op) for n, t, op in zip(found, flat, ops, strict=True)
-    ]
+    return [SavedName(tuple(n), own, op) for n, own, op in zip(found, is_param, ops, strict=True)]
+
+
+def _where(row: Row) -> Row:
+    """Where a row has tensors; what else is in it may change from call to call, and be unhashable."""
+    return tuple([None if type(entry) is Const else entry for entry in row])
 
 
 def _places(entry: Any) -> tuple[tuple[str, int], ...]:

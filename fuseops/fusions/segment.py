@@ -83,11 +83,15 @@ class Segment:
     autocast: bool = False  # autocast is on around it, and must be off inside
     checked: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
+    elsewhere: bool = field(init=False)  # some gradients do not go through autograd
+    # names of what calls published, by what they depend on
+    saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, when no two are one tensor
     distinct: list[tuple[int | None, ...] | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         places = {place: number for number, place in enumerate(self.kept)}
         self.distinct = [None] * len(self.ops)

@@ -6,7 +6,8 @@ attributes. The autograd node returns None for such a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.packing import alias_of
 from fuseops.ops.scopes import DELAYED
 
-from .segment import Step
+from .segment import Segment, Step
 
 
 class Destination(NamedTuple):
@@ -51,6 +52,44 @@ def split(
     return (
         tuple(c._replace(needs=c.needs - d) for c, d in zip(calls, delayed, strict=True)),
         tuple(c._replace(needs=d) for c, d in zip(calls, delayed, strict=True)),
+    )
+
+
+def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> Segment:
+    """The segment for the backward that runs now: what it would not add to `.grad` goes to no main_grad and does not
+    wait. `torch.autograd.grad` returns what it is asked for, and `backward(inputs=)` leaves the others alone.
+
+    given: which inputs of the node are tensors.  edges: what comes before each of them, and before x, in the graph.
+    """
+
+    def position(i: int, name: str) -> int:
+        return len(seg.reads) + seg.params.index((i, name))
+
+    def adds(i: int, name: str) -> bool:
+        return torch_private.will_accumulate(edges[1 + sum(given[: position(i, name)])][0])
+
+    steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
+    return seg if steps == seg.backward else replace(seg, backward=steps)
+
+
+def _as_asked(
+    step: Step, adds: Callable[[int, str], bool], position: Callable[[int, str], int]
+) -> Step:
+    main = tuple((k, name) for k, name in step.main if adds(step.members[k], name))
+    step = step if main == step.main else replace(step, main=main)
+    if step.later is None:
+        return step
+    (i,), (call,), (late,) = step.members, step.calls, step.later.calls
+    if any(adds(i, name) for name in late.needs):
+        return step
+    call = call._replace(needs=call.needs | late.needs)
+    params = tuple((0, name, position(i, name)) for name in sorted(late.needs))
+    return replace(
+        step,
+        calls=(call,),
+        keywords={"call": call} if step.keywords else {},
+        params=step.params + params,
+        later=None,
     )
 
 

@@ -294,7 +294,12 @@ def write_table(table: dict[str, dict[str, Any]], path: Path = TABLE) -> None:
 def stale(current: dict[str, Row], table: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Keys whose row is missing, changed or no longer wanted, with which of the three it is."""
     wrong = {k: "missing" for k in current if k not in table}
-    wrong |= {k: "changed" for k in current if k in table and table[k]["hash"] != current[k].hash}
+    for key, row in current.items():
+        if key in table and (table[key]["hash"], table[key].get("note", "")) != (
+            row.hash,
+            row.note,
+        ):
+            wrong[key] = "changed"
     return wrong | {k: "unused" for k in table if k not in current}
 
 

@@ -29,12 +29,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Small programs that read one line of memory of many rows, or larger ones that load ahead."""
+    """Small programs that read one line of memory of many rows, or larger ones that load ahead; for few
+    rows tall tiles of half a line, so many that one program a block of columns sums all rows.
+    """
     n = dims[-1]
     return [
         tiles.column_tile(n, itemsize, 4096, 1, 16, 2, most=128),
         tiles.column_tile(n, itemsize, 8192, 4, 4, 4),
+        tiles.column_tile(n, itemsize, 16384, 1, 1, 8, most=64),
+        tiles.column_tile(n, itemsize, 4096, 1, 1, 2, most=64),
     ]
+
+
+def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    many, _, few, fewest = _bwd_candidates(dims, itemsize)
+    return fewest if rows <= 64 else few if rows <= 1024 else many
 
 
 def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -43,7 +52,8 @@ def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config
 
 
 FWD = Space("bias_fwd", tiles.wide_candidates, tiles.wide_default(1))
-BWD = Space("bias_bwd", _bwd_candidates)
+GROUPED_FWD = Space("grouped_bias_fwd", tiles.wide_candidates, tiles.wide_default(0))
+BWD = Space("bias_bwd", _bwd_candidates, _bwd_default)
 GROUPED_BWD = Space("grouped_bias_bwd", _grouped_bwd_candidates)
 
 
@@ -84,7 +94,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
         bias.shape == (len(offs), x.shape[1]),
         f"bias is {tuple(bias.shape)}, expected {(len(offs), x.shape[1])}.",
     )
-    return _forward(x, bias.contiguous(), offs, probs)
+    return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
 @kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
@@ -99,7 +109,7 @@ def grouped_bias_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    return _backward(as_rows(dy), offs, probs, bias)
+    return _backward(as_rows(dy), offs.contiguous(), probs, bias)
 
 
 def sum_partials(partial: Tensor) -> Tensor:
@@ -142,7 +152,7 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     x2, n = as_rows(x), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups = 1 if offs is None else len(offs)
-    config = FWD.pick(len(x2), (n,), x)
+    config = (FWD if offs is None else GROUPED_FWD).pick(len(x2), (n,), x)
     launch(
         device("bias").bias_fwd_kernel, tiles.tile_grid(len(x2), n, config),
         x2, bias, x if offs is None else offs, x if probs is None else _float32(probs), y,

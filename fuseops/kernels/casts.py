@@ -22,9 +22,16 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import current_arch, device, launch
 from fuseops.kernels.quantize import FORMATS, LAYOUTS, SM_89
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, require
+from fuseops.kernels.tiles import as_rows, pow2, require
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FORMATS)
+
+
+def _cast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Tiles of 1024 elements, 8 a thread; or more."""
+    n = pow2(dims[-1], most=1024)
+    sizes = ((1024, 4), (2048, 4), (2048, 8))
+    return [{"BLOCK_R": size // n, "BLOCK_N": n, "num_warps": warps} for size, warps in sizes]
 
 
 def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -32,7 +39,7 @@ def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"BLOCK_R": r, "BLOCK_N": n, "num_warps": warps} for r, n, warps in sizes]
 
 
-CAST = Space("cast", tiles.tile_candidates, tiles.tile_default)
+CAST = Space("cast", _cast_candidates)
 TRANSPOSE = Space("cast_transpose", _transpose_candidates)
 
 

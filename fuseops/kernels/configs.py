@@ -211,6 +211,6 @@ def _entries(path: Path) -> dict[str, Config]:
         return {}
     except (OSError, ValueError) as error:
         raise FuseOpsError(
-            f"cannot read the configuration table {path}: {error}. Delete it or tune again."
+            f"cannot read the configuration table {path}: {error}. Delete it; `fuseops tune` makes a new one."
         ) from error
     return document["entries"] if document.get("schema_version") == SCHEMA_VERSION else {}

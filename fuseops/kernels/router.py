@@ -48,9 +48,15 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    e = pow2(dims[0])
-    sizes = ((2048, 4), (1024, 4), (512, 4)) if e <= 512 else ((e, 4), (e, 8))
-    return [{"BLOCK_R": min(max(total // e, 1), 16), "num_warps": w} for total, w in sizes]
+    """A lane of a token has one of its chosen, and every so many times four of its logits."""
+    e, k = pow2(dims[0]), pow2(dims[1])
+    if e > 1024:
+        return [{"BLOCK_R": 1, "BLOCK_P": e, "num_warps": warps} for warps in (4, 8)]
+    lanes = min(max(k, e // 64), 32)
+    return [
+        {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": min(4 * lanes, e), "num_warps": warps}
+        for warps in (2, 4)
+    ]
 
 
 FWD = Space("router_fwd", _candidates)

@@ -75,7 +75,7 @@ def router_loss(
         logits.stride(0), SOFTMAX=score == "softmax", **leads, BLOCK_E=block_e, **config,
     )  # fmt: skip
     launch(
-        kernels.sum_loss_kernel, (1,), partial, logits if counts is None else counts, loss,
+        kernels.sum_loss_kernel, (1,), partial, logits if counts is None else counts.contiguous(), loss,
         programs, experts, *_slopes(tokens, experts, k, balance, z), BALANCED=counts is not None,
         **follows, BLOCK_P=max(4096 // block_e, 1), BLOCK_E=block_e, num_warps=8,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def router_loss_bwd(
     config = BWD.pick(tokens, (experts,), logits)
     launch(
         device("router_losses").router_loss_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
-        dlogits, logits, logits if counts is None else counts, dloss, y, tokens, experts,
+        dlogits, logits, logits if counts is None else counts.contiguous(), dloss, y, tokens, experts,
         logits.stride(0), *_slopes(tokens, experts, k, balance, z), SOFTMAX=score == "softmax",
         BALANCED=counts is not None, BLOCK_E=pow2(experts), **config,
     )  # fmt: skip

@@ -56,14 +56,10 @@ class Labels:
 
     def name(self, t: Tensor) -> Named:
         """Names the tensor that is being packed. To be called once for each, in order."""
-        frame = names.thread.frame
-        if (
-            frame is not None and frame.tensors
-        ):  # a frame without tensors: an op differentiates inside its own fwd
-            saved = frame.take(t)
-            return Named(
-                saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names)
-            )
+        return as_named(promised(t) or self.of_torch(t))
+
+    def of_torch(self, t: Tensor) -> Named:
+        """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
         region = torch_private.compiled_region()
@@ -83,6 +79,21 @@ class Labels:
 def _node_name(name: str) -> str:
     """The same for every kernel of attention: a plan made without a GPU has the names of a run on one."""
     return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
+
+
+def promised(t: Tensor) -> names.SavedName | None:
+    """What the bridge says of the tensor that is being packed. To be called once for each."""
+    frame = names.thread.frame
+    if frame is None or not frame.tensors:
+        return None  # a frame without tensors: an op differentiates inside its own fwd
+    return frame.take(t)
+
+
+def as_named(saved: names.SavedName | Named) -> Named:
+    """With what the bridge does not say."""
+    if isinstance(saved, Named):
+        return saved
+    return Named(saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names))
 
 
 def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:

@@ -9,6 +9,7 @@ graphs need no code of their own.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,28 +18,46 @@ from torch.utils._pytree import tree_leaves
 
 from fuseops import torch_private
 from fuseops.ops import names
+from fuseops.ops.names import SavedName
 
 from . import marks, modules, records
-from .labels import Labels, Named
+from .labels import Labels, Named, as_named, promised
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
-from .reasons import Facts, mark_on, why_keep
-from .records import Handle, Kept, Label, Moved, Mover, Watch
+from .reasons import HELD_ANYWAY, Facts, mark_on, why_keep
+from .records import Handle, Kept, Label, Moved, Mover, Record, Staying, Watch
 from .report import KEPT, MOVED, SHARED, Entry
 from .schedule import Call, Decision
 from .scopes import Scope, recompute
 from .storages import StorageMap
 
+REMEMBERED = (
+    1 << 15
+)  # saved tensors that differ in name, shape or the like; then all are judged anew
 
-class Running(NamedTuple):
+
+@dataclass(eq=False, slots=True)
+class Running:
     """A layer whose forward runs. call None: the schedule stands aside."""
 
     module: nn.Module
     call: Call | None
     labels: Labels
-    quota: Quota
     inputs: list[str]  # planned names of what the checkpoint of a layer will save
-    inside: ExitStack
+    quota: Quota = field(default_factory=Quota)
+    inside: ExitStack = field(default_factory=ExitStack)
+    staying: Staying | None = None
+
+
+class Judged(NamedTuple):
+    """What was found for a saved tensor. It holds for every one of the same name, shape, bytes and
+    the like; what differs from step to step is which tensors share a storage, and whether there is
+    room.
+    """
+
+    label: Label
+    entry: Entry  # for the report: moved, or kept for what reason
+    saved: SavedName | None  # its id stands for it and for the modules that save it
 
 
 class _Thread(threading.local):
@@ -58,12 +77,16 @@ class LayerScope(Scope):
     ) -> None:
         super().__init__(model)
         self._policy, self._layers, self._make_mover = policy, layers, mover
+        self._lasting = policy is None or (
+            policy.where is None and policy.layer_bytes is None and policy.fraction == 1
+        )
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
         self._thread_calls = _Thread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
+        self._judged: dict[Any, Judged] = {}
         self.names: dict[str, str] = {}  # decision of the last step by name
         self.called: set[str] = set()  # paths of layers
         self._know_root()
@@ -95,13 +118,13 @@ class LayerScope(Scope):
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
-        labels, inside = Labels(self._labels.paths), ExitStack()
-        inputs = list(self._recomputed.get(path, ()))
-        self._thread_calls.running.append(Running(module, call, labels, Quota(), inputs, inside))
+        labels, inputs = Labels(self._labels.paths), list(self._recomputed.get(path, ()))
+        running = Running(module, call, labels, inputs)
+        self._thread_calls.running.append(running)
         if call is None:
             return
         if path in self._dropping:
-            inside.enter_context(recompute())
+            running.inside.enter_context(recompute())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self)
@@ -134,6 +157,7 @@ class LayerScope(Scope):
         """What a plan decided: by name, the layers that are recomputed as a whole, and the lag."""
         if self._mover is not None:
             self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
+        self._judged.clear()
         self._recomputed = {path: [] for path in recomputed}
         self._dropping = set()
         for path in self._layers.values():
@@ -156,59 +180,94 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def _named(self, t: Tensor) -> Named:
+    def pack(self, t: Tensor) -> Handle:
+        """As every scope; but what is the same in every step is found out once."""
+        known = promised(t) or self._named_by_torch(t)
+        aside = self._aside(t)
+        if aside is not None:
+            return self._keep(t, as_named(known), *aside)
+        record = records.find(t)
+        if record is not None:
+            return self._share(t, as_named(known), record)
+        storage = t.untyped_storage()
+        which: tuple[Any, ...] = (id(known), marks.mark_of(t), marks.changes())
+        if isinstance(known, Named):
+            which = (known.name, mark_on(t, known))
+        facts = (
+            *(which, type(t), t.shape, t.dtype, t.device, storage.nbytes()),
+            *(self._owned.of(storage), self._policy and self._resident.get(storage)),
+        )
+        found = self._judged.get(facts)
+        if found is None:
+            found = self._judge(t, known)
+            if len(self._judged) >= REMEMBERED:
+                self._judged.clear()
+            if self._lasting:
+                self._judged[facts] = found
+        return self._do(t, storage, found)
+
+    def _named_by_torch(self, t: Tensor) -> Named:
         running = self._now
-        named = running.labels.name(t)
+        named = running.labels.of_torch(t)
         if running.inputs and t.numel():
             return named._replace(name=running.inputs.pop(0))
         return named
 
-    def _why_aside(self, t: Tensor) -> str | None:
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            known = self.mover.schedule.order.predicts
-            return None if known else "CUDA graph capture, before a step has shown the order"
-        return super()._why_aside(t)
+    def _why_not_captured(self) -> str | None:
+        known = self.mover.schedule.order.predicts
+        return None if known else "CUDA graph capture, before a step has shown the order"
 
     @property
     def _now(self) -> Running:
         return self._thread_calls.running[-1]
 
     def _kept(self, t: Tensor, label: Label) -> Kept:
-        call = self._now.call
-        if call is None:
+        running = self._now
+        if running.call is None:
             return super()._kept(t, label)
-        self.mover.keep(call)
-        return Kept(t, label, self._ledger, (self.mover, call))
+        if running.staying is None:
+            running.staying = Staying(self.mover, running.call)
+        return Kept(t, label, self._ledger, running.staying)
 
-    def _decide(self, t: Tensor, named: Named) -> Handle:
-        running, storage = self._now, t.untyped_storage()
-        call = cast(Call, running.call)  # the hook pair is there only then
-        record = records.find(t)
-        if record is not None:
-            self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
-            record.mover.share(call, record.item)
-            return Moved(t, Label(named.name, named.op), record, call, self._ledger)
+    def _share(self, t: Tensor, named: Named, record: Record) -> Handle:
+        call = cast(Call, self._now.call)  # the hook pair is there only then
+        self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
+        record.mover.share(call, record.item)
+        return Moved(t, Label(named.name, named.op), record, call, self._ledger)
+
+    def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
+        named = as_named(known)
         mark = mark_on(t, named)
-        facts = Facts(self._owned, mark, self.mover.on_gpu)
-        reason = why_keep(t, named, facts)
+        reason = why_keep(t, named, Facts(self._owned, mark, self.mover.on_gpu))
         why = "marked offload"
         if reason is None and mark != marks.OFFLOAD:
-            reason, why = self._by_policy(t, named, running.quota), "policy"
-        if reason is None:
-            entry = self._entry(t, named, MOVED, why, storage.nbytes())
-            found = self.mover.save(call, t, marks.ready(t), Watch(t, entry, self._ledger))
-            if not isinstance(found, str):
-                self.names[named.name] = "offload"
-                self._ledger.saw(entry)
-                self._ledger.moved(found)
-                return Moved(t, Label(named.name, named.op), found, call, self._ledger)
-            reason = found
-        self.names[named.name] = "keep"
-        if self._policy is not None:
-            self._resident.set(storage, named.name)
-        return self._keep_counted(t, named, reason)
+            reason, why = self._by_policy(t, named), "policy"
+        nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
+        decision = MOVED if reason is None else KEPT
+        entry = self._entry(t, named, decision, reason or why, nbytes)
+        label = Label(named.name, named.op)
+        return Judged(label, entry, known if isinstance(known, SavedName) else None)
 
-    def _by_policy(self, t: Tensor, named: Named, quota: Quota) -> str | None:
+    def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
+        label, entry = found.label, found.entry
+        if entry.decision == MOVED:
+            call, watch = cast(Call, self._now.call), Watch(t, entry, self._ledger)
+            record = self.mover.save(call, t, marks.ready(t), watch)
+            if not isinstance(record, str):
+                self.names[label.name] = "offload"
+                self._ledger.saw(entry)
+                self._ledger.moved(record)
+                return Moved(t, label, record, call, self._ledger)
+            entry = entry._replace(decision=KEPT, reason=record)
+        self.names[label.name] = "keep"
+        if self._policy is not None:
+            self._resident.set(storage, label.name)
+        if entry.nbytes and not self._counts(storage, entry.reason):
+            entry = entry._replace(nbytes=0)
+        self._ledger.saw(entry)
+        return self._kept(t, label)
+
+    def _by_policy(self, t: Tensor, named: Named) -> str | None:
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
             return None if planned == "offload" else "planned"
@@ -217,7 +276,7 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        return self._policy.why_keep(Candidate.of(t, named.name, named.op), quota)
+        return self._policy.why_keep(Candidate.of(t, named.name, named.op), self._now.quota)
 
 
 class _Begin:

@@ -20,6 +20,7 @@ from .storages import StorageMap
 OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
 _marks: StorageMap[str] = StorageMap()
+_changes = 0  # of marks on modules
 _ready: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was complete, and when
 
 
@@ -96,6 +97,8 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
         )
     if mark not in (KEEP, OFFLOAD, None):
         raise FuseOpsError(f"mark_module expects 'keep', 'offload' or None, got {mark!r}.")
+    global _changes
+    _changes += 1
     for child in module.modules():
         if mark is None:
             child.__dict__.pop(_ATTRIBUTE, None)
@@ -106,6 +109,11 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
 def mark_of(t: Tensor) -> str | None:
     """The mark on the storage of t."""
     return _marks.get(t.untyped_storage()) if len(_marks) else None
+
+
+def changes() -> int:
+    """How often modules have been marked: as long as that stays, so do their marks."""
+    return _changes
 
 
 def mark_of_module(module: nn.Module) -> str | None:

@@ -54,6 +54,10 @@ class Owned:
         self.note(root.buffers(), BUFFER)
         self.note(root.parameters(), PARAMETER)
 
+    def of(self, storage: torch.UntypedStorage) -> str | None:
+        """What is known of a storage."""
+        return self._storages.get(storage)
+
     def why(self, t: Tensor, is_param: bool) -> str | None:
         """Whether t is a parameter or a buffer, or a view or alias of one."""
         if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):

@@ -15,6 +15,7 @@ torch's own do. Writes through `.data`, `set_` or numpy change no counter; they 
 promise, here as in plain torch.
 """
 
+import functools
 import sys
 import threading
 import weakref
@@ -118,7 +119,7 @@ class Mover:
             self.schedule.share(call, item)
 
     def keep(self, call: Call) -> None:
-        """One more saved tensor stays."""
+        """Something that a call saved stays."""
         with self._lock:
             self.schedule.keep(call)
 
@@ -189,8 +190,13 @@ class Record:
 def _alias_of_no_bytes(t: Tensor) -> Tensor:
     """Shares the version counter of t, and none of its memory."""
     alias = t.detach()
-    alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    alias.data = _nothing(t.dtype, t.device)
     return alias
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Thread(threading.local):
@@ -207,14 +213,27 @@ def find(t: Tensor) -> Record | None:
     return record if record is not None and record.is_of(t) else None
 
 
+class Staying:
+    """All that a call saved and that stays. It dies with the last of those tensors, and the schedule
+    counts it as one.
+    """
+
+    __slots__ = ("call", "mover")
+
+    def __init__(self, mover: Mover, call: Call) -> None:
+        self.mover, self.call = mover, call
+        mover.keep(call)
+
+    def __del__(self) -> None:
+        self.mover.died(self.call, None, True)
+
+
 class Kept:
     """A saved tensor that stays where it is."""
 
     __slots__ = ("__weakref__", "label", "ledger", "of", "tensor", "version")
 
-    def __init__(
-        self, t: Tensor, label: Label, ledger: Ledger, of: tuple[Mover, Call] | None = None
-    ) -> None:
+    def __init__(self, t: Tensor, label: Label, ledger: Ledger, of: Staying | None = None) -> None:
         # Never t itself: a saved output would hold its node, and the node holds it through this.
         self.tensor = t.detach()
         self.version = t._version
@@ -224,10 +243,6 @@ class Kept:
         self.ledger.backward_began()
         _check(self.tensor, self.version, self.label, "")
         return self.tensor
-
-    def __del__(self) -> None:
-        if self.of is not None:
-            self.of[0].died(self.of[1], None, True)
 
 
 class Moved:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -128,26 +127,24 @@ class Ledger:
 
     def __init__(self, scope: str) -> None:
         self.scope = scope
-        self.parent: Ledger | None = None
+        self.chain: tuple[Ledger, ...] = (self,)  # and those around it, innermost first
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
         self.records: weakref.WeakSet[Moves] = weakref.WeakSet()
         self._backward_seen = False
         self._lock = threading.Lock()
 
-    def _chain(self) -> Iterator[Ledger]:
-        ledger: Ledger | None = self
-        while ledger is not None:
-            yield ledger
-            ledger = ledger.parent
+    def inside(self, outer: Ledger | None) -> None:
+        """Whose scope this one's is opened in."""
+        self.chain = (self, *(() if outer is None else outer.chain))
 
     def saw(self, entry: Entry) -> None:
-        for ledger in self._chain():
+        for ledger in self.chain:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
     def moved(self, record: Moves) -> None:
-        for ledger in self._chain():
+        for ledger in self.chain:
             with ledger._lock:
                 ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
                 ledger.records.add(record)
@@ -155,20 +152,20 @@ class Ledger:
     def stayed(self, entry: Entry, reason: str) -> None:
         """What was reported as moved stays after all."""
         kept = entry._replace(decision=KEPT, reason=reason)
-        for ledger in self._chain():
+        for ledger in self.chain:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
                 ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
                 ledger.out = (ledger.out[0] - entry.nbytes, ledger.out[1] - 1)
 
     def came_back(self, nbytes: int) -> None:
-        for ledger in self._chain():
+        for ledger in self.chain:
             with ledger._lock:
                 ledger.back = (ledger.back[0] + nbytes, ledger.back[1] + 1)
 
     def backward_began(self) -> None:
         """Saved tensors are read: what is saved next belongs to another step."""
-        for ledger in self._chain():
+        for ledger in self.chain:
             ledger._backward_seen = True
 
     def take_backward_seen(self) -> bool:

@@ -85,6 +85,8 @@ class Schedule:
         call = Call(self.order.key(layer), last, self.lanes.compute())
         self._live[call.key] = self._last = call
         self._pass("forward", call)
+        distance = self.order.distance(call.key) if self.keep_last else None
+        call.soon = distance is not None and distance <= self.lag + self.ahead
         return call
 
     def leave(self, call: Call) -> None:
@@ -124,11 +126,6 @@ class Schedule:
 
     # --- saving
 
-    def last_group(self, call: Call) -> bool:
-        """Whether the backward of this call begins too soon for anything of it to leave."""
-        distance = self.order.distance(call.key) if self.keep_last else None
-        return distance is not None and distance <= self.lag + self.ahead
-
     def save(
         self,
         call: Call,
@@ -143,7 +140,7 @@ class Schedule:
         ready: a point on the compute lane at which its bytes are complete; default: now.
         """
         item = Item(name, source.nbytes, source, tell)
-        if self.last_group(call):
+        if call.soon:
             item.kept = LAST_GROUP
             return item
         if self.manual or (item.nbytes < self.small and source.owner == call.owner):

@@ -72,7 +72,7 @@ class Scope(Guarded):
             self._owned.note_model(self._root)
 
     def _inherit(self, outer: "Scope | None") -> None:
-        self._ledger.parent = None if outer is None else outer._ledger
+        self._ledger.inside(None if outer is None else outer._ledger)
         if outer is not None:
             self._owned, self._labels = outer._owned, outer._labels
 
@@ -100,14 +100,16 @@ class Scope(Guarded):
 
     def pack(self, t: Tensor) -> Handle:
         """The pack hook: name the tensor, decide, do it, report it."""
-        named = self._named(t)
+        named, aside = self._named(t), self._aside(t)
+        return self._decide(t, named) if aside is None else self._keep(t, named, *aside)
+
+    def _aside(self, t: Tensor) -> tuple[str, int] | None:
+        """Why there is nothing to decide, and the bytes of t."""
         odd = why_not_plain(t)
         if odd is not None:
-            return self._keep(t, named, odd, 0)
-        aside = self._why_aside(t)
-        if aside is not None:
-            return self._keep(t, named, aside, t.untyped_storage().nbytes())
-        return self._decide(t, named)
+            return odd, 0
+        why = self._why_aside(t)
+        return None if why is None else (why, t.untyped_storage().nbytes())
 
     def _named(self, t: Tensor) -> Named:
         if self._ledger.take_backward_seen():
@@ -115,22 +117,31 @@ class Scope(Guarded):
         return self._labels.name(t)
 
     def _why_aside(self, t: Tensor) -> str | None:
-        if t.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "CUDA graph capture"
+        if t.is_cuda and torch_private.is_capturing():
+            return self._why_not_captured()
         if not torch_private.in_backward():
             return None
         return "recomputed by checkpoint" if self.in_checkpoint else "inside backward"
+
+    def _why_not_captured(self) -> str | None:
+        return "CUDA graph capture"
 
     def _decide(self, t: Tensor, named: Named) -> Handle:
         raise NotImplementedError
 
     def _keep_counted(self, t: Tensor, named: Named, reason: str) -> Handle:
-        """Keep a tensor; its storage counts once, and not when a model holds it anyway."""
+        """Keep a tensor, whose storage counts once."""
         storage = t.untyped_storage()
-        counts = reason not in HELD_ANYWAY and self._counted.get(storage) is None
-        if counts:
-            self._counted.set(storage, True)
-        return self._keep(t, named, reason, storage.nbytes() if counts else 0)
+        return self._keep(
+            t, named, reason, storage.nbytes() if self._counts(storage, reason) else 0
+        )
+
+    def _counts(self, storage: torch.UntypedStorage, reason: str) -> bool:
+        """Whether bytes that stay are counted now: once, and not when a model holds them anyway."""
+        if reason in HELD_ANYWAY or self._counted.get(storage) is not None:
+            return False
+        self._counted.set(storage, True)
+        return True
 
     def _keep(self, t: Tensor, named: Named, reason: str, nbytes: int) -> Handle:
         self._report(t, named, KEPT, reason, nbytes)

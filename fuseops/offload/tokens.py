@@ -9,7 +9,7 @@ from .lanes.protocol import Buf, Event
 from .order import Key
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Item:
     """One storage, at one version, that was chosen to leave.
 
@@ -34,7 +34,7 @@ class Item:
         return self.bundle is not None and self.bundle.released
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Bundle:
     """What one transfer moves: one large storage, or several small ones."""
 
@@ -54,7 +54,7 @@ class Bundle:
         return self.items[0].name
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """The token of one call of one layer."""
 
@@ -66,6 +66,7 @@ class Call:
     handles: int = 0  # saved tensors that still exist
     running: bool = True
     backward: bool = False  # has begun
+    soon: bool = False  # its backward begins too soon for anything of it to leave
 
     @property
     def alive(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.errors import ShapeError
+from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.registry import PLAIN
 
 from . import scopes
@@ -16,7 +16,7 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
     """Raise ShapeError for `offs` on another device than the rows, and for bad values on the CPU.
 
     Bad: an end before the one before it, or beyond the rows (padding included). On a CUDA device, and in traced code,
-    values are looked at under `fo.debug()` only.
+    values are looked at under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over them.
     """
     if offs.device != device:
         raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
@@ -25,8 +25,14 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
             torch_private.assert_async(
                 ~bad_ends(offs, rows).any(), "offs must not fall, nor end beyond the rows of x"
             )
+    elif torch_private.inside_functorch():
+        if torch_private.is_batched(offs):
+            raise FuseOpsError(
+                "torch.func.vmap over grouped rows: every example would have an `offs` of its own, and a grouped GEMM "
+                "takes one. Make the examples one batch of rows, or loop over them."
+            )
     elif offs.device.type == "cpu":
-        if type(offs) in PLAIN and not torch_private.inside_functorch():
+        if type(offs) in PLAIN:
             _check_values(offs.tolist(), rows)
     elif scopes.current().debug is not None:
         scopes.current().debug.splits(offs, rows)

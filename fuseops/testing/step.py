@@ -11,6 +11,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from fuseops.fusions.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
+from fuseops.fusions.weight_grads import run_delayed
 from fuseops.ops import scopes
 
 from .trees import copied, mapped, tensors
@@ -76,12 +78,17 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random states are afterwards what they were before."""
+    """Gradients (those that go elsewhere too), buffers and random states are afterwards what they were before."""
     grads = {p: p.grad for p in model.parameters()}
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with (
+            torch.random.fork_rng(devices=devices),
+            put_back(held(model)),
+            put_back(main_grads(model), unseen=True),
+            nothing_waits(model),
+        ):
             for p in grads:
                 p.grad = None
             yield
@@ -145,7 +152,10 @@ def training_step(
         args, kwargs = mapped(inputs, leaf), mapped(side, leaf)
         outputs = dict(tensors(model(*args, **kwargs), "output"))
         _backward(outputs)
+        run_delayed(model)
         grads = {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+        sums = {f"main_grad of {n}": main_grad_of(p) for n, p in model.named_parameters()}
+        grads |= {n: t if t is None else t.clone() for n, t in sums.items()}
         grads |= {f"gradient of {n}": t.grad for n, t in _inputs(args, kwargs) if t.requires_grad}
         buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
     detached = {name: t.detach() for name, t in outputs.items()}

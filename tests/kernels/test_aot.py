@@ -109,6 +109,9 @@ def test_changed_missing_and_unused_rows_are_named():
         "b": "missing",
         "gone": "unused",
     }
+    falls_back = row._replace(hash="", note="reference (needs sm_89)")
+    table = {row.key: {"hash": "", "note": "says something else"}}
+    assert aot.stale({row.key: falls_back}, table) == {row.key: "changed"}
 
 
 def test_every_architecture_is_there():

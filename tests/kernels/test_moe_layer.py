@@ -32,3 +32,26 @@ def test_a_layer_on_the_kernels(kwargs, tokens):
         results.append([y, leaf.grad, *(p.grad for p in layer.parameters()), experts])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "chosen"),
+    [
+        (1, torch.full((70, 1), 5)),  # one expert has everything, more than a tile
+        (2, torch.tensor([[6, 1]] * 33)),  # the same two
+        (2, torch.multinomial(1 / torch.arange(1.0, 9).expand(70, 8), 2)),  # Zipf
+        (2, torch.tensor([[3, 0]])),  # one token
+    ],
+)
+def test_any_routing_on_the_kernels(top_k, chosen):
+    torch.manual_seed(0)
+    moe = fo.MoE(16, 8, 8, top_k, normalize=False).replaying()
+    x, chosen = torch.randn(len(chosen), 16), chosen.to(torch.int32)
+    results = []
+    for layer, leaf in ((moe, x), (copy.deepcopy(moe).double(), x.double())):
+        leaf.requires_grad_()
+        y = layer(leaf, chosen=chosen)
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
+    for mine, exact in zip(*results, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)

@@ -77,6 +77,37 @@ def test_opcheck(name):
     torch.library.opcheck(KERNEL_OPS[name].op, SAMPLES[name], test_utils=tests)
 
 
+def _strided(t):
+    """The same values, rows next to each other in place of columns; those of a vector apart."""
+    if t.dim() > 1:
+        return t.mT.contiguous().mT
+    wide = t.new_full((len(t), 2), 1)
+    wide[:, 0] = t
+    return wide[:, 0]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_strides_of_no_argument_change_the_result(name):
+    op, args = KERNEL_OPS[name], SAMPLES[name]
+    into = name.endswith("_into")  # the first argument, which has to be contiguous
+
+    def run(args):
+        first, *rest = args
+        first = first.clone() if into else first
+        result = op(first, *rest)
+        return tree_leaves(first if into else result)
+
+    want = run(args)
+    for i, t in enumerate(args):
+        if not isinstance(t, torch.Tensor) or not t.dim() or (into and not i):
+            continue
+        for got, expected in zip(run([*args[:i], _strided(t), *args[i + 1 :]]), want, strict=True):
+            torch.testing.assert_close(
+                got.float(), expected.float(), rtol=1e-5, atol=1e-5, msg=f"argument {i} is strided"
+            )
+
+
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_compiles_whole_and_equals_eager(name):
     torch.compiler.reset()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuseops import torch_private
 from fuseops.offload.lanes import cuda
 from fuseops.offload.lanes.arena import ALIGN, REGION, Arena, Slab, aligned
 from fuseops.offload.lanes.protocol import Event, NoRoomError
@@ -119,7 +120,7 @@ def test_pinning_asks_for_the_exact_size_and_falls_back_to_pageable_memory(
 ) -> None:
     cudart = Cudart(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: False)
     region = cuda.pinned(12345 * 512)
     assert region.numel() == 12345 * 512 and cudart.asked == [12345 * 512]
     region.fill_(7)  # real memory, pinned or not
@@ -127,6 +128,6 @@ def test_pinning_asks_for_the_exact_size_and_falls_back_to_pageable_memory(
 
 
 def test_a_capture_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the step once before"):
         cuda.pinned(512)

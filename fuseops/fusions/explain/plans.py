@@ -2,7 +2,7 @@
 
 A real run, because only that shows what plain modules save and which plan the shapes and settings
 of the moment give. It leaves no trace: random states are forked, buffers are stood in for by
-copies, the graph is dropped, and no hook stays. Parameters are only read.
+copies, other tensors of modules are put back, the graph is dropped, and no hook stays. Parameters are only read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fuseops.fusions.config import WRAPPERS, set_root
 from fuseops.fusions.plan import SavedTensor
 from fuseops.fusions.runner import Composed
 from fuseops.fusions.sides import check_module
+from fuseops.fusions.untouched import held, put_back
 from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Op
@@ -114,6 +115,7 @@ def _observe(
     with ExitStack() as undo:
         undo.enter_context(_forked_random(model, args, kwargs))
         buffers = undo.enter_context(_copied_buffers(model))
+        undo.enter_context(put_back(held(model)))
         undo.enter_context(_unplanned_again(model))
         undo.enter_context(_eager())
         launches = Launches(observer.ran)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops.fusions.fakes import LiveBytes, faked
+from fuseops.fusions.untouched import main_grad_of
 from fuseops.torch_private import storage_key
 
 
@@ -89,8 +90,7 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     """Its fake, without a gradient, as at the first micro-batch; with a main_grad, which a backward looks for."""
     fake = mode.from_tensor(t.detach())
     made: Any = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
-    main_grad = getattr(t, "main_grad", None)
-    if isinstance(main_grad, Tensor):
+    if (main_grad := main_grad_of(t)) is not None:
         made.main_grad = mode.from_tensor(main_grad)
     made.requires_grad_(t.requires_grad)
     return made

@@ -134,9 +134,11 @@ def gather_tiles(
 
 
 @gluon.jit
-def store_part(dw, dw_ptr, buffer, part, group, row, col, M, N,
-               TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr):  # fmt: skip
-    """16-bit parts leave by TMA, which ends at the sizes of the weight; float32 by pointers."""
+def store_part(dw, dw_ptr, buffers, part, group, row, col, M, N,
+               TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, NUMBER: gl.constexpr):  # fmt: skip
+    """16-bit parts leave by TMA, which ends at the sizes of the weight, from the buffer whose turn it is;
+    float32 by pointers.
+    """
     if dw_ptr.dtype.element_ty == gl.float32:
         layout: gl.constexpr = part.type.layout
         rows = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
@@ -151,7 +153,8 @@ def store_part(dw, dw_ptr, buffer, part, group, row, col, M, N,
             part += gl.load(to, mask=mask, other=0.0)
         gl.store(to, part, mask=mask)
     else:
-        tma.store_wait(0)
+        buffer = buffers.index(NUMBER % buffers.shape[0])
+        tma.store_wait(buffers.shape[0] - 1)
         if TRANSPOSED:
             buffer.permute((1, 0)).store(part.to(dw.dtype))
             fence_async_shared()
@@ -164,7 +167,7 @@ def store_part(dw, dw_ptr, buffer, part, group, row, col, M, N,
 
 @gluon.jit
 def multiply_tiles(
-    dw, dw_ptr, problem, ring, buffer, order,
+    dw, dw_ptr, problem, ring, buffers, order,
     TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, GATHER: gl.constexpr,
     COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -210,14 +213,12 @@ def multiply_tiles(
                 row += WHICH * ROWS
             col = block_n * BLOCK_N
             left_half, right_half = column_halves(acc)
-            part0, part1 = column_halves(left_half)
-            part2, part3 = column_halves(right_half)
-            # fmt: off
-            store_part(dw, dw_ptr, buffer, part0, group, row, col, M, N, TRANSPOSED, ACCUMULATE)
-            store_part(dw, dw_ptr, buffer, part1, group, row, col + 64, M, N, TRANSPOSED, ACCUMULATE)
-            store_part(dw, dw_ptr, buffer, part2, group, row, col + 128, M, N, TRANSPOSED, ACCUMULATE)
-            store_part(dw, dw_ptr, buffer, part3, group, row, col + 192, M, N, TRANSPOSED, ACCUMULATE)
-            # fmt: on
+            parts = column_halves(left_half) + column_halves(right_half)
+            for i in gl.static_range(4):
+                # fmt: off
+                store_part(dw, dw_ptr, buffers, parts[i], group, row, col + 64 * i, M, N,
+                           TRANSPOSED, ACCUMULATE, i)
+                # fmt: on
         first += steps
         turn += 1
         group = following
@@ -236,7 +237,10 @@ def grouped_wgrad_pingpong_kernel(
     total = E * num_m * num_n
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_M], b.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_N], b.layout)
-    buffers = gl.allocate_shared_memory(b.dtype, [2, 64, 64], b.layout)
+    # of one consumer: in halves nothing hides the stores of a tile
+    BUFFERS: gl.constexpr = [1 + COOPERATIVE, 64, 64]
+    buffers0 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)
+    buffers1 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -251,9 +255,9 @@ def grouped_wgrad_pingpong_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(0), order, TRANSPOSED,
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers0, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(1), order, TRANSPOSED,
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers1, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
                 (gather_tiles, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
             ],
@@ -263,9 +267,9 @@ def grouped_wgrad_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(0), order, TRANSPOSED,
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers0, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers.index(1), order, TRANSPOSED,
+                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers1, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
                 (load_tiles, (a, b, problem, ring, GROUP, STAGES)),
             ],

@@ -30,6 +30,21 @@ def softmax_terms(logits):
 
 
 @triton.jit
+def exponentials(x, PIECES: tl.constexpr):
+    """(largest, sum of the exponentials, the exponentials) of the rows of a tuple of tiles."""
+    largest = x[0]
+    for p in tl.static_range(1, PIECES):
+        largest = tl.maximum(largest, x[p])
+    largest = tl.max(largest, axis=1)[:, None]
+    y = (tl.exp(x[0] - largest),)
+    total = y[0]
+    for p in tl.static_range(1, PIECES):
+        y = y + (tl.exp(x[p] - largest),)
+        total += y[p]
+    return largest, tl.sum(total, axis=1)[:, None], y
+
+
+@triton.jit
 def scores_of(logits, largest, total, SOFTMAX: tl.constexpr):
     """Scores of float32 logits; ``softmax_terms`` are of all logits of the token."""
     if SOFTMAX:
@@ -301,28 +316,45 @@ def router_fwd_kernel(
 def router_bwd_kernel(
     dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, stride_logits, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
-    E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """From all logits (T, E) if ALL; otherwise from those of the chosen (T, K), whose softmax is one
     over those. Rows are written as if nothing were chosen, and the K of the chosen over that.
     """
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = (tokens < T)[:, None]
-    cols, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    mask, at = here & (slots < K), (tokens * K)[:, None] + slots
+    WHOLE: tl.constexpr = SOFTMAX and ALL
+    PIECES: tl.constexpr = BLOCK_E // BLOCK_P
+    N: tl.constexpr = BLOCK_R * BLOCK_K
+    dtype = dlogits_ptr.dtype.element_ty
+    start = tl.program_id(0).to(tl.int64) * BLOCK_R
+    tokens = start + tl.arange(0, BLOCK_R)
+    here, place = (tokens < T)[:, None], tl.arange(0, BLOCK_P)[None, :]
+    row = dlogits_ptr + (tokens * E)[:, None]
+    rest = ()
+    if WHOLE:
+        for p in tl.static_range(PIECES):
+            cols = place + p * BLOCK_P
+            at = logits_ptr + (tokens * stride_logits)[:, None] + cols
+            rest = rest + (load_logits(at, here & (cols < E), cols, E),)
+    flat = tl.arange(0, N)  # of the chosen: a lane has one slot of a token, in every tile below
+    token, slot = start + flat // BLOCK_K, flat % BLOCK_K
+    mask, at = (token < T) & (slot < K), token * K + slot
     expert = tl.load(experts_ptr + at, mask=mask, other=0)
     d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-    rest = tl.zeros((BLOCK_R, BLOCK_E), dtype=tl.float32)
+    if WHOLE:
+        tl.debug_barrier()  # keeps the loads of rows before the wait for the experts
     if ALL:
-        first = logits_ptr + (tokens * stride_logits)[:, None]
-        chosen = tl.load(first + expert, mask=mask, other=0.0).to(tl.float32)
-    else:
-        chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if SOFTMAX and ALL:
-        logits = load_logits(first + cols, here & (cols < E), cols, E)
-        largest, total = softmax_terms(logits)
-        rest = scores_of(logits, largest, total, True)
-        s = tl.where(slots < K, scores_of(chosen, largest, total, True), 0.0)
+        at = token * stride_logits + expert
+    chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if not WHOLE:  # while the loads are on their way
+        cols = tl.arange(0, BLOCK_E)[None, :]
+        tl.store(row + cols, tl.zeros((BLOCK_R, BLOCK_E), dtype), mask=here & (cols < E))
+        tl.debug_barrier()
+    d, chosen = tl.reshape(d, (BLOCK_R, BLOCK_K)), tl.reshape(chosen, (BLOCK_R, BLOCK_K))
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    if WHOLE:
+        largest, total, rest = exponentials(rest, PIECES)
+        s = tl.where(slots < K, tl.exp(chosen - largest) / total, 0.0)
     elif SOFTMAX:
         chosen = tl.where(slots < K, chosen, float("-inf"))
         s = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
@@ -331,15 +363,17 @@ def router_bwd_kernel(
     if NORMALIZE:
         sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
         d = (d - tl.sum(d * s, axis=1)[:, None] / sums) / sums
-    if SOFTMAX and ALL:
+    if WHOLE:
         dot = tl.sum(d * s, axis=1)[:, None]
-        rest = -dot * rest
         d = (d - dot) * s
+        each = -dot / total
+        for p in tl.static_range(PIECES):
+            cols = place + p * BLOCK_P
+            tl.store(row + cols, (each * rest[p]).to(dtype), mask=here & (cols < E))
+        tl.debug_barrier()
     elif SOFTMAX:
         d = d * s
     else:
         d = d * s * (1.0 - s)
-    row = dlogits_ptr + (tokens * E)[:, None]
-    tl.store(row + cols, rest.to(dlogits_ptr.dtype.element_ty), mask=here & (cols < E))
-    tl.debug_barrier()  # the stores below come after those above
-    tl.store(row + expert, d.to(dlogits_ptr.dtype.element_ty), mask=mask)
+    # after a barrier: over what is there
+    tl.store(dlogits_ptr + token * E + expert, tl.reshape(d, (N,)).to(dtype), mask=mask)

@@ -7,6 +7,7 @@ allocated and addresses stay, as captured CUDA graphs need it. Pure: `make` brin
 """
 
 import threading
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,9 @@ class Arena:
         self.budget = budget
         self._make = make
         self._used = 0  # bytes handed out, each rounded up to ALIGN
-        self._free: list[Slab] = []
+        self._free: list[tuple[int, int, int]] = []  # (bytes, region, offset), the smallest first
+        self._starts: dict[tuple[int, int], Slab] = {}  # free slabs by region and offset
+        self._ends: dict[tuple[int, int], Slab] = {}
         self._returned: deque[tuple[Slab, Event | None]] = deque()
         self._lock = threading.Lock()
 
@@ -73,36 +76,41 @@ class Arena:
             self._give(*self._returned.popleft())
 
     def _take(self, wanted: int) -> Slab:
-        best = min(
-            (s for s in self._free if s.nbytes >= wanted),
-            key=lambda s: (s.nbytes, s.region, s.offset),
-            default=None,
-        )
-        if best is None:
+        at = bisect_left(self._free, (wanted,))
+        if at < len(self._free):
+            best = self._starts[self._free[at][1:]]
+            self._remove(best)
+        else:
             best = self._grow(wanted)
-        self._free.remove(best)
         if best.nbytes > wanted:
-            rest = Slab(best.region, best.offset + wanted, best.nbytes - wanted, best.after)
-            self._free.append(rest)
+            self._add(Slab(best.region, best.offset + wanted, best.nbytes - wanted, best.after))
         self._used += wanted
         self.peak = max(self.peak, self._used)
         return Slab(best.region, best.offset, wanted, best.after)
 
     def _give(self, slab: Slab, after: Event | None) -> None:
         self._used -= slab.nbytes
-        slab = Slab(slab.region, slab.offset, slab.nbytes, after)
-        for other in [s for s in self._free if s.region == slab.region]:
-            if other.offset + other.nbytes == slab.offset or (
-                slab.offset + slab.nbytes == other.offset
-            ):
-                self._free.remove(other)
-                slab = Slab(
-                    slab.region,
-                    min(slab.offset, other.offset),
-                    slab.nbytes + other.nbytes,
-                    _later(slab.after, other.after),
-                )
-        self._free.append(slab)
+        region, offset, nbytes = slab.region, slab.offset, slab.nbytes
+        before = self._ends.get((region, offset))
+        behind = self._starts.get((region, offset + nbytes))
+        for other in (before, behind):
+            if other is not None:
+                self._remove(other)
+                offset, nbytes = min(offset, other.offset), nbytes + other.nbytes
+                after = _later(after, other.after)
+        self._add(Slab(region, offset, nbytes, after))
+
+    def _add(self, slab: Slab) -> None:
+        """Have it among the free ones."""
+        insort(self._free, (slab.nbytes, slab.region, slab.offset))
+        self._starts[slab.region, slab.offset] = slab
+        self._ends[slab.region, slab.offset + slab.nbytes] = slab
+
+    def _remove(self, slab: Slab) -> None:
+        """It is among the free ones no more."""
+        del self._free[bisect_left(self._free, (slab.nbytes, slab.region, slab.offset))]
+        del self._starts[slab.region, slab.offset]
+        del self._ends[slab.region, slab.offset + slab.nbytes]
 
     def _grow(self, wanted: int) -> Slab:
         room = None if self.budget is None else self.budget - self.reserved
@@ -116,9 +124,7 @@ class Arena:
         region = self._make(nbytes)  # may raise, then nothing has changed
         self.regions.append(region)
         self.reserved += nbytes
-        slab = Slab(len(self.regions) - 1, 0, nbytes, None)
-        self._free.append(slab)
-        return slab
+        return Slab(len(self.regions) - 1, 0, nbytes, None)
 
 
 def _later(a: Event | None, b: Event | None) -> Event | None:

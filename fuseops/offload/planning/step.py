@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.explain.rehearse import unseen
 from fuseops.fusions.fakes import faked
+from fuseops.fusions.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.kernels.registry import as_if_on
 from fuseops.offload.labels import matching, paths_under
 from fuseops.offload.policy import Policy
@@ -202,22 +203,23 @@ def _drop_gradients(leaves: list[Tensor]) -> None:
 def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
     """What is on the device before the step begins."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients += main_grads(model)
     return [*model.parameters(), *model.buffers(), *gradients, *tensors_in(inputs)]
 
 
 @contextmanager
 def _untouched(step: Step, cuda: bool) -> Iterator[None]:
-    """Gradients, buffers, what else modules hold and random states come back."""
+    """Gradients wherever they go, buffers, what else modules hold and random states come back."""
     kept = [t.grad for t in _leaves(step) if t.grad is not None]
-    held = (t for m in step.model.modules() for t in vars(m).values() if isinstance(t, Tensor))
-    before = [(t, t.to("cpu", copy=True)) for t in (*kept, *step.model.buffers(), *held)]
-    try:
-        with torch.random.fork_rng([torch.cuda.current_device()] if cuda else []):
-            yield
-    finally:
-        with torch.no_grad():
-            for t, value in before:
-                t.copy_(value)
+    written = (*kept, *step.model.buffers(), *main_grads(step.model))
+    devices = [torch.cuda.current_device()] if cuda else []
+    with (
+        put_back(written, unseen=True),
+        put_back(held(step.model)),
+        nothing_waits(step.model),
+        torch.random.fork_rng(devices),
+    ):
+        yield
 
 
 # --- a step of fake tensors
@@ -230,9 +232,11 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     else:
         fake = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):
-        parameter = nn.Parameter(fake, requires_grad=t.requires_grad)
+        parameter: Any = nn.Parameter(fake, requires_grad=t.requires_grad)
         if t.grad is not None:
             parameter.grad = _fake(t.grad, mode)
+        if (main_grad := main_grad_of(t)) is not None:
+            parameter.main_grad = _fake(main_grad, mode)
         return parameter
     return fake.requires_grad_() if t.requires_grad else fake
 

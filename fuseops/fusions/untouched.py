@@ -1,0 +1,57 @@
+"""A run that leaves no trace: what steps change in a model besides parameters, gradients and buffers, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.ops.scopes import DELAYED
+from fuseops.torch_private import version
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """Tensors that modules hold and that are neither parameters nor buffers: a router's counts of its experts."""
+    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+
+
+def main_grad_of(p: Tensor) -> Tensor | None:
+    """The buffer that the gradient of a parameter is added to in the place of `.grad`."""
+    found = getattr(p, "main_grad", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def main_grads(model: nn.Module) -> list[Tensor]:
+    """Those of a model."""
+    return [t for t in map(main_grad_of, model.parameters()) if t is not None]
+
+
+@contextmanager
+def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
+    """Those that were written have their values again; the copies lie on the CPU.
+
+    unseen: a write may be one that torch does not see, as a kernel's into a main_grad.
+    """
+    before = [(t, version(t), t.detach().to("cpu", copy=True)) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, known, value in before:
+                if unseen or version(t) != known:  # a pending backward may check that of the others
+                    t.copy_(value)
+
+
+@contextmanager
+def nothing_waits(model: nn.Module) -> Iterator[None]:
+    """What waits for `backward_dw` stays as it is, and what comes to it inside goes."""
+    waiting = [(vars(module), vars(module).pop(DELAYED, None)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, queue in waiting:
+            own.pop(DELAYED, None)
+            if queue is not None:
+                own[DELAYED] = queue

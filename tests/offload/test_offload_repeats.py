@@ -1,0 +1,200 @@
+"""What a scheduler finds out once: the same as finding it out each time, and at little cost a tensor."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.offload import layers
+
+D = 8
+
+
+class Block(nn.Module):
+    """Ops, a plain module, and a tensor that both of them save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = fo.Residual(
+            {
+                "norm": fo.ops.RMSNorm(D),
+                "up": fo.ops.Linear(D, 2 * D),
+                "act": fo.ops.SwiGLU(),
+                "down": fo.ops.Linear(D, D),
+            }
+        )
+        self.out = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return x + self.out(y) * y
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+Change = Callable[[Model], None]
+
+
+def mark(path: str, what: str | None) -> Change:
+    return lambda model: offload.mark_module(model.get_submodule(path), what)
+
+
+def put_in(name: str, make: Callable[[], nn.Module], what: str | None) -> Change:
+    """Another op in the place of one, marked before it is there."""
+
+    def change(model: Model) -> None:
+        torch.manual_seed(1)
+        op = make()
+        offload.mark_module(op, what)
+        setattr(model.blocks[1].mlp, name, op)
+
+    return change
+
+
+def freeze(model: Model) -> None:
+    model.blocks[1].mlp.up.weight.requires_grad_(not model.blocks[1].mlp.up.weight.requires_grad)
+
+
+CHANGES: list[Change] = [
+    *(
+        mark(f"blocks.1{path}", what)
+        for path in ("", ".mlp.act", ".out.1")
+        for what in ("keep", "offload", None)
+    ),
+    *(put_in("act", fo.ops.SwiGLU, what) for what in ("keep", "offload", None)),
+    put_in("up", lambda: fo.ops.Linear(D, 2 * D, bias=False), None),
+    freeze,
+]
+PLANS: list[dict[str, Any]] = [
+    {"plan": {"blocks.1.mlp.act.x": "offload", "blocks.2.out.0.leaf.0": "keep"}},
+    {"policy": offload.Policy(min_bytes=1)},
+    {"policy": offload.Policy(min_bytes=1, offload="**.x")},
+    {"policy": offload.Policy(min_bytes=1, fraction=0.5)},
+    {"policy": offload.Policy(min_bytes=200), "plan": {"blocks.1.mlp.act.x": "keep"}},
+]
+
+
+def step(model: Model, rows: int, dtype: torch.dtype | None, marked: bool) -> list[Tensor]:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, D, requires_grad=True)
+    if marked:
+        offload.mark_not_offload(x)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(x).sum().backward()
+    found = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+STEPS = st.tuples(
+    st.lists(st.sampled_from(CHANGES), max_size=1),
+    st.sampled_from([1, 3, 5]),
+    st.sampled_from([None, None, torch.bfloat16]),
+    st.booleans(),
+)
+
+
+PLAIN = (3, None, False)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(PLANS), st.lists(STEPS, min_size=2, max_size=5))
+@example(PLANS[1], [([], *PLAIN), ([mark("blocks.1.mlp.act", "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([mark("blocks.1.out.1", "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([put_in("act", fo.ops.SwiGLU, "keep")], *PLAIN)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, None, True)])
+@example(PLANS[1], [([], *PLAIN), ([], 3, torch.bfloat16, False)])
+@example(PLANS[4], [([], 1, None, False), ([], 5, None, False)])
+def test_what_is_found_once_is_what_would_be_found_each_time(
+    options: dict[str, Any], steps: list[Any]
+) -> None:
+    model, other = Model(), Model()
+    quick, slow = (offload.Scheduler(m, "blocks.*", **options) for m in (model, other))
+    slow._scope._lasting = False
+    quick.attach(), slow.attach()
+    try:
+        for changes, *how in steps:
+            for change in changes:
+                change(model), change(other)
+            assert all(map(torch.equal, step(model, *how), step(other, *how)))
+            assert quick.report().entries == slow.report().entries
+            assert quick._scope.names == slow._scope.names
+    finally:
+        quick.detach(), slow.detach()
+
+
+def calls_in(run: Callable[[], Any]) -> int:
+    """Python functions that are called."""
+    count = 0
+
+    def seen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    "options", [{"plan": {}}, {"policy": offload.Policy(min_bytes=1 << 30)}], ids=["plan", "policy"]
+)
+def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
+    model = Model()
+    run = lambda: step(model, 5, None, False)  # noqa: E731
+    run(), run()
+    plain = calls_in(run)
+    with offload.Scheduler(model, "blocks.*", **options) as scheduler:
+        seen = lambda: sum(e.times for e in scheduler.report().entries)  # noqa: E731
+        run(), run()
+        before = seen()
+        more = calls_in(run) - plain
+        saved = seen() - before
+    assert more <= 60 * saved  # those of the layer and its modules among them
+
+
+def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "REMEMBERED", 50)
+    model = Model()
+    with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
+        for rows in range(1, 6):
+            step(model, rows, None, False)
+            assert 0 < len(scheduler._scope._judged) <= 50
+
+
+def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    judge = layers.why_keep
+    monkeypatch.setattr(
+        layers,
+        "why_keep",
+        lambda t, named, facts: judged.append(named.name) or judge(t, named, facts),
+    )
+    model = Model()
+    with offload.Scheduler(model, "blocks.*", plan={}):
+        for _ in range(3):
+            step(model, 5, None, False)
+        assert judged
+        judged.clear()
+        step(model, 5, None, False)
+    assert not judged
