@@ -185,6 +185,14 @@ def test_the_output_of_attention_has_one_name_whatever_kernel_makes_it(profile: 
     assert "blocks.0.0.1.ScaledDotProductAttentionBackward0.0" in {s.name for s in profile.saved}
 
 
+def test_a_dry_run_of_transformers_says_that_its_masks_may_differ(step: Step) -> None:
+    theirs = type("Block", (nn.Tanh,), {"__module__": "transformers.models.any"})
+    model = nn.Sequential(nn.Linear(2, 2), theirs())
+    dry = dry_run(step_of(model, torch.randn(3, 2)), H200)
+    assert any("record=True" in text for text in dry.assumed)
+    assert not any("transformers" in text for text in dry_run(step, H200).assumed)
+
+
 @pytest.mark.gpu
 def test_a_dry_run_names_what_a_recorded_step_of_the_device_names() -> None:
     model = Model().to("cuda", torch.bfloat16)

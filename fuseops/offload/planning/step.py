@@ -166,6 +166,11 @@ def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterato
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
+    if any(type(m).__module__.startswith("transformers.") for m in step.model.modules()):
+        yield (
+            "transformers makes an attention mask where tensors are fake and a step would need none: "
+            "what attention saves may differ; record=True measures the step itself"
+        )
     if rows.used:
         yield f"data-dependent selections find {list(rows.split or ())} rows in turn"
     if any(isinstance(m, FuseOp) for m in step.model.modules()):
