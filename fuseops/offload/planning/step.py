@@ -28,7 +28,7 @@ from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations
 from .record import Recorder, Seconds
-from .roofline import Roofline
+from .roofline import DRY_ERROR, Roofline
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -169,12 +169,20 @@ def _recorder(
 
 
 def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
-    yield f"times: roofline of {hardware.name} ({hardware.source})"
-    yield "bytes that a kernel needs inside itself are not counted"
+    yield (
+        f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
+        f"recorded steps lay within {DRY_ERROR:.0%}"
+    )
+    yield "bytes that a kernel needs inside itself are not counted: recorded peaks were up to 1 % higher"
     yield from unseen()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
+    if any(type(m).__module__.startswith("transformers.") for m in step.model.modules()):
+        yield (
+            "transformers makes an attention mask where tensors are fake and a step would need none: "
+            "what attention saves may differ; record=True measures the step itself"
+        )
     if rows.used:
         yield f"data-dependent selections find {list(rows.split or ())} rows in turn"
     if any(isinstance(m, FuseOp) for m in step.model.modules()):
