@@ -779,6 +779,40 @@ def test_a_bare_tensor_from_an_op_with_a_bwd_is_refused() -> None:
         fo.Sequential(Bare(4, 4))(data())
 
 
+class ReadsSelf(fo.Op):
+    def __init__(self, gain: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return self.gain(x) if isinstance(self.gain, nn.Module) else x * self.gain
+
+
+class Noisy(fo.Op):
+    def fwd(self, x: Tensor, *, call: fo.Call) -> Tensor:
+        return x * torch.rand_like(x) if call.training else x
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_parameter_that_could_get_no_gradient_is_refused(inside: bool) -> None:
+    for gain, name in ((nn.Parameter(torch.ones(4)), "gain"), (nn.Linear(4, 4), "gain.weight")):
+        op = ReadsSelf(gain)
+        with pytest.raises(fo.FuseOpsError, match=rf"ReadsSelf\) has parameters \['{name}'"):
+            (fo.Sequential(SiLU(), op) if inside else op)(torch.randn(2, 4))
+    op.forward = lambda x: op.gain(x)  # called as it is
+    assert fo.Sequential(SiLU(), op)(torch.randn(2, 4)).requires_grad
+
+
+def test_a_backward_that_would_draw_other_numbers_is_refused() -> None:
+    seq, x = fo.Sequential(SiLU(), Noisy()), torch.randn(2, 4, requires_grad=True)
+    seq.eval()(x).sum().backward()
+    seq.train()
+    with torch.no_grad():
+        seq(x)
+    with pytest.raises(fo.FuseOpsError, match=r"Noisy\.fwd draws random numbers, and has no bwd"):
+        seq(x)
+
+
 def test_a_keyword_that_is_no_tensor_is_named() -> None:
     class Powers(fo.Op):
         def __init__(self) -> None:

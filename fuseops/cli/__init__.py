@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The arguments of a command.  What is unknown is an error of that command, with its usage."""
     parser, commands = _parser(with_demo="demo" in argv)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(USAGE)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -81,7 +81,7 @@ def run_forward(
             if step.takes_call:
                 keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
             if step.pure:
-                with pure.autocast_of(step.calls[0], x.device.type):
+                with pure.running(step, x.device, checked=shapes is None):
                     out = step.target.fwd(x, **keywords)
             else:
                 out = step.target.fwd(x, **keywords)

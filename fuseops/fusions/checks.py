@@ -5,7 +5,7 @@ from types import CodeType
 from typing import Any
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops.op import Grads, Out
+from fuseops.ops.op import Grads, Op, Out
 
 from .segment import Segment, Step
 
@@ -30,6 +30,23 @@ def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
             return step
         trace = trace.tb_next
     return None
+
+
+def check_parameters(name: str, op: Op[Any]) -> None:
+    """Raise FuseOpsError for parameters that `fwd` does not take by keyword: it could only read them from `self`, and
+    they would get no gradient.
+    """
+    taken = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
+    missed = [own for own, p in op._parameters.items() if p is not None and own not in taken]
+    for path, module in op.named_children():
+        if path != "parametrizations":
+            missed += [f"{path}.{own}" for own, _ in module.named_parameters()]
+    if missed:
+        raise FuseOpsError(
+            f"op {name!r} ({type(op).__name__}) has parameters {missed}, which its fwd does not take: they "
+            "would get no gradient. Add them to fwd(self, x, *, ...) by name; what holds other modules is a "
+            "plain nn.Module, which a Sequential takes too."
+        )
 
 
 def no_tensor(step: Step, y: Any) -> FuseOpsError:

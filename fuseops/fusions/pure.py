@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Out
 
 from .segment import Step
@@ -17,6 +19,33 @@ def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
     """A level-1 op runs under the autocast that a plain module would see."""
     compute = call.precision.compute
     return nullcontext() if compute is None else torch.autocast(device, compute)
+
+
+def running(step: Step, device: torch.device, checked: bool) -> AbstractContextManager[Any]:
+    """Around the `fwd` of a level-1 op.  Unless `checked`, raises FuseOpsError where it draws random numbers."""
+    autocast = autocast_of(step.calls[0], device.type)
+    return autocast if checked else _drawing_nothing(step.target, device, autocast)
+
+
+@contextmanager
+def _drawing_nothing(
+    op: Any, device: torch.device, autocast: AbstractContextManager[Any]
+) -> Iterator[None]:
+    before = _random_states(device)
+    with autocast:
+        yield
+    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(device), strict=True)):
+        raise FuseOpsError(
+            f"{type(op).__name__}.fwd draws random numbers, and has no bwd: the backward runs fwd again, with other "
+            "numbers. Save a seed and write bwd, as Dropout does, or make it a plain nn.Module."
+        )
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:

@@ -16,8 +16,9 @@ from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
 from . import traced
+from .checks import check_parameters
 from .key import Tokens
-from .run import Run
+from .run import Run, opaque_reason
 from .sides import described
 
 
@@ -108,6 +109,9 @@ def _pieces(
 
     def flush(end: str, stop: int) -> None:
         if pending:
+            for name, op in pending:
+                if opaque_reason(op) is None:
+                    check_parameters(name, op)
             names, ops = zip(*pending, strict=True)
             pieces.append((names[0], Run(ops, names, end, stop - len(ops), alone)))
             pending.clear()

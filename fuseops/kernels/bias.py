@@ -43,7 +43,7 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     many, _, few, fewest = _bwd_candidates(dims, itemsize)
-    return fewest if rows <= 64 else few if rows <= 1024 else many
+    return fewest if rows <= 64 else few if rows <= 4096 else many
 
 
 def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:

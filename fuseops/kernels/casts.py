@@ -35,7 +35,9 @@ def _cast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    sizes = ((64, 64, 4), (128, 64, 8), (64, 128, 8))
+    sizes = [(64, 64, 4), (128, 64, 8), (64, 128, 8)]
+    if dims[-1] % 16 == 0:  # rows that are not aligned would spill
+        sizes.append((128, 128, 8))
     return [{"BLOCK_R": r, "BLOCK_N": n, "num_warps": warps} for r, n, warps in sizes]
 
 

@@ -43,7 +43,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
         return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
     return [
         {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": 4 * lanes, "num_warps": warps}
-        for warps in (1, 2, 4)
+        for warps in (1, 2)
     ]
 
 

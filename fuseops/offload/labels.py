@@ -21,6 +21,8 @@ from fuseops.ops.op import Op
 from . import modules
 from .globs import matches
 
+ATTENTION = "ScaledDotProductAttentionBackward0"
+
 
 class Named(NamedTuple):
     """What is known of one saved tensor."""
@@ -59,7 +61,7 @@ class Labels:
     def of_torch(self, t: Tensor) -> Named:
         """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
-        made_by = "leaf" if t.grad_fn is None else t.grad_fn.name()
+        made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
         region = torch_private.compiled_region()
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
@@ -72,6 +74,11 @@ class Labels:
         paths = self.paths or {}
         path = next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
         return f"{path}." if path else ""
+
+
+def _node_name(name: str) -> str:
+    """The same for every kernel of attention: a plan made without a GPU has the names of a run on one."""
+    return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
 
 
 def promised(t: Tensor) -> names.SavedName | None:

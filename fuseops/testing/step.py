@@ -154,8 +154,8 @@ def training_step(
         _backward(outputs)
         run_delayed(model)
         grads = {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
-        sums = {f"main_grad of {n}": main_grad_of(p) for n, p in model.named_parameters()}
-        grads |= {n: t if t is None else t.clone() for n, t in sums.items()}
+        sums = ((n, main_grad_of(p)) for n, p in model.named_parameters())
+        grads |= {f"main_grad of {n}": t.clone() for n, t in sums if t is not None}
         grads |= {f"gradient of {n}": t.grad for n, t in _inputs(args, kwargs) if t.requires_grad}
         buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
     detached = {name: t.detach() for name, t in outputs.items()}

@@ -30,7 +30,7 @@ def test_defaults_are_candidates(space):
         dims = (4, n, n) if grouped else (n,)  # groups, N, K
         if space.name in ("swiglu_epilogue", "dswiglu_epilogue"):  # and whether rows come by index
             dims = (4, n, n, 1)
-        if space.name == "router_fwd":  # experts, k, groups
+        if space.name in ("router_fwd", "router_bwd"):  # experts, k, groups
             dims = (n, min(n, 8), 1)
         for itemsize in (2, 4):
             allowed = list(space.candidates(dims, itemsize))

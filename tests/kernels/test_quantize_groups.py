@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import ROWS, SEEDS, few, run, splits
+from laws import ROWS, SEEDS, few, run, splits, tensor
 from test_quantize import FORMATS, inputs, same_bits
 
 from fuseops.kernels import quantize as k
@@ -34,6 +34,19 @@ def test_many_rows_and_long_groups():
         same_bits(
             k.quantize_group_blocks, x, torch.tensor(ends, dtype=torch.int32), torch.float8_e4m3fn
         )
+
+
+ENDS = st.integers(0, 304) | st.sampled_from([32, 33, 127, 128, 129])  # rows that tiles hold
+
+
+@given(st.lists(ENDS, min_size=1, max_size=9), st.sampled_from([8, 64, 100]), FORMATS, SEEDS)
+@few
+def test_groups_end_anywhere(ends, n, dtype, seed):
+    """Words of four rows that belong to several blocks, where columns begin at multiples of 16 bytes."""
+    x = tensor((304, n), torch.bfloat16, "normal", seed)
+    ends = torch.tensor(sorted(ends), dtype=torch.int32)
+    x[int(ends[-1]) :] = float("nan")
+    same_bits(k.quantize_group_blocks, x, ends, dtype)
 
 
 @given(ROWS, SEEDS)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from fuseops.offload.planning.hardware import Curve, Hardware
+from fuseops.offload.planning.model import Model
+from fuseops.offload.planning.places import RELEASE, SEND
 from fuseops.offload.planning.profile import LayerCall, Op, Profile, Recompute, Saved
 
 MB = 1_000_000
@@ -115,3 +117,22 @@ def transformer(layers: int, each: int, seed: int = 0) -> Profile:
         ops_per_layer=max(4, each // 2),
         groups=True,
     )
+
+
+def carried(model: Model) -> float:
+    """Bytes that would leave without a stall if tensors could be cut: each is sent in its turn until
+    its release is due. No choice of whole ones can leave more.
+    """
+    sent: dict[int, float] = {}
+    due: dict[int, float] = {}
+    for kind, _, k, at in model.events:
+        if kind == SEND:
+            sent[k] = at
+        elif kind == RELEASE:
+            due[k] = at
+    now = nbytes = 0.0
+    for k in sorted(sent, key=lambda k: (due[k], sent[k])):
+        start = max(now, sent[k])
+        now = max(start, min(start + model.seconds_out[k], due[k]))
+        nbytes += model.profile.saved[k].nbytes * (now - start) / model.seconds_out[k]
+    return nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.offload.planning import step as planned_step
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.memory import StorageMeter
 from fuseops.offload.planning.plan import plan_profile
@@ -75,7 +77,29 @@ def test_a_dry_run_sees_what_a_recorded_step_sees(step: Step) -> None:
     assert [op.name for op in dry.ops] == [op.name for op in real.ops]
     assert dry.saved == real.saved and dry.calls == real.calls
     assert (dry.kind, real.kind) == ("dry run", "recorded")
-    assert any("roofline" in text for text in dry.assumed)
+    assert any("arithmetic and bytes" in text for text in dry.assumed)
+
+
+def test_forward_and_backward_take_what_they_take_unrecorded(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the two is how long decides how much a link carries before the peak."""
+    monkeypatch.setattr(planned_step, "_timed", lambda *_: (3.0, 1.0))
+    profile = record(step)
+    last = max(call.leave for call in profile.calls)
+    first = min(call.backward for call in profile.calls)
+    assert any(profile.clock[k] == pytest.approx(3.0) for k in range(last, first + 1))
+    assert profile.clock[-1] == pytest.approx(4.0)
+
+
+def test_a_forward_is_timed_by_itself() -> None:
+    class Slow(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.03)
+            return super().forward(x)
+
+    facts = record(step_of(Slow(), torch.randn(2, 16, D))).facts
+    assert 0.03 <= facts["forward_seconds"] < facts["step_seconds"]
 
 
 def test_names_are_those_that_a_scheduler_sees(step: Step, profile: Profile) -> None:
@@ -179,6 +203,28 @@ def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
         ]
         flops = 3 * (10 if way else 4) * 2 * 2 * 16 * 16 * (D // 2) / 2
         assert times == pytest.approx([flops / 1e6, flops / 1e5])
+
+
+def test_the_output_of_attention_has_one_name_whatever_kernel_makes_it(profile: Profile) -> None:
+    assert "blocks.0.0.1.ScaledDotProductAttentionBackward0.0" in {s.name for s in profile.saved}
+
+
+def test_a_dry_run_of_transformers_says_that_its_masks_may_differ(step: Step) -> None:
+    theirs = type("Block", (nn.Tanh,), {"__module__": "transformers.models.any"})
+    model = nn.Sequential(nn.Linear(2, 2), theirs())
+    dry = dry_run(step_of(model, torch.randn(3, 2)), H200)
+    assert any("record=True" in text for text in dry.assumed)
+    assert not any("transformers" in text for text in dry_run(step, H200).assumed)
+
+
+@pytest.mark.gpu
+def test_a_dry_run_names_what_a_recorded_step_of_the_device_names() -> None:
+    model = Model().to("cuda", torch.bfloat16)
+    step = step_of(model, torch.randn(2, 64, D, device="cuda", dtype=torch.bfloat16))
+    dry, real = dry_run(step, Hardware.measure()), record(step)
+    assert {dry.saved[k].name for k in dry.candidates()} == {
+        real.saved[k].name for k in real.candidates()
+    }
 
 
 def test_what_moves_axes_takes_longer_and_what_does_no_work_takes_none() -> None:

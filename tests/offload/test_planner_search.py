@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from profiles_drawn import LINK, MB, profile_of, profiles, transformer
+from profiles_drawn import LINK, MB, carried, profile_of, profiles, transformer
 
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.model import Model
-from fuseops.offload.planning.places import RELEASE, SEND
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve, subsets
 from fuseops.offload.planning.profile import Profile
@@ -201,23 +200,12 @@ def test_a_plan_without_a_budget_moves_all_that_the_link_carries_for_free(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_leaves_for_free_is_close_to_what_a_link_could_carry(seed: int) -> None:
-    """Beside a link that could cut tensors: each is sent in its turn, and what is late is not."""
     profile = noisy(transformer(24, 10, seed), 0.03, seed)
     hardware = LINK.with_link(random.Random(seed).uniform(3, 12))
     for lag in (2, 3, 4):
         plan = plan_profile(profile, hardware, settings=Settings(lag=lag))
-        model, sent, due = Model(profile, hardware, Settings(lag=lag)), {}, {}
-        for kind, _, k, at in model.events:
-            if kind == SEND:
-                sent[k] = at
-            elif kind == RELEASE:
-                due[k] = at
-        now = carried = 0.0
-        for k in sorted(sent, key=lambda k: (due[k], sent[k])):
-            start = max(now, sent[k])
-            now = max(now, min(start + model.seconds_out[k], due[k]))
-            carried += max(now - start, 0.0) * hardware.d2h.peak * 1e9
-        assert 0.97 * carried <= plan.free <= carried
+        most = carried(Model(profile, hardware, Settings(lag=lag)))
+        assert 0.97 * most <= plan.free <= most
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)

@@ -44,11 +44,23 @@ def load_slice(
 
 
 @triton.jit
-def column_amax(a, b, c, d):
-    """The largest magnitude of each column of four slices."""
+def magnitudes(a, b, c, d):
+    """The larger magnitudes of four slices, element by element."""
     a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
     c, d = tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
-    return amax_of(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+
+
+@triton.jit
+def column_amax(a, b, c, d):
+    """The largest magnitude of each column of four slices."""
+    return amax_of(magnitudes(a, b, c, d), 0)
+
+
+@triton.jit
+def fold_max(x, AT_ONCE: tl.constexpr):
+    """(B, N) -> (AT_ONCE, N): maxima of rows AT_ONCE apart. Where a thread holds these, nothing moves."""
+    return tl.max(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)
 
 
 @triton.jit
@@ -196,63 +208,79 @@ def quantize_columns_kernel(
 
 
 @triton.jit
-def load_edge(x_ptr, first, last, cols, N, stride_x):
-    """The at most four rows from first to last."""
-    rows = (first + tl.arange(0, 4)).to(tl.int64)
-    mask = (rows < last)[:, None] & (cols < N)[None, :]
-    at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
-    return tl.load(at, mask=mask, other=0.0)
+def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The last group g that begins at or before this block, at block begin // BLOCK_R + g."""
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(offs_ptr + e, mask=e < E - 1, other=0)
+    return tl.sum(((begin // BLOCK_R + e < block) & (e < E - 1)).to(tl.int32), axis=0)
 
 
 @triton.jit
-def store_edge(col_ptr, q, first, last, cols, R, N):
-    """FP8 rows first to last byte by byte: their words belong to two blocks."""
-    rows = first + tl.arange(0, 4)
-    mask = (rows < last)[:, None] & (cols < N)[None, :]
-    tl.store(col_ptr + (cols * R)[None, :] + rows[:, None], q, mask=mask)
+def quantize_group_block(
+    x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows row0 to end, at most BLOCK_R, of a group; scale_ptr is where their scales go.
+
+    Groups begin anywhere: the words of ``store_columns`` begin at the first multiple of four, and the
+    rows before the first word and behind the last, at most three each, are stored byte by byte: their
+    words belong to two blocks.
+    """
+    base = row0
+    if ALIGN % 4 == 0:
+        base = (row0 + 3) // 4 * 4
+    a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+    size = magnitudes(a, b, c, d)
+    n = tl.arange(0, BLOCK_N)
+    if ALIGN % 4 == 0:
+        slot = tl.arange(0, 8)  # four rows before the words, four behind them
+        tail = tl.maximum(end // 4 * 4, base) - row0
+        r = tl.where(slot < 4, slot, tail + slot - 4)
+        edge = ((slot < base - row0) | (slot >= 4)) & (r < end - row0)
+        mask = edge[:, None] & (n < N - col0)[None, :]
+        at = x_ptr + row0.to(tl.int64) * stride_x + col0
+        x = tl.load(at + (r[:, None] * stride_x + n[None, :]), mask=mask, other=0.0)
+        size = tl.maximum(fold_max(size, 8), tl.abs(x.to(tl.float32)))
+    inv, scale = vector_scales(amax_of(size, 0), LIMIT, POW2, BLOCK_N)
+    tl.store(scale_ptr + col0 + n, scale, mask=n < N - col0)
+    inv = inv[None, :]
+    store_columns(col_ptr, a, b, c, d, inv, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
+    if ALIGN % 4 == 0:
+        to = col_ptr + col0.to(tl.int64) * R + row0
+        tl.store(to + (n[None, :] * R + r[:, None]), converted(x, inv, col_ptr), mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
-    LOG_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g.
-
-    Groups begin anywhere: the words of ``store_columns`` begin at ``base``, the first multiple of
-    four, and the rows before and after them are edges.
+    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. A block
+    of at most SHORT rows, the last of its group, takes a tile of as many.
     """
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
-    group = 0
-    for i in tl.static_range(LOG_E):  # a search for the group, in steps of halves
-        after = group + (1 << (LOG_E - 1 - i))
-        begin = tl.load(offs_ptr + after - 1, mask=after < E, other=0)
-        group = tl.where((after < E) & (begin // BLOCK_R + after <= block), after, group)
+    group = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
     end = tl.minimum(row0 + BLOCK_R, tl.load(offs_ptr + group))
+    scale_ptr += block.to(tl.int64) * N
     cols = (col0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-    if row0 < end:
-        base = (row0 + 3) // 4 * 4
-        head_end = tl.minimum(base, end)
-        tail = tl.maximum(end // 4 * 4, base)
-        head = load_edge(x_ptr, row0, head_end, cols, N, stride_x)
-        last = load_edge(x_ptr, tail, end, cols, N, stride_x)
-        a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
-        amax = tl.maximum(column_amax(a, b, c, d), amax_of(head, 0))
-        inv, scale = vector_scales(amax, LIMIT, POW2, BLOCK_N)
-        tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
-        inv = inv[None, :]
-        store_columns(col_ptr, a, b, c, d, inv, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
-        store_edge(col_ptr, converted(head, inv, col_ptr), row0, head_end, cols, R, N)
-        if ALIGN % 4 == 0:
-            store_edge(col_ptr, converted(last, inv, col_ptr), tail, end, cols, R, N)
+    if row0 >= end:
+        tl.store(scale_ptr + cols, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
+    elif end - row0 <= SHORT:
+        quantize_group_block(
+            x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+            LIMIT, POW2, ALIGN, SHORT, BLOCK_N,
+        )  # fmt: skip
     else:
-        at = scale_ptr + block.to(tl.int64) * N + cols
-        tl.store(at, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
+        quantize_group_block(
+            x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+            LIMIT, POW2, ALIGN, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
     used = tl.load(offs_ptr + E - 1)
     step = tl.num_programs(0) // num_n * PADDING
     for start in range(used + block * PADDING, R, step):

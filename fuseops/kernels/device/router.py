@@ -1,8 +1,10 @@
 """Kernels of fuseops.kernels.router. BLOCK_E holds all experts of a token.
 
 The forward has two ways to the K largest keys. The fast one gives a token to BLOCK_P / 4 threads, and
-runs a selection network over what they hold: all of it is minima and maxima of int32. It knows where
-it may be wrong, and goes the slow way there, K times the maximum of a row, as it does where BLOCK_P is 0.
+runs a selection network over what they hold: all of it is minima and maxima of int32. Of many experts it
+first finds the K quads, four experts side by side, with the largest of all logits, and looks for the K
+largest logits in those alone. It knows where it may be wrong, and goes the slow way for such a token, K
+times the maximum of its row, as it does for all where BLOCK_P is 0.
 """
 
 # Tuples grow in loops that Triton unrolls.
@@ -11,7 +13,16 @@ it may be wrong, and goes the slow way there, K times the maximum of a row, as i
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.select import LOWEST, largest_of, largest_of_rows, quarters
+from fuseops.kernels.device.select import (
+    LOWEST,
+    largest_of,
+    largest_of_pieces,
+    largest_of_rows,
+    numbered,
+    quarters,
+    top_by_pieces,
+    top_one_by_one,
+)
 
 TINY: tl.constexpr = tl.constexpr(1e-20)
 
@@ -61,64 +72,47 @@ def order_of(key):
 
 
 @triton.jit
+def nan_maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def float_of(order):
     """The inverse of order_of."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def top_by_pieces(
-    pieces, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
+def best_quads(
+    first, pieces, here, K: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong), of P pieces (R, 4 W) of keys: a selection network over the numbers of each thread, then
-    over the W threads of a row.
-
-    Experts take the place of the lowest bits of their keys, which makes all keys different: it may be
-    wrong if two of the largest differ in those bits alone.
+    """Keys of the L quads of experts (four in a row) whose largest logits are largest: those hold the
+    L largest logits.   -> (keys (R, 4 W) in L / W pieces, the first expert of each quad, whether a quad
+    may be missing), of P pieces (R, 4 W) of logits; `first` points to logits of each token (R,)
     """
-    N: tl.constexpr = 4 * P
-    keys = ()
+    LOW: tl.constexpr = P * W - 1
+    lane = tl.arange(0, W)[None, :]
+    tops = ()
     for p in tl.static_range(P):
-        each = quarters(pieces[p], R, W)
-        for j in tl.static_range(4):
-            keys = keys + ((each[j] | LOW) - (4 * W * p + j),)
-    own, left = largest_of(keys, N, L)
-    lane = 4 * tl.arange(0, W)[None, :]
-    top = ()
-    for i in tl.static_range(L):
-        if i < N:
-            top = top + (own[i] - lane,)
-        else:
-            top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
-    top, left = largest_of_rows(top, left - lane, L, R, W)
-    top = top + (left,)
-    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
-    for i in tl.static_range(1, K):
-        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
-    slots = tl.arange(0, L)[None, :]
-    experts = tl.zeros((R, L), dtype=tl.int32)
-    for i in tl.static_range(K):
-        experts = tl.where(slots == i, top[i][:, None], experts)
-    return LOW - (experts & LOW), tl.min(gap, axis=0) <= LOW
-
-
-@triton.jit
-def top_one_by_one(
-    keys, cols, E,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """K times the largest key that is left, the lower expert first among equals."""
-    left = tl.where(cols < E, keys, LOWEST)
-    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    for k in range(K):
-        top = tl.max(left, axis=1)[:, None]
-        best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
-        experts = tl.where(slots == k, best, experts)
-        left = tl.where(cols == best, LOWEST, left)
-    return experts
+        a, b, c, d = quarters(pieces[p], R, W)
+        top = nan_maximum(nan_maximum(a, b), nan_maximum(c, d))
+        tops = tops + (numbered(order_of(top), W * p + lane, LOW),)
+    top, left = largest_of_pieces(tops, P, R, W, L)
+    gap = (top[K - 1] ^ left).to(tl.uint32, bitcast=True)
+    each = tl.arange(0, 4)[None, None, :]
+    keys = ()
+    firsts = ()
+    for q in tl.static_range(L // W):
+        quad = tl.zeros((R, W), dtype=tl.int32)
+        for w in tl.static_range(W):
+            quad = tl.where(lane == w, 4 * (LOW - (top[q * W + w] & LOW))[:, None], quad)
+        cols = quad[:, :, None] + each
+        mask = here[:, None, None] & (cols < E)
+        x = load_logits(first[:, None, None] + cols, mask, cols, E)
+        keys = keys + (tl.where(cols < E, order_of(x), LOWEST),)
+        firsts = firsts + (quad,)
+    return keys, firsts, gap <= LOW
 
 
 @triton.jit
@@ -203,34 +197,34 @@ def row_keys(
 
 
 @triton.jit
+def piece_logits(
+    first, here, E: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """Pieces (R, BLOCK_P) of the rows of logits that `first` (R,) points to, and their columns."""
+    place = tl.arange(0, BLOCK_P)[None, :]
+    x = ()
+    columns = ()
+    for p in tl.static_range(PIECES):
+        cols = place + p * BLOCK_P
+        columns = columns + (cols,)
+        x = x + (load_logits(first[:, None] + cols, here[:, None] & (cols < E), cols, E),)
+    return x, columns
+
+
+@triton.jit
 def piece_keys(
-    logits_ptr, bias_ptr, tokens, here, stride,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    x, columns, bias_ptr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The same in pieces of BLOCK_P experts; a group has whole pieces."""
-    place = tl.arange(0, BLOCK_P)[None, :]
-    x = ()
-    for p in tl.static_range(PIECES):
-        cols = place + p * BLOCK_P
-        mask = here[:, None] & (cols < E)
-        x = x + (load_logits(logits_ptr + (tokens * stride)[:, None] + cols, mask, cols, E),)
+    """The same of pieces; a group has whole pieces."""
     largest = tl.zeros((BLOCK_R, 1), dtype=tl.float32)
     total = tl.full((BLOCK_R, 1), 1.0, dtype=tl.float32)
     if SOFTMAX and (BIASED or GROUPS > 1 or not NORMALIZE):
-        top = x[0]
-        for p in tl.static_range(1, PIECES):
-            top = tl.maximum(top, x[p])
-        largest = tl.max(top, axis=1)[:, None]
-        sums = tl.exp(x[0] - largest)
-        for p in tl.static_range(1, PIECES):
-            sums += tl.exp(x[p] - largest)
-        total = tl.sum(sums, axis=1)[:, None]
+        largest, total, _ = exponentials(x, PIECES)
     keys = ()
     for p in tl.static_range(PIECES):
-        cols = place + p * BLOCK_P
-        key = x[p]
+        cols, key = columns[p], x[p]
         if BIASED or GROUPS > 1:
             key = scores_of(key, largest, total, SOFTMAX)
         if BIASED:
@@ -243,7 +237,7 @@ def piece_keys(
 
 @triton.jit
 def store_chosen(
-    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest, total, scale,
+    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, experts, largest, total, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +245,7 @@ def store_chosen(
     and a softmax over them needs no others.
     """
     flat = tl.arange(0, BLOCK_R * BLOCK_K)
-    token = tl.program_id(0).to(tl.int64) * BLOCK_R + flat // BLOCK_K
+    token = start + flat // BLOCK_K
     expert, mask = tl.reshape(experts, (BLOCK_R * BLOCK_K,)), (token < T) & (flat % BLOCK_K < K)
     chosen = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
     slots = tl.arange(0, BLOCK_K)[None, :]
@@ -280,36 +274,55 @@ def router_fwd_kernel(
     LOW: tl.constexpr = BLOCK_E - 1
     BEST: tl.constexpr = GROUPS == 1 and not BIASED
     EXACT: tl.constexpr = BEST and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = tokens < T
+    start = tl.program_id(0).to(tl.int64) * BLOCK_R
     stride = quads * WIDE  # so that Triton sees what it is a multiple of
-    unsure = True
+    ROWS: tl.constexpr = 1 if BLOCK_P > 0 else BLOCK_R  # that go the slow way together
     if BLOCK_P > 0:
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
-        pieces, largest, total = piece_keys(
-            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, NORMALIZE, BIASED, GROUPS,
-            TOP_GROUPS, E, BLOCK_R, BLOCK_P, PIECES,
+        W: tl.constexpr = BLOCK_P // 4
+        tokens = start + tl.arange(0, BLOCK_R)
+        first = logits_ptr + tokens * stride
+        pieces, columns = piece_logits(first, tokens < T, E, BLOCK_P, PIECES)
+        keys, largest, total = piece_keys(
+            pieces, columns, bias_ptr, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E,
+            BLOCK_R, BLOCK_P, PIECES,
         )  # fmt: skip
-        experts, unsure = top_by_pieces(pieces, K, LOW, PIECES, BLOCK_R, BLOCK_P // 4, BLOCK_K)
-        unsure = unsure & (not EXACT)
+        if BEST and 8 * BLOCK_K <= BLOCK_E and W <= BLOCK_K:
+            keys, firsts, missing = best_quads(
+                first, pieces, tokens < T, K, PIECES, E, BLOCK_R, W, BLOCK_K
+            )
+            experts, unsure = top_by_pieces(keys, firsts, K, LOW, BLOCK_K // W, BLOCK_R, W, BLOCK_K)
+            unsure = unsure | missing
+        else:
+            firsts = ()
+            for p in tl.static_range(PIECES):
+                firsts = firsts + (BLOCK_P * p + 4 * tl.arange(0, W)[None, :],)
+            experts, unsure = top_by_pieces(keys, firsts, K, LOW, PIECES, BLOCK_R, W, BLOCK_K)
+        unsure = (unsure & (tokens < T) & (not EXACT)).to(tl.int32)
         store_chosen(
-            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts, largest,
+            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, experts, largest,
             total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
         )  # fmt: skip
-    if unsure:
-        cols = tl.arange(0, BLOCK_E)[None, :]
-        keys, largest, total = row_keys(
-            logits_ptr, bias_ptr, tokens, here, stride, SOFTMAX, BIASED, GROUPS, TOP_GROUPS,
-            E, BLOCK_R, BLOCK_E,
-        )  # fmt: skip
-        lost = tl.where(keys > LOWEST, (keys ^ (keys >> 31)) & LOW, 0)
-        if BLOCK_P == 0 or tl.max(tl.max(lost, axis=1), axis=0) > 0:
-            experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
-            tl.debug_barrier()  # these stores come after those above
-            store_chosen(
-                logits_ptr, weights_ptr, experts_ptr, chosen_ptr, T, stride, experts,
-                largest, total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
-            )  # fmt: skip
+        again = tl.max(unsure, axis=0) > 0
+    else:
+        again = True
+    if again:
+        tl.debug_barrier()  # these stores come after those above
+        for r in range(0, BLOCK_R, ROWS):
+            skip = False
+            if BLOCK_P > 0:
+                skip = tl.sum(tl.where(tl.arange(0, BLOCK_R) == r, unsure, 0), axis=0) == 0
+            if not skip:
+                cols, rows = tl.arange(0, BLOCK_E)[None, :], start + r + tl.arange(0, ROWS)
+                whole, most, sums = row_keys(
+                    logits_ptr, bias_ptr, rows, rows < T, stride, SOFTMAX, BIASED, GROUPS,
+                    TOP_GROUPS, E, ROWS, BLOCK_E,
+                )  # fmt: skip
+                found = top_one_by_one(whole, cols, E, K, BLOCK_K, ROWS, BLOCK_E)
+                store_chosen(
+                    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start + r, T, stride, found,
+                    most, sums, scale, K, SOFTMAX, NORMALIZE, BEST, ROWS, BLOCK_K,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -90,3 +90,69 @@ def quarters(x, R: tl.constexpr, W: tl.constexpr):
     a, c = tl.split(ac)
     b, d = tl.split(bd)
     return (a, b, c, d)
+
+
+@triton.jit
+def largest_of_pieces(keys, N: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr):
+    """(the L largest of each row of N tensors (R, W), in descending order, each (R,); the largest that
+    is left out): a selection network over the numbers of each thread, then over the W of a row.
+    """
+    own, left = largest_of(keys, N, L)
+    top = ()
+    for i in tl.static_range(L):
+        if i < N:
+            top = top + (own[i],)
+        else:
+            top = top + (tl.full((R, W), LOWEST, dtype=tl.int32),)
+    return largest_of_rows(top, left, L, R, W)
+
+
+@triton.jit
+def numbered(key, number, LOW: tl.constexpr):
+    """Keys whose lowest bits are a number, the lower number the larger: all keys of a row differ."""
+    return (key | LOW) - number
+
+
+@triton.jit
+def top_by_pieces(
+    pieces, firsts, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """(the K experts with the largest keys, the lower expert first among equals; whether that may be
+    wrong), of P pieces (R, 4 W) of keys, quads of them of the experts from `firsts` on.
+
+    Experts take the place of the lowest bits of their keys: it may be wrong if two of the largest differ
+    in those bits alone.
+    """
+    keys = ()
+    for p in tl.static_range(P):
+        each = quarters(pieces[p], R, W)
+        for j in tl.static_range(4):
+            keys = keys + (numbered(each[j], firsts[p] + j, LOW),)
+    top, left = largest_of_pieces(keys, 4 * P, R, W, L)
+    top = top + (left,)
+    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
+    for i in tl.static_range(1, K):
+        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
+    slots = tl.arange(0, L)[None, :]
+    experts = tl.zeros((R, L), dtype=tl.int32)
+    for i in tl.static_range(K):
+        experts = tl.where(slots == i, top[i][:, None], experts)
+    return LOW - (experts & LOW), gap <= LOW
+
+
+@triton.jit
+def top_one_by_one(
+    keys, cols, E,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """K times the largest key that is left, the lower expert first among equals."""
+    left = tl.where(cols < E, keys, LOWEST)
+    experts = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.int32)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    for k in range(K):
+        top = tl.max(left, axis=1)[:, None]
+        best = tl.min(tl.where(left == top, cols, BLOCK_E), axis=1)[:, None]
+        experts = tl.where(slots == k, best, experts)
+        left = tl.where(cols == best, LOWEST, left)
+    return experts

@@ -4,6 +4,7 @@ page, without a script.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -34,6 +35,7 @@ MORE_STYLE = """
 .fuseops .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 14px}
 .fuseops .decided td{padding-right:18px}
 .fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
+.fuseops th.number{text-align:right}
 .fuseops .wide{overflow-x:auto}
 .fuseops .offload{color:var(--joint);font-weight:600}
 .fuseops .recompute{color:var(--backward);font-weight:600}
@@ -93,7 +95,11 @@ _KEY = (
 
 
 def _table(plan: Decided) -> str:
-    head = "".join(f"<th>{title}</th>" for title in HEADER)
+    numbers = ("bytes", "window", "slack")
+    head = "".join(
+        f'<th class="number">{title}</th>' if title in numbers else f"<th>{title}</th>"
+        for title in HEADER
+    )
     body = []
     for row in rows(plan):
         name, nbytes, decision, reason, window, slack = map(escape, row.cells())
@@ -142,17 +148,24 @@ def _drawing(plan: Decided) -> str:
 
 
 def _axes(scale: _Scale) -> Iterator[str]:
-    for k in range(5):
-        nbytes = scale.nbytes * k / 4
+    unit = 1024 ** int(math.log(scale.nbytes, 1024))
+    for nbytes in _ticks(scale.nbytes, unit, 5):
         y = scale.y(nbytes)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 28}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{size(int(nbytes))}</text>'
-    for k in range(9):
-        seconds = scale.seconds * k / 8
+    for seconds in _ticks(scale.seconds, 1e-3, 9):
         yield (
             f'<text class="tick" x="{scale.x(seconds):.1f}" y="{CHART + 22}">'
-            f"{seconds * 1e3:.3g} ms</text>"
+            f"{seconds * 1e3:.4g} ms</text>"
         )
+
+
+def _ticks(most: float, unit: float, count: int) -> Iterator[float]:
+    """From 0 in steps of 1, 2 or 5 times a power of ten units, about so many."""
+    rough = most / unit / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * 0.999) * unit
+    return (k * step for k in range(int(most / step * 1.001) + 1))
 
 
 def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) -> str:

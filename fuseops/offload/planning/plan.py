@@ -261,7 +261,8 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
         window, decision = after.windows.get(k), KEEP
         if k in dropped:
             decision, group = RECOMPUTE, dropped[k]
-            reason = f"{group.kind} {group.name}, {group.seconds * 1e3:.2f} ms"
+            how = "with its whole layer" if group.kind == "module" else "by its op"
+            reason = f"{how}, {group.seconds * 1e3:.2f} ms"
         elif k in leave and k not in after.stayed:
             decision = OFFLOAD
             reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"

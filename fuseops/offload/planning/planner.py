@@ -73,6 +73,7 @@ def solve(model: Model, limits: Limits) -> Solution:
     search = _Search(model, limits)
     nothing = search.judge(NOTHING)
     if limits.peak is None:
+        search.until = search.evaluations  # there is nothing else to try
         return search.improve(search.fill(nothing))
     if nothing.fits:
         return nothing

@@ -11,6 +11,7 @@ from fuseops.kernels.registry import register_flops
 
 from .hardware import Hardware
 
+DRY_ERROR = 0.1  # of a step's seconds: within it lay the steps that were recorded beside dry runs
 NO_WORK = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 
 

@@ -23,12 +23,12 @@ from fuseops.offload.policy import Policy
 from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
-from .hardware import ATTENTION_SAVES, Hardware
+from .hardware import ATTENTION_SAVES, Hardware, event
 from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations
 from .record import Recorder, Seconds
-from .roofline import Roofline
+from .roofline import DRY_ERROR, Roofline
 
 Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
@@ -50,9 +50,15 @@ class Step(NamedTuple):
     loss: Loss | None
     policy: Policy
 
-    def run(self, args: tuple[Any, ...], side: Mapping[str, Any]) -> None:
-        """Forward and backward."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        side: Mapping[str, Any],
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Forward and backward; `between` is called between them."""
         out = self.model(*args, **side)
+        between()
         if self.loss is not None:
             self.loss(out).backward()  # type: ignore[no-untyped-call]
             return
@@ -73,12 +79,13 @@ def record(step: Step) -> Profile:
     that adds to them.
     """
     cuda = any(p.is_cuda for p in step.model.parameters())
+    forward: list[int] = []  # how many ops it has
 
     def observe() -> Seen:
         meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
         recorder = _recorder(step, meter, None)
         with recorder.running():
-            step.run(step.args, step.side)
+            step.run(step.args, step.side, lambda: forward.append(recorder.position))
         _drop_gradients(new)
         return recorder.result()
 
@@ -90,22 +97,27 @@ def record(step: Step) -> Profile:
         new = [t for t in _leaves(step) if t.grad is None]
         step.run(step.args, step.side)  # warm up: caches, compilation
         _drop_gradients(new)
-        whole = statistics.median(_timed(step, new, cuda) for _ in range(TIMED_STEPS))
+        took = _timed(step, new, cuda)
         seen = observe()
         groups = recomputations(seen, without)
-    # Together they are the plain step, where launches overlap what runs before.
-    scale = whole / max(sum(op.seconds for op in seen.ops), 1e-12)
+    # Together they are the plain step, where launches overlap what runs before, and a device that is
+    # never idle is slower at what takes the most power: not alike in forward and backward.
+    ops, scales = [], []
+    for part, seconds in zip((seen.ops[: forward[0]], seen.ops[forward[0] :]), took, strict=True):
+        scales.append(seconds / max(sum(op.seconds for op in part), 1e-12))
+        ops += [op._replace(seconds=op.seconds * scales[-1]) for op in part]
     unseen = "bytes that an op needs inside itself are not counted on the CPU"
     return Profile(
         type(step.model).__name__,
         RECORDED,
-        tuple(op._replace(seconds=op.seconds * scale) for op in seen.ops),
+        tuple(ops),
         seen.saved,
         seen.calls,
-        tuple(group._replace(seconds=group.seconds * scale) for group in groups),
+        tuple(group._replace(seconds=group.seconds * scales[0]) for group in groups),
         () if cuda else (unseen,),
         hardware=torch.cuda.get_device_name() if cuda else "cpu",
-        facts={"step_seconds": whole, "scale": scale},
+        facts={"forward_seconds": took[0], "step_seconds": sum(took)}
+        | {"forward_scale": scales[0], "backward_scale": scales[1]},
     )
 
 
@@ -157,12 +169,20 @@ def _recorder(
 
 
 def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
-    yield f"times: roofline of {hardware.name} ({hardware.source})"
-    yield "bytes that a kernel needs inside itself are not counted"
+    yield (
+        f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
+        f"recorded steps lay within {DRY_ERROR:.0%}"
+    )
+    yield "bytes that a kernel needs inside itself are not counted: recorded peaks were up to 1 % higher"
     yield from unseen()
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
+    if any(type(m).__module__.startswith("transformers.") for m in step.model.modules()):
+        yield (
+            "transformers makes an attention mask where tensors are fake and a step would need none: "
+            "what attention saves may differ; record=True measures the step itself"
+        )
     if rows.used:
         yield f"data-dependent selections find {list(rows.split or ())} rows in turn"
     if any(isinstance(m, FuseOp) for m in step.model.modules()):
@@ -173,17 +193,34 @@ def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterato
 # --- a real step
 
 
-def _timed(step: Step, new: list[Tensor], cuda: bool) -> float:
-    """Seconds of one step as users run it."""
+def _timed(step: Step, new: list[Tensor], cuda: bool) -> tuple[float, float]:
+    """Seconds of a forward and of a backward as users run them: step after step, so that the host is
+    ahead of a CUDA device. From an idle one the forward takes longer, by what the host needs first.
+    """
+    marks: list[Any] = []
+
+    def mark() -> None:
+        marks.append(event() if cuda else time.perf_counter())
+        if cuda:
+            marks[-1].record()
+
+    for _ in range(1 + TIMED_STEPS):  # the first is to get in
+        mark()
+        step.run(step.args, step.side, mark)
+        mark()
+        _drop_gradients(new)
     if cuda:
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    step.run(step.args, step.side)
-    if cuda:
-        torch.cuda.synchronize()
-    took = time.perf_counter() - start
-    _drop_gradients(new)
-    return took
+    starts, middles, ends = (marks[k::3][1:] for k in range(3))
+    return _median(starts, middles), _median(middles, ends)
+
+
+def _median(starts: list[Any], ends: list[Any]) -> float:
+    """Seconds between events, or between times."""
+    return statistics.median(
+        end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3
+        for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def _leaves(step: Step) -> list[Tensor]:

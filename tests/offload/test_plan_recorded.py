@@ -1,0 +1,89 @@
+"""Plans of steps that an H200 recorded (`recorded/`: the stacks of benchmarks/offload.py), and dry runs
+beside them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from profiles_drawn import carried
+
+from fuseops import offload
+from fuseops.offload.planning.hardware import Hardware
+from fuseops.offload.planning.model import Model
+from fuseops.offload.planning.plan import plan_profile
+from fuseops.offload.planning.planner import Limits
+from fuseops.offload.planning.profile import Profile
+from fuseops.offload.planning.roofline import DRY_ERROR
+from fuseops.offload.planning.simulate import simulate
+from fuseops.offload.planning.step import Step, dry_run, layers_of
+
+RECORDED = Path(__file__).parent / "recorded"
+LINK = Hardware.h200().with_link(55.0)
+
+
+def recorded(name: str) -> Profile:
+    with gzip.open(RECORDED / f"{name}.json.gz", "rt") as file:
+        return Profile.from_json(json.load(file))
+
+
+@pytest.mark.parametrize("name", ["dense_h200", "moe_h200_a", "moe_h200_b"])
+def test_a_plan_moves_all_that_55_gb_a_second_carry_for_free(name: str) -> None:
+    profile = recorded(name)
+    plan = plan_profile(profile, LINK)
+    assert plan.after.stall <= 1e-6 and not plan.bytes_of("recompute")
+    assert plan.bytes_of("offload") == plan.free == plan.before.peak - plan.after.peak
+    assert plan.free >= 0.99 * carried(Model(profile, LINK, plan.settings))
+
+
+@pytest.mark.parametrize("name, other", ["ab", "ba"])
+def test_two_recordings_of_a_step_have_plans_that_serve_both(name: str, other: str) -> None:
+    """Their times differ op by op: what is free in one of them costs next to nothing in the other."""
+    mine, others = recorded(f"moe_h200_{name}"), recorded(f"moe_h200_{other}")
+    assert [s.name for s in mine.saved] == [s.name for s in others.saved]
+    plan = plan_profile(mine, LINK)
+    leave = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
+    there = simulate(others, leave, LINK, plan.settings)
+    assert there.moved == plan.free and there.stall <= 0.005 * others.seconds
+    assert plan.free == pytest.approx(plan_profile(others, LINK).free, rel=0.02)
+
+
+def test_a_peak_that_a_link_keeps_for_free_needs_no_recomputation_on_another_day() -> None:
+    peak = plan_profile(recorded("moe_h200_a"), LINK).after.peak
+    plan = plan_profile(recorded("moe_h200_b"), Hardware.h200(), Limits(peak))
+    assert plan.fits and not plan.bytes_of("recompute")
+    assert plan.after.seconds <= 1.005 * plan.before.seconds
+
+
+def stacks() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "offload_stacks.py"
+    spec = importlib.util.spec_from_file_location("offload_stacks", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind, name", [("dense", "dense_h200"), ("moe", "moe_h200_b")])
+def test_a_dry_run_is_as_near_to_the_recorded_step_as_it_says(kind: str, name: str) -> None:
+    """Of an H200, on whatever machine: seconds a block, and what saved tensors take."""
+    blocks, made, real = 4, stacks(), recorded(name)
+    shape = made.SHAPES[kind]._replace(blocks=blocks)
+    with torch.device("meta"):
+        rows = torch.randn(shape.tokens, shape.d, dtype=torch.bfloat16, requires_grad=True)
+        model = made.Stack(shape).to(torch.bfloat16)
+    policy = offload.Policy(min_bytes=1 << 20)
+    layers = layers_of(model, ("blocks.*",))
+    dry = dry_run(Step(model, (rows,), {}, layers, None, policy), Hardware.h200())
+    share = len(real.calls) / blocks
+    assert dry.seconds * share == pytest.approx(real.seconds, rel=DRY_ERROR)
+    assert any(f"{DRY_ERROR:.0%}" in text for text in dry.assumed)
+    movable = [sum(p.saved[k].nbytes for k in p.candidates()) for p in (dry, real)]
+    assert movable[0] * share == pytest.approx(movable[1], rel=0.005)
