@@ -262,7 +262,9 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     names = list(names)
     parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--span", type=float, default=0.1, help="seconds timed of a candidate in a round")
+    parser.add_argument(
+        "--span", type=float, default=0.1, help="seconds timed of a candidate in a round"
+    )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
