@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Out
 
@@ -22,9 +23,11 @@ def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
 
 
 def running(step: Step, device: torch.device, checked: bool) -> AbstractContextManager[Any]:
-    """Around the `fwd` of a level-1 op.  Unless `checked`, raises FuseOpsError where it draws random numbers."""
+    """Around the `fwd` of a level-1 op.  Unless `checked` before, raises FuseOpsError where it draws random numbers."""
     autocast = autocast_of(step.calls[0], device.type)
-    return autocast if checked else _drawing_nothing(step.target, device, autocast)
+    if checked or torch_private.num_dispatch_modes():  # fake tensors have no random state
+        return autocast
+    return _drawing_nothing(step.target, device, autocast)
 
 
 @contextmanager
