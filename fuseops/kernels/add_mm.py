@@ -36,7 +36,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"SPLITS": s, "BLOCK_N": n, "STAGES": stages, **fixed} for s, n, stages in tiles]
 
 
-ADD_MM = Space("add_mm", _candidates)
+ADD_MM = Space("add_mm", _candidates, dims=("k", "n"))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

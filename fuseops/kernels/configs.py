@@ -38,7 +38,8 @@ class Space:
     """The configurations of one kernel.
 
     ``candidates(dims, itemsize)`` lists those for given weight dimensions; ``default(rows, dims,
-    itemsize)`` is one of them, the first if not given. Both are pure functions of sizes.
+    itemsize)`` is one of them, the first if not given. Both are pure functions of sizes. ``dims``
+    names the dimensions, in the order in which they are given and stand in a table's keys.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class Space:
         name: str,
         candidates: Callable[..., Iterable[Config]],
         default: Callable[..., Config] | None = None,
+        dims: tuple[str, ...] = ("columns",),
     ) -> None:
         if name in SPACES:
             raise FuseOpsError(f"configuration space '{name}' is declared twice")
         self.name, self._candidates = name, candidates
-        self.default = default or self._first
+        self.default, self.dims = default or self._first, dims
         self.forced: Config | None = None
         self._memo: dict[tuple[Any, ...], Config] = {}
         SPACES[name] = self
@@ -77,6 +79,8 @@ class Space:
 
     def _look_up(self, key: tuple[Any, ...], itemsize: int) -> Config:
         _, _, dims, rows = key
+        if len(dims) != len(self.dims):
+            raise FuseOpsError(f"space '{self.name}' picks by {self.dims}, not by {dims}")
         allowed = self.candidates(dims, itemsize)
         for table in (cached_table(), shipped_table()):
             entry = table.get(entry_key(self.name, *key))

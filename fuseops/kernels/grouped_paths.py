@@ -129,21 +129,24 @@ def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Confi
     return [_wgrad_ring(tile) for tile in _gather_candidates(dims, itemsize)]
 
 
-MM_GATHER = Space("grouped_mm_gather", _gather_candidates)
-MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default)
-MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default)
-MM_POINTER = Space("grouped_mm", _pointer_candidates)
-WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates)
-WGRAD_PINGPONG = Space("grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default)
-WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default)
-WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates)
+GEMM = ("groups", "n", "k")
+MM_GATHER = Space("grouped_mm_gather", _gather_candidates, dims=GEMM)
+MM_PINGPONG = Space("grouped_mm_pingpong", _pingpong_candidates, _pingpong_default, dims=GEMM)
+MM_TMA = Space("grouped_mm_tma", _tma_candidates, _mm_default, dims=GEMM)
+MM_POINTER = Space("grouped_mm", _pointer_candidates, dims=GEMM)
+WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates, dims=GEMM)
+WGRAD_PINGPONG = Space(
+    "grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default, dims=GEMM
+)
+WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default, dims=GEMM)
+WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
-    "pingpong": Space("grouped_swiglu", _swiglu_candidates),
-    "gather": Space("grouped_swiglu_gather", _swiglu_candidates),
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates, dims=GEMM),
+    "gather": Space("grouped_swiglu_gather", _swiglu_candidates, dims=GEMM),
 }
 SWIGLU_BWD_SPACES = {
-    path: Space(name, _swiglu_bwd_candidates, _swiglu_bwd_default)
+    path: Space(name, _swiglu_bwd_candidates, _swiglu_bwd_default, dims=GEMM)
     for path, name in (
         ("pingpong", "grouped_swiglu_bwd"),
         ("gather", "grouped_swiglu_bwd_gather"),

@@ -67,7 +67,7 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 GATHER = Space("gather_rows", _gather_candidates)
 COMBINE = Space("combine_fwd", _candidates)
-COMBINE_BWD = Space("combine_bwd", _bwd_candidates)
+COMBINE_BWD = Space("combine_bwd", _bwd_candidates, dims=("chosen", "columns"))
 
 TOKENS, EXPERTS = 8192, 64
 

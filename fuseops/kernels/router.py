@@ -59,8 +59,8 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-FWD = Space("router_fwd", _candidates)
-BWD = Space("router_bwd", _bwd_candidates)
+FWD = Space("router_fwd", _candidates, dims=("experts", "chosen", "groups"))
+BWD = Space("router_bwd", _bwd_candidates, dims=("experts", "chosen"))
 
 
 def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:

@@ -33,8 +33,8 @@ def _tiles(total: int, dims: tuple[int, ...], **more: int) -> list[Config]:
     return [{"BLOCK_R": max(total // e, 1), "num_warps": warps, **more}]
 
 
-FWD = Space("router_loss", lambda dims, itemsize: _tiles(1024, dims, PER_SM=4))
-BWD = Space("router_loss_bwd", lambda dims, itemsize: _tiles(2048, dims))
+FWD = Space("router_loss", lambda dims, itemsize: _tiles(1024, dims, PER_SM=4), dims=("experts",))
+BWD = Space("router_loss_bwd", lambda dims, itemsize: _tiles(2048, dims), dims=("experts",))
 
 
 def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:

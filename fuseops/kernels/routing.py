@@ -44,7 +44,7 @@ def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     return small if rows < 1 << 16 else medium if rows < 1 << 18 else large
 
 
-ROUTE = Space("route", _candidates, _default)
+ROUTE = Space("route", _candidates, _default, dims=("experts",))
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:

@@ -31,9 +31,8 @@ from .schedule import Call, Decision
 from .scopes import Scope, recompute
 from .storages import StorageMap
 
-REMEMBERED = (
-    1 << 15
-)  # saved tensors that differ in name, shape or the like; then all are judged anew
+# saved tensors that differ in name, shape or the like; beyond so many all are judged anew
+REMEMBERED = 1 << 15
 
 
 @dataclass(eq=False, slots=True)

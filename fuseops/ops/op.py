@@ -58,9 +58,8 @@ class Precision(NamedTuple):
 class Call(NamedTuple):
     """The plan's frozen record of one op in one call (level 3), and fields that live for one call only."""
 
-    needs: frozenset[str] = (
-        frozenset()
-    )  # which gradients anyone wants: "x", parameter names, side names
+    # which gradients anyone wants: "x", parameter names, side names
+    needs: frozenset[str] = frozenset()
     keep: frozenset[str] = frozenset()  # the Saved fields that some needed gradient reads
     emit: frozenset[Any] = frozenset()  # formats wanted for y
     emit_dx: frozenset[Any] = frozenset()  # formats wanted for dx

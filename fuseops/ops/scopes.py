@@ -35,15 +35,13 @@ def _shown(value: Any) -> str:
     return repr(sorted(value) if isinstance(value, frozenset) else value)
 
 
-Override = tuple[
-    tuple[str, Any], ...
-]  # (field, value) pairs; rules are put in front, disable is united
+# (field, value) pairs; rules are put in front, disable is united
+Override = tuple[tuple[str, Any], ...]
 
 _lock = threading.Lock()
 _tokens: dict[tuple[int, Override], int] = {}
-_entries: list[tuple[int, Override]] = [
-    (0, ())
-]  # token -> (parent token, override); token 0 is "nothing said"
+# token -> (parent token, override); token 0 is "nothing said"
+_entries: list[tuple[int, Override]] = [(0, ())]
 
 
 def intern(parent: int, override: Override) -> int:

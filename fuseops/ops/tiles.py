@@ -28,10 +28,8 @@ def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
     tables = call.scratch.setdefault("tiles", {})
     key = storage_id(offs), offs.storage_offset(), offs.stride(), len(offs), version(offs), rows
     if key not in tables:
-        tables[key] = (
-            offs,
-            K.group_tiles(offs, rows),
-        )  # with `offs`, so that nothing else lies there
+        # with `offs`, so that nothing else lies there
+        tables[key] = offs, K.group_tiles(offs, rows)
     found: Tensor = tables[key][1]
     call.scratch["last_tiles"] = offs, rows, version(offs), found
     return found

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
@@ -24,21 +26,19 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("space", configs.SPACES.values(), ids=lambda s: s.name)
-def test_defaults_are_candidates(space):
-    grouped = space.name.startswith("grouped_")
-    for n in WIDTHS:
-        dims = (4, n, n) if grouped else (n,)  # groups, N, K
-        if space.name in ("swiglu_epilogue", "dswiglu_epilogue"):  # and whether rows come by index
-            dims = (4, n, n, 1)
-        if space.name in ("router_fwd", "router_bwd"):  # experts, k, groups
-            dims = (n, min(n, 8), 1)
-        for itemsize in (2, 4):
-            allowed = list(space.candidates(dims, itemsize))
-            assert len(allowed) == len({json.dumps(c) for c in allowed}), (
-                "a configuration is listed twice"
-            )
-            for rows in (0, 1, 512, 1 << 18):
-                assert space.default(rows, dims, itemsize) in allowed
+@given(data=st.data())
+def test_defaults_are_candidates(space, data):
+    dims = tuple(data.draw(st.sampled_from(WIDTHS), label=name) for name in space.dims)
+    itemsize = data.draw(st.sampled_from((2, 4)))
+    allowed = list(space.candidates(dims, itemsize))
+    assert len(allowed) == len({json.dumps(c) for c in allowed}), "a configuration is listed twice"
+    for rows in (0, 1, 512, 1 << 18):
+        assert space.default(rows, dims, itemsize) in allowed
+
+
+def test_dimensions_are_those_of_the_space():
+    with pytest.raises(FuseOpsError, match="picks by"):
+        configs.SPACES["grouped_mm"].pick(1, (64,), torch.zeros(1))
 
 
 def test_shipped_table_holds_candidates_only():

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from .grouped_mlp import GroupedMLP, GroupedMLPSaved
 
 THROUGH = Space(
-    # of fc2: (groups, F, D, by index). On an H200 it gains on every shape where rows lie in order; by index it gains
+    # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
     # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
     "dswiglu_epilogue",
     lambda dims, itemsize: [{"THROUGH": 0}, {"THROUGH": 1}],
     lambda rows, dims, itemsize: {"THROUGH": int(not dims[3] or dims[1] < 1024)},
+    dims=("groups", "n", "k", "by_index"),
 )
 
 

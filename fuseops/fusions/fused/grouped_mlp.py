@@ -27,18 +27,18 @@ from .dswiglu import apart, expected, said, through
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
-Rows = tuple[
-    Tensor | None, Tensor | None
-]  # a tensor, and the index of its rows: None for all, in order
+# a tensor, and the index of its rows: None for all, in order
+Rows = tuple[Tensor | None, Tensor | None]
 WEIGHT = frozenset({"weight"})
 
 
 EPILOGUE = Space(
-    # of fc1: (groups, 2F, D, by index, need h). On an H200 it gains 0 to 5 % where h is written, more where it is not
+    # of fc1. On an H200 it gains 0 to 5 % where h is written, more where it is not
     # or rows are read by index; where the product is short nothing hides it.
     "swiglu_epilogue",
     lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(dims[3] or not dims[4] or dims[2] >= 1024)},
+    lambda rows, dims, itemsize: {"EPILOGUE": int(bool(dims[3]) or not dims[4] or dims[2] >= 1024)},
+    dims=("groups", "n", "k", "by_index", "need_h"),
 )
 
 

@@ -44,7 +44,10 @@ def _copy_from(name: str, width: int) -> Space:
     """
     choices = [{"COPY": 0}, {"COPY": 1}]
     return Space(
-        name, lambda dims, itemsize: choices, lambda rows, dims, itemsize: choices[dims[0] >= width]
+        name,
+        lambda dims, itemsize: choices,
+        lambda rows, dims, itemsize: choices[dims[0] >= width],
+        dims=("n", "k"),
     )
 
 
