@@ -76,9 +76,6 @@ class LayerScope(Scope):
     ) -> None:
         super().__init__(model)
         self._policy, self._layers, self._make_mover = policy, layers, mover
-        self._lasting = policy is None or (
-            policy.where is None and policy.layer_bytes is None and policy.fraction == 1
-        )
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
         self._thread_calls = _Thread()
@@ -201,7 +198,7 @@ class LayerScope(Scope):
             found = self._judge(t, known)
             if len(self._judged) >= REMEMBERED:
                 self._judged.clear()
-            if self._lasting:
+            if self._policy is None or self._policy.lasting:
                 self._judged[facts] = found
         return self._do(t, storage, found)
 

@@ -81,6 +81,11 @@ class Policy:
         """All globs, for a check that each of them has matched something."""
         return (*self.offload, *self.keep)
 
+    @property
+    def lasting(self) -> bool:
+        """Whether the answer for one candidate is the same in every call: no predicate and no quota."""
+        return self.where is None and self.layer_bytes is None and self.fraction == 1
+
     def why_keep(self, candidate: Candidate, quota: Quota) -> str | None:
         """Why a tensor stays, or None; then it counts in the quota of its call."""
         quota.saved += candidate.nbytes

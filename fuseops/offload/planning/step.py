@@ -106,7 +106,7 @@ def record(step: Step) -> Profile:
     for part, seconds in zip((seen.ops[: forward[0]], seen.ops[forward[0] :]), took, strict=True):
         scales.append(seconds / max(sum(op.seconds for op in part), 1e-12))
         ops += [op._replace(seconds=op.seconds * scales[-1]) for op in part]
-    unseen = "bytes that an op needs inside itself are not counted on the CPU"
+    on_cpu = "bytes that an op needs inside itself are not counted on the CPU"
     return Profile(
         type(step.model).__name__,
         RECORDED,
@@ -114,7 +114,7 @@ def record(step: Step) -> Profile:
         seen.saved,
         seen.calls,
         tuple(group._replace(seconds=group.seconds * scales[0]) for group in groups),
-        () if cuda else (unseen,),
+        () if cuda else (on_cpu,),
         hardware=torch.cuda.get_device_name() if cuda else "cpu",
         facts={"forward_seconds": took[0], "step_seconds": sum(took)}
         | {"forward_scale": scales[0], "backward_scale": scales[1]},
