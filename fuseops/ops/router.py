@@ -57,6 +57,7 @@ class Router(Op[RouterSaved]):
     """
 
     integers = frozenset({"experts"})
+    floats = True
     saves_for = {
         "x": ("weight", "logits", "experts", "load"),
         "weight": ("x", "logits", "experts", "load"),
