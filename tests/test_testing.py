@@ -126,6 +126,15 @@ def test_a_norm_whose_gradient_cancels_keeps_its_contract(width: int, seed: int)
     assert_bwd_is_vjp(norm, filled((3, width), torch.float64, "normal", seed))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_softmax_that_has_become_a_maximum_keeps_its_contract(seed: int, rows: int) -> None:
+    """It has no slope: autograd's `d - sum(d s)` is what rounding leaves, and needs no load."""
+    torch.manual_seed(seed)
+    router = fo.ops.Router(16, 4, top_k=2, balance_loss=0.5)
+    assert_bwd_is_vjp(router, filled((rows, 16), torch.float32, "large", seed))
+
+
 @pytest.mark.parametrize(
     ("op", "message"),
     [

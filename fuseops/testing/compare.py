@@ -57,10 +57,12 @@ def difference(
     expected: Tensor | None,
     tol: float,
     words: tuple[str, str] = ("fused", "unfused"),
+    least: float = 0.0,
 ) -> Difference | None:
     """None where `got` equals `expected` within `tol` of an element's own and the mean magnitude.
 
     NaN equals NaN, an infinity only itself.  words: what the message calls the two.
+    least: allowed in any case, say what rounding leaves of terms that cancel.
     """
     if got is None or expected is None:
         if got is expected:
@@ -76,7 +78,7 @@ def difference(
         return None
     distance = (a - b).abs()
     size = torch.where(b.isfinite(), b.abs(), 0.0)
-    allowed = tol * (size + size.mean())
+    allowed = tol * (size + size.mean()) + least
     excess = torch.where(unequal, torch.nan_to_num(distance - allowed, nan=torch.inf), -torch.inf)
     where = excess.argmax()
     if excess.flatten()[where] <= 0:

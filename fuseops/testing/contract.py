@@ -12,10 +12,12 @@ from fuseops.fusions.facts import kept_fields
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
 
-from .compare import Difference, difference
+from .compare import UNITS, Difference, difference
 from .trees import mapped, tensors
 
 TOLERANCE = 1e-9  # of float64 sums over the few hundred terms of a test
+# ... where large terms cancel: the slope of a softmax that has become one is d - sum(d s).
+ROUNDING = UNITS[torch.float64] * torch.finfo(torch.float64).eps
 WORDS = ("bwd", "autograd over fwd")
 # Set before every fwd: an op that draws random numbers draws the same ones again. Not a seed that
 # inputs are drawn with: no gradient passes a norm whose dy is its x.
@@ -52,11 +54,18 @@ class Vjp(NamedTuple):
     dy: Tensor | None
     dside: Named
     grads: Tensors
+    reached: frozenset[str]  # what the results depend on, though the gradient may vanish
+    size: float  # of the terms that the gradients are sums of
 
     @property
     def partly(self) -> bool:
         """Whether some result has no gradient: `bwd` may leave out what only that depends on."""
         return self.dy is None or any(d is None for d in self.dside.values())
+
+    def vanishes(self, need: str) -> bool:
+        """Whether this gradient is too small to tell whether a term of it is there."""
+        gradient = self.grads[need]
+        return gradient is None or bool(gradient.abs().le(TOLERANCE * self.size).all())
 
 
 def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
@@ -81,7 +90,7 @@ def assert_bwd_is_vjp(op: Op[Any], *inputs: Any, **side: Any) -> None:
             _check_module(case, needs, references[0])
         if not op.pure and op.saves_for is not None:
             for need in case.needs:
-                _check_every_field_matters(case, need, references[0])
+                _check_every_field_matters(case, need, references)
 
 
 # --- the case
@@ -184,10 +193,24 @@ def _reference(case: Case, pattern: frozenset[str]) -> Vjp:
         [results[n] for n in reached],
         wanted,  # type: ignore[arg-type]
         [d[n] for n in reached],
-        materialize_grads=True,
+        allow_unused=True,
     )
-    dside = {name: d.get(name) for name in case.op.writes}
-    return Vjp(d.get("y"), dside, dict(zip(case.needs, found, strict=True)))
+    grads = dict(zip(case.needs, found, strict=True))
+    return Vjp(
+        d.get("y"),
+        {name: d.get(name) for name in case.op.writes},
+        {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in grads.items()},
+        frozenset(n for n, g in grads.items() if g is not None),
+        _largest(d.values()) * max(1.0, _largest(leaves.values())),
+    )
+
+
+def _largest(found: Iterable[Tensor | None]) -> float:
+    """The largest finite magnitude."""
+    finite = (
+        t.detach()[t.isfinite()].abs() for t in found if t is not None and t.is_floating_point()
+    )
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
 
 
 # --- what is checked
@@ -261,7 +284,8 @@ def _wrong(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> Differen
         expected = vjp.grads[need]
         if got is None and vjp.partly and expected is not None and not expected.any():
             continue
-        if found := difference(f"gradient of {need}", got, expected, TOLERANCE, WORDS):
+        text, least = f"gradient of {need}", ROUNDING * vjp.size
+        if found := difference(text, got, expected, TOLERANCE, WORDS, least):
             return found
     return None
 
@@ -317,17 +341,14 @@ def _missing(
     ]
 
 
-def _check_every_field_matters(case: Case, need: str, vjp: Vjp) -> None:
-    op, needs = case.hollow, frozenset({need})
+def _check_every_field_matters(case: Case, need: str, references: list[Vjp]) -> None:
+    op, needs, vjp = case.hollow, frozenset({need}), references[0]
     listed = (op.saves_for or {}).get(need)
-    gradient = vjp.grads[need]
-    if listed is None or gradient is None or not gradient.any():
-        return  # rows that are all padding: a gradient of zeros tells no field from another
-    given = [
-        float(t.abs().max()) for t in (vjp.dy, *vjp.dside.values()) if t is not None and t.numel()
-    ]
-    if gradient.abs().max() < TOLERANCE * max(given, default=0.0):
-        return  # nor does one that vanishes, where large values leave a softmax no slope
+    reached = [r for r in references if need in r.reached]
+    # Rows that are all padding, and large values that leave a softmax no slope: what one result
+    # adds is nothing then, and no field that only it needs can be told from a needless one.
+    if listed is None or not reached or any(r.vanishes(need) for r in reached):
+        return
     saved = _only(_saved(op, case, needs), listed)
     for field in listed:
         if getattr(saved, field) is None or field in op.recomputes:
@@ -361,7 +382,8 @@ def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
         parts = [next(found) for _ in mine]
         whole = name in given or op.registered(name) == (name,)
         grad = parts[0] if whole else torch.stack(parts)
-        if wrong := difference(f"gradient of {name}", grad, vjp.grads[name], TOLERANCE, words):
+        text, least = f"gradient of {name}", ROUNDING * vjp.size
+        if wrong := difference(text, grad, vjp.grads[name], TOLERANCE, words, least):
             raise AssertionError(f"{type(op).__name__} with needs {sorted(needs)}: {wrong}")
 
 
