@@ -41,6 +41,14 @@ def last_place(found: Iterable[Tensor]) -> float:
     return max((torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
 
+def largest(found: Iterable[Tensor | None]) -> float:
+    """The largest finite magnitude."""
+    finite = (
+        t.detach()[t.isfinite()].abs() for t in found if t is not None and t.is_floating_point()
+    )
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
+
+
 def describe(t: Any) -> str:
     if not isinstance(t, Tensor):
         return str(t)
