@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops import ops, torch_private
+from fuseops import ops
 from fuseops.errors import FuseOpsError
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops.activations import Activation, ScaledActivation
@@ -124,13 +124,13 @@ class MoE(Sequential):
         return (y, *published[: len(returns)]) if returns else y
 
     def _counting(self) -> ops.Router | None:
-        """The router, where this forward counts for `update_expert_bias`: in training, and once."""
+        """The router, where this forward counts for `update_expert_bias`: in training, and with a graph, since a
+        reentrant checkpoint runs its first forward without one.
+        """
         router = self._modules.get("router")
         if not isinstance(router, ops.Router) or router.expert_bias is None:
             return None
-        # A reentrant checkpoint runs its first forward without a graph, where nothing counts.
-        once = torch.compiler.is_compiling() or not torch_private.in_recomputation()
-        return router if self.training and torch.is_grad_enabled() and once else None
+        return router if self.training and torch.is_grad_enabled() else None
 
     @property
     def loss_scale(self) -> Tensor:
