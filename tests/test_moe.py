@@ -516,6 +516,20 @@ def test_compiled_equals_eager_without_a_recompile(kwargs: dict[str, Any]) -> No
     assert frames.frame_count <= 2
 
 
+@pytest.mark.parametrize("change", ["appended", "hook"])
+def test_an_output_that_others_hold_is_not_written_unseen(change: str) -> None:
+    moe, x = fo.MoE(D, F, E, 2), torch.randn(2, 3, D, requires_grad=True)
+    kept = []
+    if change == "appended":
+        moe.append(torch.nn.Tanh())  # saves its output
+    else:
+        moe["combine"].register_forward_hook(lambda op, args, y: kept.append(y.square()))
+    y = moe(x)
+    y += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (kept or [y])[0].sum().backward()
+
+
 def test_a_layer_inside_a_sequential() -> None:
     model = fo.Sequential(
         fo.ops.Linear(D, D), fo.Residual({"norm": fo.ops.RMSNorm(D), "moe": fo.MoE(D, F, E, 2)})
