@@ -5,9 +5,9 @@
     python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
 A cell is one GEMM of one shape and one split. Its candidates run in turn, in balanced order, back to
-back, for `--span` seconds and as long to warm up (hot: the GPU is at its power limit,
-as in training), and the median of the rounds counts; cool shots, of fc1 with uniform splits, follow 40 ms
-of idling and one launch. The tile table is made inside every timed call. Three groups are compared
+back, for `--span` seconds and as long to warm up (hot: the GPU is at its power limit, as in training),
+and the median of the rounds counts; cool shots, of fc1 with uniform splits, follow 40 ms of idling and one
+launch. The tile table is made inside every timed call. Three groups are compared
 with float32 before, with odd ends, once for all splits. TFLOP/s count the rows inside groups. Gathered
 cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
 time is that of a call that waits for nothing, with the tile table made before, as in a layer.
