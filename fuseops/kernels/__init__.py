@@ -51,6 +51,7 @@ from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss
 from .router_losses import router_loss_bwd as router_loss_bwd
+from .routing import count_once as count_once
 from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route
