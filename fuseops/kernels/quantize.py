@@ -78,6 +78,13 @@ def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_square(4, 128, 64), _square(4, 128, 32)]
 
 
+def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Few warps, where they can hold a tile: what a program does once is done by few threads. Groups end
+    in short blocks.
+    """
+    return [_square(2 if _fits(dims, itemsize) else 4, 128, 64) | {"SHORT": 32}]
+
+
 def _column_amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Four warps hold 16 bytes a lane of one row, loads some steps ahead."""
     n = pow2(dims[-1], most=2048 // itemsize)
@@ -110,7 +117,7 @@ COLUMN_BLOCKS = Space("quantize_column_blocks", _column_candidates)
 COLUMN_AMAX = Space("column_amax", _column_amax_candidates)
 TENSOR_BOTH = Space("quantize_tensor_both", _column_candidates)
 COLUMNS = Space("quantize_columns", _column_candidates)
-GROUP_BLOCKS = Space("quantize_group_blocks", _column_candidates)
+GROUP_BLOCKS = Space("quantize_group_blocks", _group_candidates)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
