@@ -41,7 +41,8 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
-from .reference import block_of_row as block_of_row
+from .reference import block_of_column as block_of_column
+from .reference import column_offs as column_offs
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
