@@ -15,9 +15,9 @@ results lie, which changes times by some tenths of a percent. A peer counts as f
 interval of the median of our time over its time, round by round, lies above 1 for both. Small shapes:
 microseconds a call, eager on the host and under graph replay. A case whose results differ from its
 reference is reported as wrong, without times. ``--tune`` first writes the fastest configurations of
-this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``launch_us`` is what a graph
-takes for a kernel that does nothing; the floor of a case is the copy, and one of these for each launch
-beyond the first: that of route and the router is made of little else.
+this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``mixed`` reads and writes the bytes
+of the case in its proportion, ``idle`` is its launches without work (``floors.py``), ``launch_us`` one of one
+program; the floor of a case is ``mixed``, and one of these for each launch beyond the first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import floors
 import measure
 import torch
 from memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
 from fuseops.kernels import configs
-from fuseops.kernels.launch import recording
+from fuseops.kernels.launch import Launch, recording
 from fuseops.kernels.registry import arch_of
 
 SMALL_ROWS = (64, 256, 1024)
@@ -136,11 +137,11 @@ def over_peer(times: measure.Rounds, peer: str) -> list[float]:
     return min(found)
 
 
-def launches(case: Case, args: tuple) -> int:
-    """How many kernels a call launches."""
+def launches(case: Case, args: tuple) -> list[Launch]:
+    """The kernels that a call launches."""
     with recording(arch_of(torch.device("cuda", 0))) as recorder:
         case.op.launcher(*args)
-    return len(recorder.launches)
+    return recorder.launches
 
 
 def bandwidth(
@@ -169,11 +170,15 @@ def bandwidth(
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
     with contextlib.suppress(Exception):  # reported above
         replays["again"] = Replay(case.op, sets)
-    source = [
-        torch.empty(nbytes // 16, dtype=torch.int64, device="cuda").random_() for _ in range(count)
-    ]
+    half = (nbytes // 16,)
+    source = [torch.empty(half, dtype=torch.int64, device="cuda").random_() for _ in range(count)]
+    kernels = launches(case, first)
+    written = sum(t.nbytes for t in tree_leaves(case.op.launcher(*first)))
+    words = [(torch.cat([s, s]),) for s in source]
     for name, copy in (("memcpy", torch.clone), ("copy_kernel", torch.bitwise_not)):
         replays[name] = Replay(copy, [(s,) for s in source])
+    replays["mixed"] = Replay(floors.mixed(max(nbytes - written, 0), written), words)
+    replays["idle"] = Replay(floors.idle(kernels), words)
     times = timed(replays, options.rounds)
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
@@ -184,11 +189,11 @@ def bandwidth(
         if peer in times and peer != "fuseops" and ours
     }
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
-    kernels = launches(case, first)
-    floor = medians["copy"] + (kernels - 1) * options.launch_us
+    floor = medians["mixed"] + (len(kernels) - 1) * options.launch_us
     return record | {
         "bytes": nbytes,
-        "launches": kernels,
+        "written": written,
+        "launches": len(kernels),
         "us": {name: round(us, 2) for name, us in medians.items()},
         "quartiles_us": {name: [round(v, 2) for v in q] for name, q in quartiles.items()},
         "gb_s": ours and round(nbytes / ours / 1e3),

@@ -36,13 +36,13 @@ SCAN = 1 << 10
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """BLOCK_S: the copies of a chunk"""
-    return [{"BLOCK_S": s, "num_warps": warps} for s, warps in ((256, 4), (256, 2), (512, 4))]
+    return [{"BLOCK_S": 256, "num_warps": 1}, {"BLOCK_S": 512, "num_warps": 4}]
 
 
 def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Larger chunks, whose copies of an expert are stored side by side, where there are many."""
-    small, medium, large = _candidates(dims, itemsize)
-    return small if rows < 1 << 16 else medium if rows < 1 << 18 else large
+    small, large = _candidates(dims, itemsize)
+    return small if rows <= 1 << 17 else large
 
 
 ROUTE = Space("route", _candidates, _default, dims=("experts",))
