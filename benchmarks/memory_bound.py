@@ -8,7 +8,7 @@ Several processes compile all cases at once, which takes most of the time. Then 
 after another, each in the process that compiled it, while the others wait for their turn.
 
 Bandwidth: candidates are captured into CUDA graphs over rotated buffers (together larger than L2,
-so nothing is L2-hot) and replayed round robin, order rotated each round; medians. ``copy`` moves the
+so nothing is L2-hot) and replayed in turn, in balanced order; medians. ``copy`` moves the
 same bytes in the same run: the faster of an elementwise kernel and the driver's copy, which at some
 sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their
 results lie, which changes times by some tenths of a percent. A peer counts as faster where the 95 %
@@ -116,31 +116,25 @@ class Replay:
         return start.elapsed_time(end) * 1e3 / self.calls
 
 
-def round_robin(replays: dict[str, Replay], rounds: int) -> dict[str, list[float]]:
-    """Times of every candidate, one each in every round, in rotated order; two rounds for one that
-    takes ten times as long as the fastest.
-    """
-    times: dict[str, list[float]] = {name: [] for name in replays}
-    names = list(replays)
-    for i in range(rounds + 2):
-        if i == 4:
-            fastest = min(map(min, times.values()))
-            names = [name for name in names if min(times[name]) < 10 * fastest]
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            taken = replays[name].time()
-            if i >= 2:
-                times[name].append(taken)
+def timed(replays: dict[str, Replay], rounds: int) -> measure.Rounds:
+    """Times of every candidate; two rounds for one that takes ten times as long as the fastest."""
+    timers = {name: replay.time for name, replay in replays.items()}
+    times = measure.in_rounds(timers, rounds=2, heat=2)
+    slowest = 10 * min(map(min, times.values()))
+    quick = {name: timer for name, timer in timers.items() if min(times[name]) < slowest}
+    for name, more in measure.in_rounds(quick, rounds - 2, heat=0).items():
+        times[name] += more
     return times
 
 
-def over_peer(times: dict[str, list[float]], peer: str) -> list[float]:
+def over_peer(times: measure.Rounds, peer: str) -> list[float]:
     """Our time over the peer's in the same rounds, of the capture that does better: where its median lies."""
-    ratios = [
-        [ours / theirs for ours, theirs in zip(times[name], times[peer], strict=False)]
+    found = [
+        measure.paired(times[peer], times[name], digits=4)["interval"]
         for name in ("fuseops", "again")
         if name in times
     ]
-    return min([round(v, 4) for v in measure.median_interval(r)] for r in ratios)
+    return min(found)
 
 
 def launches(case: Case, args: tuple) -> list[Launch]:
@@ -185,7 +179,7 @@ def bandwidth(
         replays[name] = Replay(copy, [(s,) for s in source])
     replays["mixed"] = Replay(floors.mixed(max(nbytes - written, 0), written), words)
     replays["idle"] = Replay(floors.idle(kernels), words)
-    times = round_robin(replays, options.rounds)
+    times = timed(replays, options.rounds)
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
     ours = medians.get("fuseops")
