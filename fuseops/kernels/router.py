@@ -153,7 +153,7 @@ def router_bwd(
     dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
     config, logits = BWD.pick(tokens, (wide, k), logits), as_rows(logits)
     launch(
-        device("router").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
+        device("router_bwd").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         dweights.contiguous(), logits if not num_experts else logits.contiguous(),
         experts.contiguous(), dlogits, tokens, logits.stride(0), float(scale), K=k,
         SOFTMAX=score == "softmax", NORMALIZE=normalize, ALL=not num_experts, E=wide,

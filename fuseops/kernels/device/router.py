@@ -24,6 +24,8 @@ from fuseops.kernels.device.select import (
     numbered_pieces,
     quarters,
     rows_of,
+    settled,
+    tile_of,
     top_one_by_one,
 )
 
@@ -249,76 +251,6 @@ def piece_keys(
 
 
 @triton.jit
-def swapped(x, experts, ODD: tl.constexpr, N: tl.constexpr):
-    """N logits (R,) and their experts, every other two neighbours in descending order."""
-    y = ()
-    e = ()
-    for i in tl.static_range(N):
-        if (i + ODD) % 2 == 0 and i + 1 < N:
-            turn = x[i + 1] > x[i]
-            y = y + (tl.where(turn, x[i + 1], x[i]),)
-            e = e + (tl.where(turn, experts[i + 1], experts[i]),)
-        elif (i + ODD) % 2 == 1 and i > 0:
-            turn = x[i] > x[i - 1]
-            y = y + (tl.where(turn, x[i - 1], x[i]),)
-            e = e + (tl.where(turn, experts[i - 1], experts[i]),)
-        else:
-            y = y + (x[i],)
-            e = e + (experts[i],)
-    return y, e
-
-
-@triton.jit
-def settled(
-    first, offset, keys, top, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
-    """(logits and experts of the K largest of N numbered keys, tiles (R, 1) or wider; whether they may be
-    wrong), of the sorted K + 1 largest: where two neighbours differ in the lowest bits alone, their
-    logits decide. Where three do, it may be wrong.
-    """
-    x = ()
-    experts = ()
-    MORE: tl.constexpr = min(K + 1, E)
-    for i in tl.static_range(MORE):
-        expert = tl.minimum(LOW - (top[i] & LOW), E - 1)
-        experts = experts + (expert,)
-        x = x + (tl.load(first + offset + expert).to(tl.float32),)
-    x, experts = swapped(x, experts, 0, MORE)
-    x, experts = swapped(x, experts, 1, MORE)
-    wrong = tl.zeros((R,), dtype=tl.int1)
-    for i in tl.static_range(K - 1):
-        wrong = wrong | ((top[i] | LOW) == (top[i + 2] | LOW))
-    last = top[K - 1] | LOW
-    edge = last == (top[K] | LOW)
-    if tl.max(edge.to(tl.int32), axis=0) > 0:
-        alike = tl.zeros((R,), dtype=tl.int32)
-        for i in tl.static_range(N):
-            alike += tl.sum(((keys[i] | LOW) == last[:, None]).to(tl.int32), axis=1)
-        wrong = wrong | (edge & (alike > 2))
-    return x[:K], experts[:K], wrong
-
-
-@triton.jit
-def side_by_side(x, N: tl.constexpr, R: tl.constexpr):
-    """N tensors (R,) as the columns of one."""
-    if N == 1:
-        return x[0][:, None]
-    else:
-        even, odd = side_by_side(x[::2], N // 2, R), side_by_side(x[1::2], N // 2, R)
-        return tl.reshape(tl.join(even, odd), (R, N))
-
-
-@triton.jit
-def tile_of(x, N: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """N tensors (R,) as the columns of a tile (R, BLOCK_N), the first again behind them."""
-    y = x
-    for _ in tl.static_range(N, BLOCK_N):
-        y = y + (x[0],)
-    return side_by_side(y, BLOCK_N, R)
-
-
-@triton.jit
 def logits_of(
     logits_ptr, start, T, stride, experts, K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -448,70 +380,3 @@ def router_fwd_kernel(
                 )  # fmt: skip
                 again = tl.where(place == r, BLOCK_R, again)
                 r = tl.min(again, axis=0)
-
-
-@triton.jit(do_not_specialize=["T"])
-def router_bwd_kernel(
-    dweights_ptr, logits_ptr, experts_ptr, dlogits_ptr, T, stride_logits, scale,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ALL: tl.constexpr,
-    E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """From all logits (T, E) if ALL; otherwise from those of the chosen (T, K), whose softmax is one
-    over those. Rows are written as if nothing were chosen, and the K of the chosen over that.
-    """
-    WHOLE: tl.constexpr = SOFTMAX and ALL
-    PIECES: tl.constexpr = BLOCK_E // BLOCK_P
-    N: tl.constexpr = BLOCK_R * BLOCK_K
-    dtype = dlogits_ptr.dtype.element_ty
-    start = tl.program_id(0).to(tl.int64) * BLOCK_R
-    tokens = start + tl.arange(0, BLOCK_R)
-    here, place = (tokens < T)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    row = dlogits_ptr + (tokens * E)[:, None]
-    rest = ()
-    if WHOLE:
-        for p in tl.static_range(PIECES):
-            cols = place + p * BLOCK_P
-            at = logits_ptr + (tokens * stride_logits)[:, None] + cols
-            rest = rest + (load_logits(at, here & (cols < E), cols, E),)
-    flat = tl.arange(0, N)  # of the chosen: a lane has one slot of a token, in every tile below
-    token, slot = start + flat // BLOCK_K, flat % BLOCK_K
-    mask, at = (token < T) & (slot < K), token * K + slot
-    expert = tl.load(experts_ptr + at, mask=mask, other=0)
-    d = tl.load(dweights_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
-    if WHOLE:
-        tl.debug_barrier()  # keeps the loads of rows before the wait for the experts
-    if ALL:
-        at = token * stride_logits + expert
-    chosen = tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if not WHOLE:  # while the loads are on their way
-        cols = tl.arange(0, BLOCK_E)[None, :]
-        tl.store(row + cols, tl.zeros((BLOCK_R, BLOCK_E), dtype), mask=here & (cols < E))
-        tl.debug_barrier()
-    d, chosen = tl.reshape(d, (BLOCK_R, BLOCK_K)), tl.reshape(chosen, (BLOCK_R, BLOCK_K))
-    slots = tl.arange(0, BLOCK_K)[None, :]
-    if WHOLE:
-        largest, total, rest = exponentials(rest, PIECES)
-        s = tl.where(slots < K, tl.exp(chosen - largest) / total, 0.0)
-    elif SOFTMAX:
-        chosen = tl.where(slots < K, chosen, float("-inf"))
-        s = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
-    else:
-        s = tl.where(slots < K, tl.sigmoid(chosen), 0.0)
-    if NORMALIZE:
-        sums = tl.sum(s, axis=1)[:, None] + (0.0 if SOFTMAX and not ALL else TINY)
-        d = (d - tl.sum(d * s, axis=1)[:, None] / sums) / sums
-    if WHOLE:
-        dot = tl.sum(d * s, axis=1)[:, None]
-        d = (d - dot) * s
-        each = -dot / total
-        for p in tl.static_range(PIECES):
-            cols = place + p * BLOCK_P
-            tl.store(row + cols, (each * rest[p]).to(dtype), mask=here & (cols < E))
-        tl.debug_barrier()
-    elif SOFTMAX:
-        d = d * s
-    else:
-        d = d * s * (1.0 - s)
-    # after a barrier: over what is there
-    tl.store(dlogits_ptr + token * E + expert, tl.reshape(d, (N,)).to(dtype), mask=mask)

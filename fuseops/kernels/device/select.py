@@ -140,6 +140,76 @@ def numbered_pieces(
 
 
 @triton.jit
+def swapped(x, experts, ODD: tl.constexpr, N: tl.constexpr):
+    """N logits (R,) and their experts, every other two neighbours in descending order."""
+    y = ()
+    e = ()
+    for i in tl.static_range(N):
+        if (i + ODD) % 2 == 0 and i + 1 < N:
+            turn = x[i + 1] > x[i]
+            y = y + (tl.where(turn, x[i + 1], x[i]),)
+            e = e + (tl.where(turn, experts[i + 1], experts[i]),)
+        elif (i + ODD) % 2 == 1 and i > 0:
+            turn = x[i] > x[i - 1]
+            y = y + (tl.where(turn, x[i - 1], x[i]),)
+            e = e + (tl.where(turn, experts[i - 1], experts[i]),)
+        else:
+            y = y + (x[i],)
+            e = e + (experts[i],)
+    return y, e
+
+
+@triton.jit
+def settled(
+    first, offset, keys, top, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """(logits and experts of the K largest of N numbered keys, tiles (R, 1) or wider; whether they may be
+    wrong), of the sorted K + 1 largest: where two neighbours differ in the lowest bits alone, their
+    logits decide. Where three do, it may be wrong.
+    """
+    x = ()
+    experts = ()
+    MORE: tl.constexpr = min(K + 1, E)
+    for i in tl.static_range(MORE):
+        expert = tl.minimum(LOW - (top[i] & LOW), E - 1)
+        experts = experts + (expert,)
+        x = x + (tl.load(first + offset + expert).to(tl.float32),)
+    x, experts = swapped(x, experts, 0, MORE)
+    x, experts = swapped(x, experts, 1, MORE)
+    wrong = tl.zeros((R,), dtype=tl.int1)
+    for i in tl.static_range(K - 1):
+        wrong = wrong | ((top[i] | LOW) == (top[i + 2] | LOW))
+    last = top[K - 1] | LOW
+    edge = last == (top[K] | LOW)
+    if tl.max(edge.to(tl.int32), axis=0) > 0:
+        alike = tl.zeros((R,), dtype=tl.int32)
+        for i in tl.static_range(N):
+            alike += tl.sum(((keys[i] | LOW) == last[:, None]).to(tl.int32), axis=1)
+        wrong = wrong | (edge & (alike > 2))
+    return x[:K], experts[:K], wrong
+
+
+@triton.jit
+def side_by_side(x, N: tl.constexpr, R: tl.constexpr):
+    """N tensors (R,) as the columns of one."""
+    if N == 1:
+        return x[0][:, None]
+    else:
+        even, odd = side_by_side(x[::2], N // 2, R), side_by_side(x[1::2], N // 2, R)
+        return tl.reshape(tl.join(even, odd), (R, N))
+
+
+@triton.jit
+def tile_of(x, N: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """N tensors (R,) as the columns of a tile (R, BLOCK_N), the first again behind them."""
+    y = x
+    for _ in tl.static_range(N, BLOCK_N):
+        y = y + (x[0],)
+    return side_by_side(y, BLOCK_N, R)
+
+
+@triton.jit
 def top_one_by_one(
     keys, cols, E,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
