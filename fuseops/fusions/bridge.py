@@ -263,9 +263,8 @@ class Node(torch.autograd.Function):
         t = list(inputs)
         if live is None:
             y, saved, ctx.entered = run_forward(seg, x, t, Once())
-            y = y.view_as(
-                y
-            )  # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+            # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+            y = y.view_as(y)
         else:
             live.shapes = None if seg.checked else checks.Shapes()
             y, saved, ctx.entered = run_forward(seg, x, t, live.once, shapes=live.shapes)

@@ -20,7 +20,14 @@ from .runner import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
-_UNSET: Any = object()
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<unset>"  # help(configure) shows it
+
+
+_UNSET: Any = _Unset()
 
 
 def configure(

@@ -83,11 +83,13 @@ class Run:
         written: set[str] = set()
         reads: dict[str, None] = {}
         for name, op in zip(self.names, self.ops, strict=True):
-            for reserved in RESERVED.intersection((*op.side_names(), *op.writes)):
-                raise SideInputError(
-                    f"op {name!r} ({type(op).__name__}) reads or writes {reserved!r}, a reserved name: "
-                    f"choose one that is not in {sorted(RESERVED)}."
-                )
+            for side in (*op.side_names(), *op.writes):
+                if side in RESERVED or not isinstance(side, str):
+                    why = "a reserved name" if side in RESERVED else "which is no string"
+                    raise SideInputError(
+                        f"op {name!r} ({type(op).__name__}) reads or writes {side!r}, {why}: "
+                        f"choose a name that is not in {sorted(RESERVED)}."
+                    )
             reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
             for w in op.writes:
                 if w in written:
@@ -245,12 +247,12 @@ class Run:
             try:
                 shape = self.ops[i].out_shape(shape)
             except FuseOpsError as error:
-                if (
-                    torch.compiler.is_compiling()
-                ):  # dynamo traces no add_note, and shows the error itself
+                # dynamo traces no add_note, and shows the error itself
+                if torch.compiler.is_compiling():
                     raise
-                at = f"at op {self.names[i]!r} of a fuseops.Sequential"
-                error.add_note(f"{at}; the input of the sequence is {describe(x)}")
+                path = self.ops[i].__dict__.get("_path")
+                at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
+                error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
                 raise
         return shape
 
@@ -322,9 +324,8 @@ class Run:
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
-        self._through(
-            0, len(self.ops), tuple(x.shape), x
-        )  # guards on widths, as every op checks its own
+        # guards on widths, as every op checks its own
+        self._through(0, len(self.ops), tuple(x.shape), x)
         key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:

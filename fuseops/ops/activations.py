@@ -32,9 +32,8 @@ class Activation(Op[ActivationSaved]):
 
     saves_for = {"x": ("x",)}
     kind: str
-    form: tuple[
-        Any, ...
-    ] = ()  # what the kernels take behind `kind`: interleave, alpha, limit, offset
+    # what the kernels take behind `kind`: interleave, alpha, limit, offset
+    form: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
         return after_activation(self, shape, self.kind, self.form)
@@ -68,9 +67,8 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs = saved
-        if (
-            "x" not in call.needs
-        ):  # probs itself is not saved then, and its gradient does not read it
+        # probs itself is not saved then, and its gradient does not read it
+        if "x" not in call.needs:
             return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.form)})  # type: ignore[arg-type]
         wanted = "probs" in call.needs
         dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.form)  # type: ignore[arg-type]

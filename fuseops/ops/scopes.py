@@ -118,9 +118,8 @@ class Inside:
 
     def __init__(self) -> None:
         self.token: int = 0
-        self.reentered: bool = (
-            False  # by a recomputation: they are known to be those of its forward
-        )
+        # by a recomputation: they are known to be those of its forward
+        self.reentered: bool = False
         self.watchers: list[Callable[[Any], None]] = []  # each sees every plan that runs
         self.debug: Any = None  # a fusions.debug.Debug, inside `fo.debug()`
 
