@@ -1,6 +1,7 @@
 """The op catalogue. One file a family; `op.py` is the contract."""
 
 from .activations import GELU as GELU
+from .activations import ReLU as ReLU
 from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
 from .activations import SReLU as SReLU

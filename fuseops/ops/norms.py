@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
+from .checks import check_float
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -18,10 +19,11 @@ class RMSNormSaved(NamedTuple):
 
 
 class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
-    """`torch.nn.RMSNorm` as an op. Statistics in float32; y has the dtype of x.
+    """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last axes.   x (..., *normalized_shape) -> the same
 
-    eps None is the epsilon of the dtype that the statistics are kept in, as in torch (whose documentation says the
-    dtype of x).
+    `torch.nn.RMSNorm` as an op (arXiv 1910.07467): same constructor and state_dict keys. Statistics in float32; y has
+    the dtype of x. eps None is the epsilon of the dtype that the statistics are kept in, as in torch (whose
+    documentation says the dtype of x). Raises ShapeError for other last axes, or an x of no float dtype.
     """
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
@@ -34,9 +36,11 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
         return shape
 
     def epsilon(self, dtype: torch.dtype) -> float:
+        """The eps that an x of `dtype` gets."""
         return torch.finfo(K.accumulator(dtype)).eps if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
+        check_float(self, x)
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
         y, rstd = K.rmsnorm_fwd(x, weight, eps, dims=dims)
         return Out(y, RMSNormSaved(x, weight, rstd))

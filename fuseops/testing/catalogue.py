@@ -134,6 +134,7 @@ register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
 register(ops.SiLU,          lambda w: ops.SiLU())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
+register(ops.ReLU,          lambda w: ops.ReLU())
 register(ops.SReLU,         lambda w: ops.SReLU())
 register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
 for plain in (ops.SwiGLU, ops.ScaledSwiGLU, ops.ReGLU, ops.ScaledReGLU, ops.SReGLU, ops.ScaledSReGLU):
