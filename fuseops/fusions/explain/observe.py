@@ -23,7 +23,7 @@ from fuseops.fusions.runner import Composed, runner_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
-from .plan import FusionPlan
+from .fusion_plan import FusionPlan
 from .saved import Where
 
 
