@@ -240,7 +240,8 @@ def test_one_row_of_nan_stays_one_row(op: type[Op[Any]], data: st.DataObject) ->
     assert torch.equal(y_of(case)[1:], before[1:])
 
 
-FLOAT_ONLY = [op for op in OPS if issubclass(op, Activation | ScaledActivation | fo.ops.RMSNorm)]
+NORMS = fo.ops.RMSNorm | fo.ops.LayerNorm
+FLOAT_ONLY = [op for op in OPS if issubclass(op, Activation | ScaledActivation | NORMS)]
 
 
 @pytest.mark.parametrize("op", FLOAT_ONLY, ids=lambda op: op.__name__)
@@ -248,7 +249,7 @@ FLOAT_ONLY = [op for op in OPS if issubclass(op, Activation | ScaledActivation |
 def test_what_only_holds_of_real_numbers_refuses_others(
     op: type[Op[Any]], dtype: torch.dtype
 ) -> None:
-    made = op(4) if op is fo.ops.RMSNorm else op()
+    made = op(4) if issubclass(op, NORMS) else op()
     side = {name: torch.ones(3) for name in op.reads}
     with pytest.raises(fo.FuseOpsError, match=f"{op.__name__} expects x of a float dtype.*{dtype}"):
         made(torch.ones(3, 4, dtype=dtype), **side)

@@ -21,6 +21,7 @@ from .grouped_linear import GroupedLinear as GroupedLinear
 from .inject import InjectLoss as InjectLoss
 from .linear import Bias as Bias
 from .linear import Linear as Linear
+from .norms import LayerNorm as LayerNorm
 from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
 from .permute import Dispatch as Dispatch
