@@ -19,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel", default="", metavar="TEXT", help="kernels whose name contains this"
     )
-    parser.add_argument("--variants", action="store_true", help="a line a variant, not a kernel")
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="a line a variant, not a kernel; behind a type ' says that it is a multiple of 16",
+    )
     parser.add_argument(
         "--check", action="store_true", help="fail on a stale or missing row, compile a sample"
     )
