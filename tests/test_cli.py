@@ -221,14 +221,9 @@ def test_bench_runs_each_way_as_it_says(model_file: str) -> None:
     from fuseops.ops import scopes
 
     seen: list[list[str]] = []
-    scopes.current().watchers.append(
-        lambda plan: seen.append([s.rule or s.note for s in plan.forward])
-    )
-    try:
+    with scopes.watching(lambda plan: seen.append([s.rule or s.note for s in plan.forward])):
         for step in ways(load(model_file)).values():
             step()
-    finally:
-        scopes.current().watchers.pop()
     assert seen == [["linear_act"], ["", ""], ["reference", "reference"]]
 
 

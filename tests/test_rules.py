@@ -39,11 +39,8 @@ def fires(rule: fo.Rule, case: Case) -> bool:
 def plans() -> Iterator[list[Any]]:
     """Every plan that runs inside."""
     found: list[Any] = []
-    scopes.current().watchers.append(found.append)
-    try:
+    with scopes.watching(found.append):
         yield found
-    finally:
-        scopes.current().watchers.remove(found.append)
 
 
 # --- fused equals unfused

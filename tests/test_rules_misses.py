@@ -29,11 +29,8 @@ class Found(NamedTuple):
 def planned(model: Any, x: Tensor, **side: Tensor) -> Found:
     """Which rules fired in a call, and the reasons of those that did not."""
     plans: list[Any] = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         model(x, **side)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     misses: dict[str, list[str]] = {}
     for miss in (miss for plan in plans for miss in plan.misses):
         misses.setdefault(miss.rule, []).append(miss.reason)

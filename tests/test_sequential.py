@@ -67,11 +67,8 @@ def fired_spans(seq: fo.Sequential, x: Tensor, **side: Tensor) -> list:
     from fuseops.ops import scopes
 
     plans: list = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         seq(x, **side)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     return [span for plan in plans for span in (*plan.forward, *plan.backward)]
 
 

@@ -142,11 +142,8 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
         misses.update({m.rule: m for m in plan.misses})
 
-    scopes.current().watchers.append(watch)
-    try:
+    with scopes.watching(watch):
         yield
-    finally:
-        scopes.current().watchers.remove(watch)
     silent = sorted(wanted - fired)
     if silent:
         nearest = "; ".join(
