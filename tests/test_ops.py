@@ -277,6 +277,16 @@ def test_a_need_that_fwd_does_not_take_is_refused() -> None:
                 return fo.Grads(dy)
 
 
+def test_saves_for_without_a_bwd_is_refused() -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"Forgotten declares saves_for, and no bwd"):
+
+        class Forgotten(Op[ActivationSaved]):
+            saves_for = {"x": ("x",)}
+
+            def fwd(self, x: Tensor) -> fo.Out:
+                return fo.Out(x, ActivationSaved(x))
+
+
 def test_an_op_without_fwd_says_so() -> None:
     class Empty(fo.Op):
         pass

@@ -325,6 +325,7 @@ class Doubled(fo.FusedOp):
             "tensor": y,
             "nothing": fo.Out(y),
             "one": fo.Out(y, (act.Saved(x),)),
+            "no fields": fo.Out(y, ((), bias.Saved())),
         }[self.gives]
 
 
@@ -341,6 +342,12 @@ def test_a_forward_rule_gives_what_every_member_saves(gives: str | None) -> None
         return run_doubled(rule)
     with pytest.raises(fo.FuseOpsError, match=r"Doubled\.fwd of a forward rule.*each of its 2"):
         run_doubled(rule)
+
+
+def test_a_forward_rule_saves_every_field_of_a_member() -> None:
+    fused = type("Doubled", (Doubled,), {"gives": "no fields"})
+    with pytest.raises(fo.FuseOpsError, match=r"Doubled\.fwd saved 0 values of SiLU.*\['x'\]"):
+        run_doubled(fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), fused))
 
 
 @pytest.mark.parametrize("kind, missing", [("backward", "bwd"), ("joint", "bwd")])

@@ -90,6 +90,8 @@ def run_forward(
             saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
+            if shapes is not None:
+                checks.check_fused_saved(seg, step, out.saved)
             for i, member in zip(
                 step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
             ):

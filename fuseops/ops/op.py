@@ -163,6 +163,11 @@ class Op(nn.Module, Generic[S]):
         cls.pure = cls.bwd is Op.bwd
         cls.signature = _signature(cls)
         if cls.pure:
+            if cls.__dict__.get("saves_for") is not None:
+                raise FuseOpsError(
+                    f"{cls.__name__} declares saves_for, and no bwd that would read what it saves: define "
+                    "bwd(self, saved, dy), or leave saves_for out."
+                )
             fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
             cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None
