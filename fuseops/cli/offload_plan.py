@@ -3,6 +3,7 @@ what it costs. Without a target it plans an example; no GPU is needed.
 """
 
 import argparse
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -52,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help="run the step and measure it, instead of a dry run"
     )
     parser.add_argument("--every", action="store_true", help="one line a tensor")
+    parser.add_argument(
+        "--wide", action="store_true", help="with times on the link; takes 120 columns"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline page to FILE")
     parser.add_argument(
@@ -102,7 +106,10 @@ def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
         }
         as_json("offload-plan", target=name, **{**plan.to_json(), **files})
     else:
-        print("\n".join([plan.explain(args.every), *(f"wrote {path}" for path in written)]))
+        columns = shutil.get_terminal_size((100, 24)).columns
+        print(plan.explain(args.every, args.wide, columns))
+        for path in written:
+            print(f"wrote {path}")
     return 0 if plan.fits else FAILED
 
 

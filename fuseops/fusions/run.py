@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError, SideInputError
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape
@@ -26,17 +26,17 @@ from . import bridge, buffers, traced
 from .bridge import Live, Once, describe
 from .buffers import Buffers
 from .build import RunPlan, build
+from .checks import check_dtype
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
 from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from .rule import Conditions, Place
 from .segment import Segment
+from .sides import reads_and_writes
 from .tables import TABLES
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
-
-RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
 
 class Entry(NamedTuple):
@@ -80,26 +80,7 @@ class Run:
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
-        written: set[str] = set()
-        reads: dict[str, None] = {}
-        for name, op in zip(self.names, self.ops, strict=True):
-            for side in (*op.side_names(), *op.writes):
-                if side in RESERVED or not isinstance(side, str):
-                    why = "a reserved name" if side in RESERVED else "which is no string"
-                    raise SideInputError(
-                        f"op {name!r} ({type(op).__name__}) reads or writes {side!r}, {why}: "
-                        f"choose a name that is not in {sorted(RESERVED)}."
-                    )
-            reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
-            for w in op.writes:
-                if w in written:
-                    raise SideInputError(f"side tensor {w!r} is written twice, again at {name!r}.")
-                if w in reads:
-                    raise SideInputError(
-                        f"op {name!r} writes {w!r}, which is read before it is written."
-                    )
-                written.add(w)
-        self.reads, self.writes = tuple(reads), frozenset(written)
+        self.reads, self.writes = reads_and_writes(self.names, self.ops)
         self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
@@ -182,6 +163,7 @@ class Run:
         key = Key(*key)
         if key in self.entries:
             return self.entries[key]
+        check_dtype(self.ops, self.names, key.dtype)
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
         facts = Facts(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_float, refuse_inplace
+from .checks import refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
 from .routing import check_probs
 
@@ -32,6 +32,7 @@ class Activation(Op[ActivationSaved]):
     """
 
     saves_for = {"x": ("x",)}
+    floats = True
     kind: str
     # what the kernels take behind `kind`: interleave, alpha, limit, offset
     form: tuple[Any, ...] = ()
@@ -40,7 +41,6 @@ class Activation(Op[ActivationSaved]):
         return after_activation(self, shape, self.kind, self.form)
 
     def fwd(self, x: Tensor) -> Out:
-        check_float(self, x)
         return Out(K.act_fwd(x, self.kind, *self.form), ActivationSaved(x))
 
     def bwd(self, saved: ActivationSaved, dy: Tensor) -> Grads:
@@ -55,6 +55,7 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     reads = ("probs",)
     saves_for = {"x": ("x", "probs"), "probs": ("x",)}
+    floats = True
     kind: str
     form: tuple[Any, ...] = ()
 
@@ -62,7 +63,6 @@ class ScaledActivation(Op[ScaledActivationSaved]):
         return after_activation(self, shape, self.kind, self.form)
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
-        check_float(self, x)
         check_probs(type(self).__name__, x, probs)
         return Out(
             K.scaled_act_fwd(x, probs, self.kind, *self.form), ScaledActivationSaved(x, probs)

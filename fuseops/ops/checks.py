@@ -1,4 +1,4 @@
-"""What ops refuse alike: inputs of a wrong width, of too many axes, of no float dtype; and `inplace`."""
+"""What ops refuse alike: inputs of a wrong width or of too many axes; and `inplace`."""
 
 from typing import Any
 
@@ -24,12 +24,6 @@ def check_rows(op: Op[Any], x: Tensor) -> None:
             f"{type(op).__name__} expects x of two axes (rows, features), got shape {tuple(x.shape)}: "
             "flatten the others."
         )
-
-
-def check_float(op: Op[Any], x: Tensor) -> None:
-    """Raise ShapeError unless x is real and of a float dtype: an integer y would be a rounded one."""
-    if not x.is_floating_point():
-        raise ShapeError(f"{type(op).__name__} expects x of a float dtype, got {x.dtype}.")
 
 
 def refuse_inplace(op: str, inplace: bool) -> None:

@@ -77,6 +77,7 @@ class Linear(Op[LinearSaved], nn.Linear):
     """
 
     saves_for = {"x": ("weight",), "weight": ("x",), "bias": ()}
+    floats = True
     autocast = True
     granularity = "tensor"
 
@@ -102,6 +103,7 @@ class Bias(Op[BiasSaved]):
     """y = x + bias.   (..., size) -> (..., size), bias (size,), initialised to zero."""
 
     saves_for = {"x": (), "bias": ()}
+    floats = True
 
     def __init__(
         self,

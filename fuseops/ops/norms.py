@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 
-from .checks import check_float
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -38,11 +37,12 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     `torch.nn.RMSNorm` as an op (arXiv 1910.07467): same constructor and state_dict keys. Statistics in float32; y has
     the dtype of x. eps None is the epsilon of the dtype that the statistics are kept in, as in torch (whose
-    documentation says the dtype of x). Raises ShapeError for other last axes, or an x of no float dtype.
+    documentation says the dtype of x). Raises ShapeError for other last axes.
     """
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
     cut_before = True
+    floats = True
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
@@ -53,7 +53,6 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
         return torch.finfo(K.accumulator(dtype)).eps if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
-        check_float(self, x)
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
         y, rstd = K.rmsnorm_fwd(x, weight, eps, dims=dims)
         return Out(y, RMSNormSaved(x, weight, rstd))
@@ -77,7 +76,7 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
 
     `torch.nn.LayerNorm` as an op (arXiv 1607.06450): same constructor and state_dict keys, and torch's kernels. y has
     the dtype of x; wider parameters are not rounded to it. No rule fuses it.
-    Raises ShapeError for other last axes, or an x of no float dtype.
+    Raises ShapeError for other last axes.
     """
 
     saves_for = {
@@ -86,13 +85,13 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
         "bias": (),
     }
     cut_before = True
+    floats = True
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
         return shape
 
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
-        check_float(self, x)
         h, w, b = _alike(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(h, self.normalized_shape, w, b, self.eps)  # type: ignore[arg-type]
         return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd))

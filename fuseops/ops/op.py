@@ -131,6 +131,7 @@ class Op(nn.Module, Generic[S]):
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     granularity  of its operands' scales under a recipe, "tensor" or "group"; None: no recipe applies
     live_call    wants call.out and call.scratch
+    floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
     """
@@ -144,6 +145,7 @@ class Op(nn.Module, Generic[S]):
     autocast: ClassVar[bool] = False
     granularity: ClassVar[str | None] = None
     live_call: ClassVar[bool] = False
+    floats: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
 
