@@ -107,10 +107,10 @@ def test_imports_point_down() -> None:
 
 
 def imported_modules(file: Path) -> set[str]:
-    """The modules of the package that `file` imports anywhere, inside functions too."""
+    """The modules of the package that `file` imports anywhere, inside functions and for types alone too."""
     module, found = module_name(file), set()
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in run_time_nodes(parse(file)):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
