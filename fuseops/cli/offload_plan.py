@@ -6,6 +6,7 @@ The example is a stack of twelve dense transformer blocks of fuseops ops (width 
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from fuseops.fusions.explain.layout import size
 from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan
-from fuseops.offload.planning.text import HEADER, facts, rows
 
 from .show import as_json, table
 from .target import Target, UsageError, load
@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunks", type=int, default=1, help="parts of the model a rank; more than 1: interleaved"
     )
     parser.add_argument("--every", action="store_true", help="one line a tensor")
+    parser.add_argument(
+        "--wide", action="store_true", help="with times on the link; takes 120 columns"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline page to FILE")
     parser.add_argument(
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         files = {"html": _name(args.html), "trace": _name(args.trace)}
         as_json("offload-plan", target=target.name, **{**plan.to_json(), **files})
     else:
-        _print(plan, args.every)
+        print(plan.explain(args.every, args.wide, shutil.get_terminal_size((100, 24)).columns))
         for path in filter(None, (args.html, args.trace)):
             print(f"wrote {path}")
     return 0 if plan.fits else FAILED
@@ -105,17 +108,6 @@ def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
 
 def _name(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _print(plan: OffloadPlan, every: bool) -> None:
-    for title, text in facts(plan):
-        print(f"{title:9} {text}")
-    for warning in plan.warnings:
-        print(f"{'WARNING':9} {warning}")
-    for text in plan.assumed:
-        print(f"{'assumed':9} {text}")
-    print()
-    table(HEADER, [row.cells() for row in rows(plan, every)])
 
 
 # --- the example

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Op, Out
 
@@ -47,6 +49,21 @@ def check_parameters(name: str, op: Op[Any]) -> None:
             "would get no gradient. Add them to fwd(self, x, *, ...) by name; what holds other modules is a "
             "plain nn.Module, which a Sequential takes too."
         )
+
+
+def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype) -> None:
+    """Raise FuseOpsError where an integer or complex x reaches an op that computes in floats: the kernels would round
+    its results to that dtype.
+    """
+    if dtype.is_floating_point:
+        return
+    for name, op in zip(names, ops, strict=True):
+        if op.floats:
+            raise FuseOpsError(
+                f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {dtype}: convert it with x.to(...)."
+            )
+        if not op.alias:  # from here on it may have another
+            return
 
 
 def no_tensor(step: Step, y: Any) -> FuseOpsError:

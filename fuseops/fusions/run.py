@@ -26,6 +26,7 @@ from . import bridge, buffers, traced
 from .bridge import Live, Once, describe
 from .buffers import Buffers
 from .build import RunPlan, build
+from .checks import check_dtype
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
 from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
@@ -180,6 +181,7 @@ class Run:
         key = Key(*key)
         if key in self.entries:
             return self.entries[key]
+        check_dtype(self.ops, self.names, key.dtype)
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
         facts = Facts(

@@ -35,8 +35,11 @@ def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """With five tensors: fewer programs, each of which loads ahead."""
-    return [tiles.column_tile(dims[-1], itemsize, 2048, 2, 6, 4)]
+    """With five tensors: fewer programs, each of which loads ahead. Rows that are not aligned would spill
+    in large tiles.
+    """
+    large = dims[-1] % 16 == 0
+    return [tiles.column_tile(dims[-1], itemsize, *((4096, 2, 4, 4) if large else (2048, 2, 6, 4)))]
 
 
 FWD, BWD, GATE_FWD, GATE_BWD = (

@@ -41,8 +41,16 @@ def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [{"BLOCK_R": r, "BLOCK_N": n, "num_warps": warps} for r, n, warps in sizes]
 
 
+def _transpose_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Tall tiles, square ones from float32, small ones of few rows: enough of them for every multiprocessor."""
+    small, tall, _, *square = _transpose_candidates(dims, itemsize)
+    if rows <= 1024:
+        return small
+    return square[0] if square and itemsize == 4 else tall
+
+
 CAST = Space("cast", _cast_candidates)
-TRANSPOSE = Space("cast_transpose", _transpose_candidates)
+TRANSPOSE = Space("cast_transpose", _transpose_candidates, _transpose_default)
 
 
 def _cases(*tails: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -31,6 +31,7 @@ class Activation(Op[ActivationSaved]):
     """
 
     saves_for = {"x": ("x",)}
+    floats = True
     kind: str
     form: tuple[
         Any, ...
@@ -54,6 +55,7 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     reads = ("probs",)
     saves_for = {"x": ("x", "probs"), "probs": ("x",)}
+    floats = True
     kind: str
     form: tuple[Any, ...] = ()
 

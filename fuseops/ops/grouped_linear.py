@@ -157,6 +157,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     autocast = True
     granularity = "group"
     live_call = True
+    floats = True
     weight: Tensor
     bias: Tensor | None
 

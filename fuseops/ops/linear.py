@@ -81,6 +81,7 @@ class Linear(Op[LinearSaved], nn.Linear):
     """`torch.nn.Linear` as an op: same constructor, initialisation and state_dict keys."""
 
     saves_for = {"x": ("weight",), "weight": ("x",), "bias": ()}
+    floats = True
     autocast = True
     granularity = "tensor"
 
@@ -106,6 +107,7 @@ class Bias(Op[BiasSaved]):
     """y = x + bias.   (..., size) -> (..., size), bias (size,), initialised to zero."""
 
     saves_for = {"x": (), "bias": ()}
+    floats = True
 
     def __init__(
         self,

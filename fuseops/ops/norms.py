@@ -26,6 +26,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
     cut_before = True
+    floats = True
 
     def out_shape(self, shape: Shape) -> Shape:
         expected = tuple(self.normalized_shape)

@@ -123,6 +123,7 @@ class Op(nn.Module, Generic[S]):
         None  # of its operands under a recipe; None: no recipe applies
     )
     live_call: ClassVar[bool] = False  # wants call.out and call.scratch
+    floats: ClassVar[bool] = False  # takes an x of a real float dtype only
     # Set on an instance:
     delays: tuple[str, ...] = ()  # parameters whose gradients wait for Sequential.backward_dw()
     accumulate_into_main_grad: bool = False  # add parameter gradients to `parameter.main_grad`

@@ -141,6 +141,7 @@ class Combine(Op[CombineSaved]):
 
     reads = ("pos", "offs")
     saves_for = {"x": ("pos", "offs", "rows")}
+    floats = True
 
     def __init__(self, top_k: int) -> None:
         super().__init__()

@@ -57,6 +57,7 @@ class Router(Op[RouterSaved]):
     """
 
     integers = frozenset({"experts"})
+    floats = True
     saves_for = {
         "x": ("weight", "logits", "experts", "load"),
         "weight": ("x", "logits", "experts", "load"),
@@ -177,9 +178,9 @@ class Router(Op[RouterSaved]):
 
     @torch.no_grad()
     def count(self, experts: Tensor) -> None:
-        """Add the copies of each expert to `tokens_per_expert`.   experts (T, K)"""
+        """Add the copies of each expert to `tokens_per_expert`, unless a checkpoint recomputes.   experts (T, K)"""
         if self.tokens_per_expert is not None:
-            self.tokens_per_expert.add_(K.expert_counts(experts, self.num_experts))
+            K.count_once(self.tokens_per_expert, experts)
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:

@@ -116,8 +116,8 @@ def _router(w: Wanted) -> Op[Any]:
         "scale": w.choose(1.0, 2.5),
         "bias": w.choose(False, True),
         "expert_bias": w.choose(False, True),
-        "groups": w.choose(1, 2),
-        "balance_loss": w.choose(None, 0.5),
+        "groups": w.choose(1, 1 if w.groups % 2 else 2),
+        "balance_loss": w.choose(None, 0.5 if w.groups > 1 else None),  # of one it is constant
         "z_loss": w.choose(None, 0.25),
     }
     top_groups = 2 if options["groups"] == 2 and w.top_k > w.groups // 2 else 1
