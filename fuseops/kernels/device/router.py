@@ -10,7 +10,7 @@ as it does for all where BLOCK_P is 0.
 """
 
 # Tuples grow in loops that Triton unrolls.
-# mypy: disable-error-code="assignment, misc, var-annotated"
+# mypy: disable-error-code="assignment, misc, no-redef, var-annotated"
 
 import triton
 import triton.language as tl
