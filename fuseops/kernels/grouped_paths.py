@@ -90,7 +90,7 @@ def _pingpong_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config
 
 def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Wide tiles: programs that gather drift apart, and smaller ones would read too much."""
-    return [WIDE_RING]
+    return [_ring(128, 256, 1, 4)]
 
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
