@@ -17,7 +17,6 @@ from typing import Any
 
 import measure
 import torch
-from grouped_gemm import round_robin
 from grouped_problems import SHAPES, Call, split
 from torch import Tensor
 
@@ -72,7 +71,7 @@ def cell(shape: str, gathers: bool, span: float, sweep: bool) -> dict[str, Any]:
         ((a.float() - b.float()).norm() / b.float().norm()).item()
         for a, b in zip(found["one_kernel"](), found["two_kernels"](), strict=True)
     ]
-    us = round_robin(found, span)
+    us = measure.hot(found, span)
     dims = (*t["weight"].shape, gathers)
     return {
         "error_of_dh_a_dprobs": errors,

@@ -4,10 +4,10 @@
     python benchmarks/grouped_gemm.py --out sweep.json --sweep      # every configuration beside the peers
     python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
-A cell is one GEMM of one shape and one split. Its candidates run in turn, in rotated order, back to
-back for `--span` seconds (hot: the GPU is at its power limit, as in training, which takes short ones
-many rounds), and the median of the rounds counts; cool shots, of fc1 with uniform splits, follow 40 ms
-of idling and one launch. The tile table is made inside every timed call. Three groups are compared
+A cell is one GEMM of one shape and one split. Its candidates run in turn, in balanced order, back to
+back, for `--span` seconds and as long to warm up (hot: the GPU is at its power limit, as in training),
+and the median of the rounds counts; cool shots, of fc1 with uniform splits, follow 40 ms of idling and one
+launch. The tile table is made inside every timed call. Three groups are compared
 with float32 before, with odd ends, once for all splits. TFLOP/s count the rows inside groups. Gathered
 cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
 time is that of a call that waits for nothing, with the tile table made before, as in a layer.
@@ -21,6 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,38 +43,17 @@ def elapsed_us(call: Call) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def round_robin(calls: dict[str, Call], span: float) -> dict[str, float]:
-    """Median microseconds of each, one a round, in rotated order, queued back to back for `span`
-    seconds, at least five rounds.
-    """
-    names, spans = list(calls), {name: [] for name in calls}
-    every = lambda: [call() for call in calls.values()]  # noqa: E731
-    every()
-    rounds = max(5, min(100, round(span / elapsed_us(every) * 1e6)))
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            calls[name]()
-            end.record()
-            spans[name].append((start, end))
-    torch.cuda.synchronize()
-    return {
-        name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairs)
-        for name, pairs in spans.items()
-    }
-
-
 def cool(calls: dict[str, Call], shots: int) -> dict[str, float]:
     """Median microseconds of single launches, each after 40 ms of idling and one launch to warm up."""
-    spans: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(shots):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            time.sleep(0.04)
-            call()
-            spans[name].append(elapsed_us(call))
-    return {name: statistics.median(us) for name, us in spans.items()}
+
+    def shot(call: Call) -> float:
+        torch.cuda.synchronize()
+        time.sleep(0.04)
+        call()
+        return elapsed_us(call)
+
+    us = measure.in_rounds({name: partial(shot, call) for name, call in calls.items()}, shots, 0)
+    return measure.medians(us)
 
 
 def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[str, Call]]:
@@ -106,7 +86,7 @@ def cell(kind: str, t: dict[str, Tensor], span: float, problem: str | None,
             calls[name] = call
         except Exception as error:  # reported, not hidden
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    us = round_robin(calls, span)
+    us = measure.hot(calls, span)
     flops = 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
     path = (
         grouped_paths.mm_path(t["x"], t["w"])
@@ -156,7 +136,7 @@ def gathered(shape: str, span: float) -> dict[str, Any]:
             "plain": lambda plain=plain: plain(copied),
         }
         error = (inside().float() - plain(copied).float()).norm() / plain(copied).float().norm()
-        us = round_robin(calls, span)
+        us = measure.hot(calls, span)
         found[name] = {
             "error_against_plain": error.item(),
             "us": {n: round(v, 1) for n, v in us.items()},
@@ -187,7 +167,7 @@ def small_groups(span: float) -> dict[str, Any]:
         calls |= {"copy": source.clone}
         if groups < 1024:  # F.grouped_mm refuses 1024 groups
             calls |= peers("fwd", t, False)
-        us = round_robin(calls, span)
+        us = measure.hot(calls, span)
         found[f"{groups}x{size}"] = {
             "us": us,
             "share_of_copy": us["copy"] / us["fuseops"],
@@ -233,15 +213,16 @@ def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
             lambda: module(wanted, offs=offs), dy, [wanted, module.weight]
         ),
     }
-    spans: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            if number:  # the first round compiles
-                spans[name].append((time.perf_counter() - start) / repeat * 1e6)
+
+    def waiting_for_nothing(call: Call) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            call()
+        return (time.perf_counter() - start) / repeat * 1e6
+
+    timers = {name: partial(waiting_for_nothing, call) for name, call in calls.items()}
+    spans = measure.in_rounds(timers, rounds, heat=1)  # the first round compiles
     record: dict[str, Any] = {
         "host_us": {name: round(statistics.median(us), 2) for name, us in spans.items()},
         "host_least_us": {name: round(min(us), 2) for name, us in spans.items()},

@@ -12,9 +12,10 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ import fuseops as fo
 from fuseops.kernels import configs
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 
 
 def environment() -> dict[str, Any]:
@@ -89,32 +91,61 @@ def captured(call: Call) -> Call:
 Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each round
 
 
+def in_rounds(timers: Mapping[str, Callable[[], T]], rounds: int, heat: int) -> dict[str, list[T]]:
+    """What each timer gives, once in every round, in `balanced` order. The first `heat` rounds only heat."""
+    found: dict[str, list[T]] = {name: [] for name in timers}
+    names, orders = list(timers), balanced(len(timers))
+    for i in range(heat + rounds):
+        for name in (names[place] for place in orders[i % len(orders)]):
+            reading = timers[name]()
+            if i >= heat:
+                found[name].append(reading)
+    return found
+
+
 def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
-    """Microseconds of a call, hot: in `balanced` order, as many calls to warm up as are timed.
+    """Microseconds of a call, hot: as many calls to warm up as are timed.
 
     A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
-    40 ms up to 12 % faster, then slower than it settles at some 150 ms later. So nobody follows the same candidate
-    in every round, the GPU has work when the one before ends, the clock starts late, and a first round only heats.
+    40 ms up to 12 % faster, then slower than it settles at, and goes on swinging by 3 % for 0.3 to 0.6 s. So nobody
+    follows the same candidate in every round, the GPU has work when the one before ends, the clock starts late, and a
+    first round only heats. Medians of rounds of 0.1 s came out 4 % apart, of 0.35 s less than 1 %.
     """
-    spans: dict[str, list[Any]] = {name: [] for name in calls}
-    names, orders, end = list(calls), balanced(len(calls)), torch.cuda.Event()
-    for i in range(rounds + 1):
-        for name in (names[place] for place in orders[i % len(orders)]):
-            calls[name]()
-            end.synchronize()  # from here on the host is no further ahead than it gets by itself
-            for _ in range(repeat):
-                calls[name]()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeat):
-                calls[name]()
-            end.record()
-            spans[name].append((start, end))
+    end = torch.cuda.Event()
+
+    def span(call: Call) -> tuple[Any, Any]:
+        nonlocal end
+        call()
+        end.synchronize()  # from here on the host is no further ahead than it gets by itself
+        for _ in range(repeat):
+            call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeat):
+            call()
+        end.record()
+        return start, end
+
+    spans = in_rounds({name: partial(span, call) for name, call in calls.items()}, rounds, heat=1)
     end.synchronize()
     return {
-        name: [start.elapsed_time(end) * 1e3 / repeat for start, end in found[1:]]
+        name: [start.elapsed_time(end) * 1e3 / repeat for start, end in found]
         for name, found in spans.items()
     }
+
+
+def hot(calls: dict[str, Call], span: float, rounds: int = 6) -> dict[str, float]:
+    """Median microseconds of each `in_turn`, all of them timed for `span` seconds, at least one call a round."""
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    each = time.perf_counter() - begun
+    repeat = min(max(round(span / (rounds * each)), 1), 100)
+    return {name: statistics.median(us) for name, us in in_turn(calls, rounds, repeat).items()}
 
 
 def balanced(n: int) -> list[list[int]]:
@@ -130,19 +161,18 @@ def medians(us: Rounds) -> dict[str, float]:
     return {name: round(statistics.median(found), 1) for name, found in us.items()}
 
 
-def paired(mine: list[float], peer: list[float]) -> dict[str, Any]:
-    """How many times as fast as the peer: the median of the ratios of all rounds, and its interval."""
-    ratios = [theirs / ours for theirs, ours in zip(peer, mine, strict=True)]
-    low, high = median_interval(ratios)
+def paired(mine: list[float], peer: list[float], digits: int = 3) -> dict[str, Any]:
+    """How many times as fast as the peer: the median of the ratios of the rounds that both ran, and its interval."""
+    ratios = [theirs / ours for theirs, ours in zip(peer, mine, strict=False)]
     return {
-        "ratio": round(statistics.median(ratios), 3),
-        "interval": [round(low, 3), round(high, 3)],
+        "ratio": round(statistics.median(ratios), digits),
+        "interval": [round(end, digits) for end in median_interval(ratios)],
     }
 
 
 def repeats(flops: int, seconds: float) -> int:
     """How many calls of so many flops fill the time, at 600 TFLOP/s."""
-    return min(max(round(seconds / flops * 6e14), 1), 100)
+    return max(round(seconds / flops * 6e14), 1)
 
 
 def held_bytes(forward: Call) -> int:
@@ -263,7 +293,7 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--span", type=float, default=0.1, help="seconds timed of a candidate in a round"
+        "--span", type=float, default=0.3, help="seconds timed of a candidate in a round"
     )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")

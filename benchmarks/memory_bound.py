@@ -8,16 +8,16 @@ Several processes compile all cases at once, which takes most of the time. Then 
 after another, each in the process that compiled it, while the others wait for their turn.
 
 Bandwidth: candidates are captured into CUDA graphs over rotated buffers (together larger than L2,
-so nothing is L2-hot) and replayed round robin, order rotated each round; medians. ``copy`` moves the
+so nothing is L2-hot) and replayed in turn, in balanced order; medians. ``copy`` moves the
 same bytes in the same run: the faster of an elementwise kernel and the driver's copy, which at some
 sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their
 results lie, which changes times by some tenths of a percent. A peer counts as faster where the 95 %
 interval of the median of our time over its time, round by round, lies above 1 for both. Small shapes:
 microseconds a call, eager on the host and under graph replay. A case whose results differ from its
 reference is reported as wrong, without times. ``--tune`` first writes the fastest configurations of
-this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``launch_us`` is what a graph
-takes for a kernel that does nothing; the floor of a case is the copy, and one of these for each launch
-beyond the first: that of route and the router is made of little else.
+this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``mixed`` reads and writes the bytes
+of the case in its proportion, ``idle`` is its launches without work (``floors.py``), ``launch_us`` one of one
+program; the floor of a case is ``mixed``, and one of these for each launch beyond the first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import floors
 import measure
 import torch
 from memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
 from fuseops.kernels import configs
-from fuseops.kernels.launch import recording
+from fuseops.kernels.launch import Launch, recording
 from fuseops.kernels.registry import arch_of
 
 SMALL_ROWS = (64, 256, 1024)
@@ -115,38 +116,32 @@ class Replay:
         return start.elapsed_time(end) * 1e3 / self.calls
 
 
-def round_robin(replays: dict[str, Replay], rounds: int) -> dict[str, list[float]]:
-    """Times of every candidate, one each in every round, in rotated order; two rounds for one that
-    takes ten times as long as the fastest.
-    """
-    times: dict[str, list[float]] = {name: [] for name in replays}
-    names = list(replays)
-    for i in range(rounds + 2):
-        if i == 4:
-            fastest = min(map(min, times.values()))
-            names = [name for name in names if min(times[name]) < 10 * fastest]
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            taken = replays[name].time()
-            if i >= 2:
-                times[name].append(taken)
+def timed(replays: dict[str, Replay], rounds: int) -> measure.Rounds:
+    """Times of every candidate; two rounds for one that takes ten times as long as the fastest."""
+    timers = {name: replay.time for name, replay in replays.items()}
+    times = measure.in_rounds(timers, rounds=2, heat=2)
+    slowest = 10 * min(map(min, times.values()))
+    quick = {name: timer for name, timer in timers.items() if min(times[name]) < slowest}
+    for name, more in measure.in_rounds(quick, rounds - 2, heat=0).items():
+        times[name] += more
     return times
 
 
-def over_peer(times: dict[str, list[float]], peer: str) -> list[float]:
+def over_peer(times: measure.Rounds, peer: str) -> list[float]:
     """Our time over the peer's in the same rounds, of the capture that does better: where its median lies."""
-    ratios = [
-        [ours / theirs for ours, theirs in zip(times[name], times[peer], strict=False)]
+    found = [
+        measure.paired(times[peer], times[name], digits=4)["interval"]
         for name in ("fuseops", "again")
         if name in times
     ]
-    return min([round(v, 4) for v in measure.median_interval(r)] for r in ratios)
+    return min(found)
 
 
-def launches(case: Case, args: tuple) -> int:
-    """How many kernels a call launches."""
+def launches(case: Case, args: tuple) -> list[Launch]:
+    """The kernels that a call launches."""
     with recording(arch_of(torch.device("cuda", 0))) as recorder:
         case.op.launcher(*args)
-    return len(recorder.launches)
+    return recorder.launches
 
 
 def bandwidth(
@@ -175,12 +170,16 @@ def bandwidth(
             absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
     with contextlib.suppress(Exception):  # reported above
         replays["again"] = Replay(case.op, sets)
-    source = [
-        torch.empty(nbytes // 16, dtype=torch.int64, device="cuda").random_() for _ in range(count)
-    ]
+    half = (nbytes // 16,)
+    source = [torch.empty(half, dtype=torch.int64, device="cuda").random_() for _ in range(count)]
+    kernels = launches(case, first)
+    written = sum(t.nbytes for t in tree_leaves(case.op.launcher(*first)))
+    words = [(torch.cat([s, s]),) for s in source]
     for name, copy in (("memcpy", torch.clone), ("copy_kernel", torch.bitwise_not)):
         replays[name] = Replay(copy, [(s,) for s in source])
-    times = round_robin(replays, options.rounds)
+    replays["mixed"] = Replay(floors.mixed(max(nbytes - written, 0), written), words)
+    replays["idle"] = Replay(floors.idle(kernels), words)
+    times = timed(replays, options.rounds)
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
     ours = medians.get("fuseops")
@@ -190,11 +189,11 @@ def bandwidth(
         if peer in times and peer != "fuseops" and ours
     }
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
-    kernels = launches(case, first)
-    floor = medians["copy"] + (kernels - 1) * options.launch_us
+    floor = medians["mixed"] + (len(kernels) - 1) * options.launch_us
     return record | {
         "bytes": nbytes,
-        "launches": kernels,
+        "written": written,
+        "launches": len(kernels),
         "us": {name: round(us, 2) for name, us in medians.items()},
         "quartiles_us": {name: [round(v, 2) for v in q] for name, q in quartiles.items()},
         "gb_s": ours and round(nbytes / ours / 1e3),

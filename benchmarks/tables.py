@@ -24,12 +24,14 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
   `below` counts the cells under the bar of that row.
   One with an interval is the median of the ratios of all rounds, and the interval holds the true one with 95 %.
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
+- **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
+  empty launch for each launch beyond the first (in files without `mixed`: of the copy).
 - **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
   interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
 What is not built or not met is not here: a file holds what ran.
 """
-OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel")  # and what copies the same bytes
+OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel", "mixed", "idle")  # and what does less
 PARTS = ("plans", "exact", "fit", "dry", "beyond", "host")  # figures of several depths
 WAY = {
     "peak_gib": "peak GiB",
@@ -110,7 +112,7 @@ def keyed(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Rows:
 
 
 def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
-    rows = [["case", "rows x columns", "us", "share of copy", "faster peers"]]
+    rows = [["case", "rows x columns", "us", "share of copy", "share of floor", "faster peers"]]
     for c in cells:
         us = c.get("us") or {}
         ours = us.get("fuseops") or math.inf
@@ -118,6 +120,7 @@ def bandwidth(cells: Sequence[Mapping[str, Any]]) -> Rows:
         peers = c.get("faster_peers", faster)
         rows.append([
             c["case"], f"{c['rows']} x {c['columns']}", cell(us.get("fuseops")), cell(c.get("share_of_copy")),
+            cell(c.get("share_of_floor")),
             ", ".join(f"{peer} {us[peer]:g}" for peer in peers),
         ])  # fmt: skip
     return rows

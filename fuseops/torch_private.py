@@ -255,6 +255,12 @@ def negated_view(t: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def unsafe_view(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`t.view(shape)` that autograd takes for no view: for a t that nobody else holds or has saved."""
+    view: torch.Tensor = torch.ops.aten._unsafe_view(t, shape)
+    return view
+
+
 def storage_users(t: torch.Tensor) -> int:
     """How many tensors lie in the storage of t, those of the C++ side included."""
     storage = t.untyped_storage()  # a Python object that counts once itself

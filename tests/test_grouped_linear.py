@@ -352,6 +352,17 @@ def test_a_packed_weight_of_other_groups_is_refused() -> None:
 # --- axes before the rows
 
 
+def test_the_gradient_of_a_scaled_bias_takes_probabilities_in_double() -> None:
+    op, probs = fo.ops.GroupedLinear(E, D, F, scale_bias=True), torch.rand(5)
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        own = probs.to(dtype).requires_grad_()
+        y = op(torch.ones(5, D), offs=torch.tensor([2, 2, 5], dtype=torch.int32), probs=own)
+        grads.append([g.float() for g in torch.autograd.grad(y.sum(), [op.bias, own])])
+        assert own.dtype is dtype
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("recipe", [None, fo.recipes.Float8CurrentScaling()])
 def test_axes_before_the_last_are_rows(scaled: bool, recipe: Any) -> None:

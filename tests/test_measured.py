@@ -33,6 +33,12 @@ def measure() -> Any:
     return loaded("measure")
 
 
+@pytest.fixture
+def memory_bound(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return loaded("memory_bound")
+
+
 @given(st.integers(1, 40), st.floats(0.5, 0.99))
 def test_the_interval_of_a_median_is_as_sure_as_it_says(n: int, level: float) -> None:
     """Of n fair coins: the chance of fewer heads than its ends leave out, by exact counting."""
@@ -55,23 +61,32 @@ def test_in_a_balanced_order_nobody_has_a_better_place(n: int) -> None:
     assert len(after) == n * (n - 1) and len(set(after.values())) <= 1
 
 
-def test_in_turn_times_the_calls_of_every_round_but_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, made = [0.0], Counter()
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Milliseconds of the clock of a device, which the host waits for."""
+    ms = [0.0]
 
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
             self.at = 0.0
 
         def record(self) -> None:
-            self.at = now[0]
+            self.at = ms[0]
 
         def synchronize(self) -> None:
             pass
 
         def elapsed_time(self, other: Any) -> float:
             return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("time.perf_counter", lambda: ms[0] / 1e3)
+    return ms
+
+
+def test_in_turn_times_the_calls_of_every_round_but_the_first(now: list[float]) -> None:
+    made: Counter[str] = Counter()
 
     def taking(name: str, ms: float) -> Any:
         def call() -> None:
@@ -80,11 +95,71 @@ def test_in_turn_times_the_calls_of_every_round_but_the_first(
 
         return call
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     calls = {"one": taking("one", 1.0), "two": taking("two", 2.0)}
     us = measure().in_turn(calls, rounds=3, repeat=4)
     assert us == {"one": pytest.approx([1e3] * 3), "two": pytest.approx([2e3] * 3)}
     assert made == {"one": 4 * 9, "two": 4 * 9}
+
+
+@pytest.mark.parametrize("span", [0.0, 0.3])
+def test_hot_times_for_as_long_as_it_is_told(now: list[float], span: float) -> None:
+    made: Counter[str] = Counter()
+
+    def taking(name: str, ms: float) -> Any:
+        def call() -> None:
+            now[0] += ms
+            made[name] += 1
+
+        return call
+
+    us = measure().hot({"one": taking("one", 1.0), "two": taking("two", 4.0)}, span, rounds=6)
+    assert us == {"one": pytest.approx(1e3), "two": pytest.approx(4e3)}
+    repeat = 10 if span else 1  # 6 rounds of 5 ms
+    assert set(made.values()) == {2 + 7 * (1 + 2 * repeat)}
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 3))
+def test_every_round_reads_everyone_once_and_the_first_ones_only_heat(
+    n: int, rounds: int, heat: int
+) -> None:
+    read: list[str] = []
+    timers = {name: lambda name=name: read.append(name) or len(read) for name in "abcde"[:n]}
+    found = measure().in_rounds(timers, rounds, heat)
+    every = [sorted(read[i : i + n]) for i in range(0, len(read), n)]
+    assert every == [sorted(timers)] * (heat + rounds)
+    first = measure().balanced(n)[0] if every else []
+    assert read[:n] == [list(timers)[place] for place in first]
+    for name, readings in found.items():
+        assert [read[at - 1] for at in readings] == [name] * rounds
+        assert all(at > heat * n for at in readings)
+
+
+def test_a_slow_candidate_runs_two_rounds_and_is_compared_in_those(memory_bound: Any) -> None:
+    clock = itertools.cycle([1.0, 1.5, 0.8])
+
+    class Replay:
+        def __init__(self, us: float) -> None:
+            self.us = us
+
+        def time(self) -> float:
+            return self.us * next(clock)
+
+    us = {"fuseops": 10.0, "again": 9.0, "eager": 200.0}
+    times = memory_bound.timed({name: Replay(v) for name, v in us.items()}, 9)
+    assert {name: len(found) for name, found in times.items()} == {
+        "fuseops": 9, "again": 9, "eager": 2
+    }  # fmt: skip
+    for peer in ("eager", "again"):
+        low, high = memory_bound.over_peer(times, peer)
+        assert 0 < low <= high < (0.2 if peer == "eager" else 3)
+
+
+def test_a_peer_is_faster_by_the_capture_that_does_better(memory_bound: Any) -> None:
+    """Our time over the peer's, whose clock is ours."""
+    clock = [0.5, 1.0, 2.0, 1.1, 0.7, 0.9, 1.3]
+    times = {"again": [12.5 * c for c in clock], "fuseops": [13 * c for c in clock]}
+    times["compile"] = [10 * c for c in clock]
+    assert memory_bound.over_peer(times, "compile") == [1.25, 1.25]
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=20), st.floats(1.01, 1.5))
@@ -103,13 +178,20 @@ def test_the_page_is_not_stale() -> None:
 
 def test_a_peer_that_is_faster_is_named() -> None:
     us = {"fuseops": 10.0, "copy": 9.0, "compile": 9.5, "eager": 11.0}
-    cell = {"case": "relu", "rows": 4, "columns": 8, "us": us, "share_of_copy": 0.9}
-    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "10", "0.9", "compile 9.5"]
+    cell = {
+        "case": "relu",
+        "rows": 4,
+        "columns": 8,
+        "us": us,
+        "share_of_copy": 0.9,
+        "share_of_floor": 0.95,
+    }
+    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "10", "0.9", "0.95", "compile 9.5"]
 
 
 def test_a_cell_that_failed_stands_in_the_table() -> None:
     cell = {"case": "relu", "rows": 4, "columns": 8, "wrong": "worst element 3"}
-    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "", "", ""]
+    assert tables().bandwidth([cell])[1] == ["relu", "4 x 8", "", "", "", ""]
 
 
 def test_a_summary_of_facts_counts_what_it_lists() -> None:

@@ -358,10 +358,41 @@ def test_copies_are_counted_once_where_a_plan_recomputes_the_layer() -> None:
     assert block[1]["router"].tokens_per_expert.sum() == 20
 
 
-def test_a_compiled_checkpoint_counts_once() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_compiled_layer_inside_a_checkpoint_counts_once(scope: Any, reentrant: bool) -> None:
+    """Its graph is the same for the forward and for the recomputation."""
+    torch._dynamo.reset()
+    moe = fo.MoE(D, F, E, 2, expert_bias=True)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+
+    def run(x: Tensor) -> Tensor:
+        with scope():
+            y = compiled(x)
+        return y.exp()  # what this saves is the checkpoint's, so that it runs again
+
+    x = torch.randn(7, D, requires_grad=True)
+    for steps in (1, 2):
+        checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+        assert moe["router"].tokens_per_expert.sum() == 14 * steps
+
+
+def test_a_compiled_layer_counts_once_where_a_plan_recomputes_it() -> None:
+    torch._dynamo.reset()
+    block = torch.nn.Sequential(fo.MoE(D, F, E, 2, expert_bias=True), torch.nn.Tanh())
+    block[0].compile(fullgraph=True, backend="aot_eager")
+    model = torch.nn.Sequential(block)
+    with offload.Scheduler(model, "*", plan={"0": "recompute"}):
+        model(torch.randn(10, D, requires_grad=True)).sum().backward()
+    assert block[0]["router"].tokens_per_expert.sum() == 20
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.cxx)])
+def test_a_compiled_checkpoint_counts_once(backend: str) -> None:
+    torch._dynamo.reset()
     moe = fo.MoE(D, F, E, 2, expert_bias=True)
     run = torch.compile(
-        lambda x: checkpoint(moe, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+        lambda x: checkpoint(moe, x, use_reentrant=False).exp(), fullgraph=True, backend=backend
     )
     run(torch.randn(7, D, requires_grad=True)).sum().backward()
     assert moe["router"].tokens_per_expert.sum() == 14
@@ -483,6 +514,20 @@ def test_compiled_equals_eager_without_a_recompile(kwargs: dict[str, Any]) -> No
             results.append([y.detach(), leaf.grad, *(p.grad for p in params.parameters())])
         torch.testing.assert_close(results[0], results[1])
     assert frames.frame_count <= 2
+
+
+@pytest.mark.parametrize("change", ["appended", "hook"])
+def test_an_output_that_others_hold_is_not_written_unseen(change: str) -> None:
+    moe, x = fo.MoE(D, F, E, 2), torch.randn(2, 3, D, requires_grad=True)
+    kept = []
+    if change == "appended":
+        moe.append(torch.nn.Tanh())  # saves its output
+    else:
+        moe["combine"].register_forward_hook(lambda op, args, y: kept.append(y.square()))
+    y = moe(x)
+    y += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (kept or [y])[0].sum().backward()
 
 
 def test_a_layer_inside_a_sequential() -> None:

@@ -106,15 +106,70 @@ dist.destroy_process_group()
 """
 
 
-def test_a_dtensor_holds_the_shard_and_gives_the_whole_back(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
+def on_two_ranks(script: str, folder: Path, *arguments: object) -> None:
+    """Run a script as rank 0 and 1: its arguments are the rank, a file for both, and these."""
+    command = [sys.executable, "-W", "ignore", "-c", script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*command, str(r), str(tmp_path / "store")], env=env, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(folder / "store"), *map(str, arguments)],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for r in range(2)
+        for rank in range(2)
     ]
     for process in ranks:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+
+
+def test_a_dtensor_holds_the_shard_and_gives_the_whole_back(tmp_path: Path) -> None:
+    on_two_ranks(RANK, tmp_path)
+
+
+MOE_RANK = """
+import copy, sys, warnings
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import fuseops as fo
+
+rank, store, compiled, *shape = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", *map(int, sys.argv[4:])
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+torch.manual_seed(0)
+moe = fo.MoE(6, 4, 8, 2, shared_experts=1, expert_bias=True).double()
+plain = copy.deepcopy(moe)
+fully_shard(moe, mesh=init_device_mesh("cpu", (2,)))
+if compiled:
+    moe.compile(backend="aot_eager")
+torch.manual_seed(rank)
+values, scale = torch.randn(2, *shape, dtype=torch.float64)
+inputs = []
+for model in (moe, plain):
+    x = values.clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = model(2 * x)
+    assert not [w for w in caught if "view" in str(w.message)], [str(w.message) for w in caught]
+    y += x
+    (y * scale).sum().backward()
+    inputs.append((y.detach(), x.grad))
+for ours, theirs in zip(*inputs):
+    torch.testing.assert_close(ours, theirs)
+for (name, p), q in zip(moe.named_parameters(), plain.parameters()):
+    dist.all_reduce(q.grad)
+    torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2, msg=name)
+assert torch.equal(moe["router"].tokens_per_expert, plain["router"].tokens_per_expert)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("shape", [(10, 6), (2, 5, 6)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fully_sharded_experts_compute_what_whole_ones_do(
+    compiled: bool, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """In place on the output, too: were that a view, torch would drop the hook that gathers the weights again."""
+    on_two_ranks(MOE_RANK, tmp_path, compiled, *shape)

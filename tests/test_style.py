@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,10 +107,10 @@ def test_imports_point_down() -> None:
 
 
 def imported_modules(file: Path) -> set[str]:
-    """The modules of the package that `file` imports anywhere, inside functions too."""
+    """The modules of the package that `file` imports anywhere, inside functions and for types alone too."""
     module, found = module_name(file), set()
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in run_time_nodes(parse(file)):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -189,7 +188,8 @@ def test_import_is_light(tmp_path: Path) -> None:
         runs.append(json.loads(out.stdout))
     loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
     assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
-    seconds = statistics.median(run["seconds"] for run in runs[1:])  # the first one compiled
+    # the first one compiled, and what else runs on the cores only adds
+    seconds = min(run["seconds"] for run in runs[1:])
     assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
 
 

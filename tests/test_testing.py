@@ -126,6 +126,25 @@ def test_a_norm_whose_gradient_cancels_keeps_its_contract(width: int, seed: int)
     assert_bwd_is_vjp(norm, filled((3, width), torch.float64, "normal", seed))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_softmax_that_has_become_a_maximum_keeps_its_contract(seed: int, rows: int) -> None:
+    """It has no slope: autograd's `d - sum(d s)` is what rounding leaves, and needs no load."""
+    torch.manual_seed(seed)
+    router = fo.ops.Router(16, 4, top_k=2, balance_loss=0.5)
+    assert_bwd_is_vjp(router, filled((rows, 16), torch.float32, "large", seed))
+
+
+def test_a_load_that_is_even_is_read_all_the_same() -> None:
+    """Then the balance loss has no slope, and the gradient that the z loss leaves is right without the load."""
+    router = fo.ops.Router(4, 4, top_k=2, balance_loss=0.5, z_loss=0.25)
+    with torch.no_grad():
+        router.weight.copy_(4 * torch.eye(4))
+    x = torch.tensor([[1.0, 0.9, 0.0, 0.0], [0.0, 0.0, 1.0, 0.9]])
+    assert router(x)[1].tolist() == [[0, 1], [2, 3]]
+    assert_bwd_is_vjp(router, x)
+
+
 @pytest.mark.parametrize(
     ("op", "message"),
     [

@@ -450,3 +450,11 @@ def test_the_device_can_be_kept_busy() -> None:
     end.record()
     end.synchronize()
     assert start.elapsed_time(end) > 0.3  # ms, at up to 3 GHz
+
+
+def test_an_unsafe_view_is_no_view_to_autograd() -> None:
+    x = torch.ones(6, requires_grad=True)
+    y = torch_private.unsafe_view(2 * x, (2, 3))
+    assert y.shape == (2, 3) and not y._is_view()
+    y.mul_(3).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((6,), 6.0))

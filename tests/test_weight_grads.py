@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.func import functional_call
 
 import fuseops as fo
 from fuseops import offload
@@ -220,6 +221,37 @@ def test_a_gradient_that_is_asked_for_is_returned_and_added_to_nothing(
     for leaf, got in zip(leaves, found, strict=True):
         mine = leaf.main_grad if main and leaf.grad is None else leaf.grad
         close(got, mine / 2 if leaf is x else mine)
+
+
+@pytest.mark.parametrize("given", ["own", "leaf", "computed", "one"])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_functional_call_gives_gradients_to_the_tensors_that_it_was_given(
+    packed: bool, main: bool, delay: bool, given: str
+) -> None:
+    """To `.grad` as autograd does. The op's own have main_grad and the queue for themselves."""
+
+    def step(seq: fo.Sequential) -> tuple[list[Tensor], list[Tensor]]:
+        own = {n: p for n, p in seq.named_parameters() if n.startswith("fc")}
+        names = [n for n in own if given != "one" or n in ("fc1.weight", "fc1.weight0")]
+        leaves = {n: own[n].detach().clone().requires_grad_() for n in names}
+        weights = {"own": own, "computed": {n: 2 * p for n, p in own.items()}}.get(given, leaves)
+        functional_call(seq, weights, (x, routing)).square().sum().backward()
+        seq.backward_dw()
+        return [*own.values()], [*leaves.values()]
+
+    x, probs = data(5), torch.linspace(0.1, 1, 5, dtype=torch.float64)
+    routing = fo.Routing.from_counts([2, 0, 3], probs=probs)
+    seq = model(delay_wgrad=delay, accumulate_into_main_grad=main, packed=packed)
+    for p in seq.parameters():
+        p.main_grad = torch.zeros_like(p)
+    for found, wanted in zip(step(seq), step(model(packed=packed)), strict=True):
+        for ours, theirs in zip(found, wanted, strict=True):
+            sums = [t for t in (ours.grad, getattr(ours, "main_grad", None)) if t is not None]
+            none = torch.zeros_like(ours)
+            close(sum(sums, none), none if theirs.grad is None else theirs.grad)
+            assert not (main and given == "own") or ours.grad is None
 
 
 def test_what_is_said_of_gradients_after_a_call_holds_in_the_next() -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Op, Out
 
@@ -49,6 +51,21 @@ def check_parameters(name: str, op: Op[Any]) -> None:
         )
 
 
+def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype) -> None:
+    """Raise FuseOpsError where an integer or complex x reaches an op that computes in floats: the kernels would round
+    its results to that dtype.
+    """
+    if dtype.is_floating_point:
+        return
+    for name, op in zip(names, ops, strict=True):
+        if op.floats:
+            raise FuseOpsError(
+                f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {dtype}: convert it with x.to(...)."
+            )
+        if not op.alias:  # from here on it may have another
+            return
+
+
 def no_tensor(step: Step, y: Any) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
@@ -70,6 +87,21 @@ def wrong_saved(step: Step, out: Any) -> FuseOpsError:
         f"{fwd} of a forward rule gave {given}; it must return Out(y, saved=(...)) with the Saved of each of its "
         f"{len(step.members)} members."
     )
+
+
+def check_fused_saved(seg: Segment, step: Step, saved: Any) -> None:
+    """Raise FuseOpsError unless a fused op saves a value, or None, for each field of every Saved that it stands for."""
+    if step.kind == "joint":
+        pairs = [(step.target, saved)]
+    else:
+        pairs = [(seg.ops[i], own) for i, own in zip(step.members, saved, strict=True)]
+    for saver, own in pairs:
+        fields = saver.Saved._fields
+        if own is not None and len(own) != len(fields):
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.fwd saved {len(own)} values of {type(saver).__name__}, whose "
+                f"{saver.Saved.__name__} has {len(fields)}: {list(fields)}. Give None for what nobody reads."
+            )
 
 
 def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:

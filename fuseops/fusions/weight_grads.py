@@ -56,8 +56,9 @@ def split(
 
 
 def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> Segment:
-    """The segment for the backward that runs now: what it would not add to `.grad` goes to no main_grad and does not
-    wait. `torch.autograd.grad` returns what it is asked for, and `backward(inputs=)` leaves the others alone.
+    """The segment for the backward that runs now: what it would not add to the `.grad` of the op's own parameter goes
+    to no main_grad and does not wait. `torch.autograd.grad` returns what it is asked for, `backward(inputs=)` leaves
+    the others alone, and under `functional_call` the forward was given other tensors, whose gradients are theirs.
 
     given: which inputs of the node are tensors.  edges: what comes before each of them, and before x, in the graph.
     """
@@ -66,10 +67,21 @@ def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int
         return len(seg.reads) + seg.params.index((i, name))
 
     def adds(i: int, name: str) -> bool:
-        return torch_private.will_accumulate(edges[1 + sum(given[: position(i, name)])][0])
+        node = edges[1 + sum(given[: position(i, name)])][0]
+        return _own(seg.ops[i], name, node) and torch_private.will_accumulate(node)
 
     steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
     return seg if steps == seg.backward else replace(seg, backward=steps)
+
+
+def _own(op: Op[Any], name: str, node: Any) -> bool:
+    """Whether a gradient that arrives at this node is that of the parameter that the op has under a name."""
+    registered = op.registered(name)
+    if any(n not in op._parameters for n in registered):
+        return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
+    nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
+    found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
+    return all(any(leaf is op._parameters[n] for n in registered) for leaf in found)
 
 
 def _as_asked(

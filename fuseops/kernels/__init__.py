@@ -41,7 +41,8 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
-from .reference import block_of_row as block_of_row
+from .reference import block_of_column as block_of_column
+from .reference import column_offs as column_offs
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
@@ -51,6 +52,7 @@ from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss
 from .router_losses import router_loss_bwd as router_loss_bwd
+from .routing import count_once as count_once
 from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route

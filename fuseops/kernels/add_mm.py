@@ -29,9 +29,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """All of K lies in one tile, so more experts leave less room for loads ahead."""
+    """All of K lies in one tile, so more experts leave less room for loads ahead, or wide blocks."""
     k = pow2(dims[0], least=16)
     tiles = [(2, 64, 4), (2, 64, 3), (4, 64, 3)] if k <= 128 else [(2, 32, 4), (2, 64, 2)]
+    tiles += [(1, 128, 3)] * (k <= 64)
     fixed = {"BLOCK_M": 64, "BLOCK_K": k, "num_warps": 4}
     return [{"SPLITS": s, "BLOCK_N": n, "STAGES": stages, **fixed} for s, n, stages in tiles]
 

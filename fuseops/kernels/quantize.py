@@ -13,6 +13,7 @@ along R.
     128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
     columns: col scale (N,)                                               two reads, columnwise only
     groups:  col scale (R//128 + E, N), vectors of 128 rows that begin anew in each group    one read
+             columnwise q (N, (R//32 + E) * 32): each group begins at a multiple of 32
 Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
 Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
 """
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, num_sms
+from fuseops.kernels.launch import chain, device, launch, num_sms, overlap
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -143,6 +144,12 @@ def _two_reads(x: Tensor, dtype: torch.dtype, layout: str = "row", pow2: bool = 
 
 def _column_bytes(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
     return 2 * tensor_bytes(x) + x.numel() + 4 * x.shape[1]
+
+
+def _group_bytes(x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
+    """What rows have, whatever lies between groups."""
+    rows, n = x.shape
+    return tensor_bytes(x) + rows * n + 4 * (rows // 128 + len(offs)) * n
 
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
@@ -281,28 +288,30 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
     return col, scale
 
 
-@fp8_op(twin=reference.quantize_group_blocks, cases=_group_cases)
+@fp8_op(twin=reference.quantize_group_blocks, nbytes=_group_bytes, cases=_group_cases)
 def quantize_group_blocks(
     x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(q (N, R), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each
-    group, as a weight gradient reads them.
+    """(q (N, (R // A + E) * A), scale (R // 128 + E, N)), A = GROUP_ALIGN = 32: columnwise vectors of 128 rows that
+    begin anew in each group, as a weight gradient reads them.
 
-    The scales of group g begin at row offs[g-1] // 128 + g, which needs no look at the counts.
-    Padding rows behind offs[-1] are zeros in q; scales that nothing uses are 1.
+    Columns of group g begin at (offs[g-1] // A + g) * A, its scales at row offs[g-1] // 128 + g: aligned for wide
+    stores and for the tensor cores, and no look at the counts. Columns of no row, padding rows among them, are
+    zeros, so q is an operand of groups that end at ``column_offs(offs)``; scales that nothing uses are 1.
     """
-    x, _, col = _outputs(x, dtype, "col")
+    x = _operand(x, dtype)
     rows, n = x.shape
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     if _too_large(x):
         return reference.quantize_group_blocks(x, offs, dtype, pow2)
-    blocks = rows // 128 + len(offs)
+    align, blocks = reference.GROUP_ALIGN, rows // 128 + len(offs)
+    col = x.new_empty(n, (rows // align + len(offs)) * align, dtype=dtype)
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
         device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
-        POW2=pow2, ALIGN=_align(rows), BLOCK_E=tiles.pow2(len(offs)), **config,
+        POW2=pow2, ALIGN=align, BLOCK_E=tiles.pow2(len(offs), least=32), **overlap(x.device), **config,
     )  # fmt: skip
     return col, scale
 
@@ -341,13 +350,18 @@ def _columns(x: Tensor, inv: Tensor, row: Tensor, col: Tensor, one: bool) -> Non
     )  # fmt: skip
 
 
-def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    return as_rows(x)
+
+
+def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    x = _operand(x, dtype)
     require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
     row = x.new_empty(x.shape if layout != "col" else 0, dtype=dtype)
     col = x.new_empty(x.shape[::-1] if layout != "row" else 0, dtype=dtype)
-    return as_rows(x), row, col
+    return x, row, col
 
 
 def _too_large(x: Tensor) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops import torch_private
 from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch
@@ -35,13 +36,13 @@ SCAN = 1 << 10
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """BLOCK_S: the copies of a chunk"""
-    return [{"BLOCK_S": s, "num_warps": warps} for s, warps in ((256, 4), (256, 2), (512, 4))]
+    return [{"BLOCK_S": 256, "num_warps": 1}, {"BLOCK_S": 512, "num_warps": 4}]
 
 
 def _default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Larger chunks, whose copies of an expert are stored side by side, where there are many."""
-    small, medium, large = _candidates(dims, itemsize)
-    return small if rows < 1 << 16 else medium if rows < 1 << 18 else large
+    small, large = _candidates(dims, itemsize)
+    return small if rows <= 1 << 17 else large
 
 
 ROUTE = Space("route", _candidates, _default, dims=("experts",))
@@ -135,6 +136,27 @@ def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     config = ROUTE.pick(experts.numel(), (num_experts,), experts)
     counts = _count(experts, num_experts, config, PDL=False)
     return counts.sum(1, dtype=torch.int32)
+
+
+def count_once(total: Tensor, experts: Tensor) -> None:
+    """Add the copies of each expert to total (E,), except where a checkpoint runs its function again."""
+    if torch.compiler.is_compiling():
+        torch.ops.fuseops.count_once(total, experts)
+    else:
+        _count_once(total, experts)
+
+
+# Asked when a graph runs: it is the same for a forward and its recomputation. A CUDA graph could not ask.
+@torch.library.custom_op(
+    "fuseops::count_once", mutates_args=("total",), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _counting(total: Tensor, experts: Tensor) -> None:
+    _count_once(total, experts)
+
+
+def _count_once(total: Tensor, experts: Tensor) -> None:
+    if not torch_private.in_recomputation():
+        total += expert_counts(experts, len(total))
 
 
 def _chunks(rows: int, config: Config) -> int:

@@ -7,7 +7,7 @@ docs/moe.md has the data flow and the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.fusions.run import opaque_reason
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.op import Op
@@ -120,17 +121,27 @@ class MoE(Sequential):
         y, *published = out if asked else (out,)
         if router is not None:
             router.count(published[-1])
-        y = y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
+        if rows is not x or torch.compiler.is_compiling():  # compiled segments give a view, too
+            y = self._view()(y, (*x.shape[:-1], y.shape[-1]))
         return (y, *published[: len(returns)]) if returns else y
 
+    def _view(self) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
+        """How the output is given its shape: without a base where nobody else can hold what the last op made, since an
+        in-place op on a view would drop what FSDP2 has hooked to it, of which torch warns.
+        """
+        last = next(reversed(self._modules.values()))
+        if isinstance(last, ops.Combine | ops.Add) and opaque_reason(last) is None:
+            return torch_private.unsafe_view
+        return Tensor.view
+
     def _counting(self) -> ops.Router | None:
-        """The router, where this forward counts for `update_expert_bias`: in training, and once."""
+        """The router, where this forward counts for `update_expert_bias`: in training, and with a graph, since a
+        reentrant checkpoint runs its first forward without one.
+        """
         router = self._modules.get("router")
         if not isinstance(router, ops.Router) or router.expert_bias is None:
             return None
-        # A reentrant checkpoint runs its first forward without a graph, where nothing counts.
-        once = torch.compiler.is_compiling() or not torch_private.in_recomputation()
-        return router if self.training and torch.is_grad_enabled() and once else None
+        return router if self.training and torch.is_grad_enabled() else None
 
     @property
     def loss_scale(self) -> Tensor:

@@ -49,12 +49,15 @@ def rowwise(q: Quantized) -> Tensor:
 
 
 def colwise(q: Quantized) -> Tensor:
-    """What the columnwise data stands for, rows first.   -> (M, K), in `product_dtype`"""
+    """What the columnwise data stands for, rows first.   -> (M, K), in `product_dtype`
+
+    With groups M is that of `K.column_offs`, and rows of no group are zeros.
+    """
     data, scale = q.present("col").t(), q.present("col_scale")
     rows = data.shape[0]
     if q.offs is None:
         return _product(data, scale.repeat_interleave(BLOCK, 0)[:rows], q.dtype)
-    return _product(data, scale[K.block_of_row(q.offs, rows)], q.dtype)
+    return _product(data, scale[K.block_of_column(q.offs, rows)], q.dtype)
 
 
 def through(weight: Tensor, form: Format, dtype: torch.dtype) -> Tensor:

@@ -91,5 +91,5 @@ def _block_wgrad(dy: Quantized, x: Quantized) -> Tensor:
         return K.wide_mm(left.t(), right.t())
     shape = len(x.offs), left.shape[1], right.shape[1]
     dw = left.new_empty(shape, dtype=torch.float32)
-    K.grouped_wgrad_into(dw, left, right, x.offs, accumulate=False)
+    K.grouped_wgrad_into(dw, left, right, K.column_offs(x.offs), accumulate=False)
     return dw

@@ -38,7 +38,7 @@ class Quantized:
     """A tensor of shape (M, K) in a quantized format.
 
     row        (M, K) data quantized along K, or None
-    col        (K, M) the transpose, quantized along M, or None
+    col        (K, M) the transpose, quantized along M, or None; blocks of groups: at `fuseops.kernels.column_offs`
     scale      () or (G,) float32, multiply the data by it to get the value; with blocks (ceil(K/128), M), of `row`
     offs       (G,) int32 row ends of the groups, with granularity "group"
     high       (M, K) the high-precision tensor itself, where a reader also needs it

@@ -41,6 +41,14 @@ def last_place(found: Iterable[Tensor]) -> float:
     return max((torch.finfo(d).eps for d in _dtypes(found)), default=0.0)
 
 
+def largest(found: Iterable[Tensor | None]) -> float:
+    """The largest finite magnitude."""
+    finite = (
+        t.detach()[t.isfinite()].abs() for t in found if t is not None and t.is_floating_point()
+    )
+    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
+
+
 def describe(t: Any) -> str:
     if not isinstance(t, Tensor):
         return str(t)
@@ -57,10 +65,12 @@ def difference(
     expected: Tensor | None,
     tol: float,
     words: tuple[str, str] = ("fused", "unfused"),
+    least: float = 0.0,
 ) -> Difference | None:
     """None where `got` equals `expected` within `tol` of an element's own and the mean magnitude.
 
     NaN equals NaN, an infinity only itself.  words: what the message calls the two.
+    least: allowed in any case, say what rounding leaves of terms that cancel.
     """
     if got is None or expected is None:
         if got is expected:
@@ -76,7 +86,7 @@ def difference(
         return None
     distance = (a - b).abs()
     size = torch.where(b.isfinite(), b.abs(), 0.0)
-    allowed = tol * (size + size.mean())
+    allowed = tol * (size + size.mean()) + least
     excess = torch.where(unequal, torch.nan_to_num(distance - allowed, nan=torch.inf), -torch.inf)
     where = excess.argmax()
     if excess.flatten()[where] <= 0:

@@ -14,12 +14,12 @@ from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 
 from .catalogue import Wanted, catalogue, entry
-from .tables import expansions
+from .shadowed import expansions
 
 GROUPS = 4
 KINDS = ("normal", "normal", "large", "denormal", "constant", "zeros")  # finite values
 NONFINITE = ("nan", "inf")
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+LAYOUTS = ("contiguous", "transposed", "sliced", "inside", "expanded")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -69,7 +69,17 @@ def row_counts() -> st.SearchStrategy[int]:
 
 def widths() -> st.SearchStrategy[int]:
     """Numbers of features, most of which no tile divides."""
-    return st.sampled_from([6, 2, 3, 8, 16, 17, 33])
+    return st.sampled_from([6, 1, 2, 3, 8, 16, 17, 33])
+
+
+def group_counts() -> st.SearchStrategy[int]:
+    """Numbers of groups, or of experts: a few, and one alone."""
+    return st.sampled_from([GROUPS, GROUPS, 1, 2])
+
+
+def top_ks(groups: int) -> st.SearchStrategy[int]:
+    """How many of the experts a token takes: one, some, all."""
+    return st.sampled_from(sorted({min(2, groups), 1, min(3, groups), groups}))
 
 
 @st.composite
@@ -110,13 +120,19 @@ def filled(shape: Sequence[int], dtype: torch.dtype, kind: str, seed: int) -> Te
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values over other strides ("expanded" repeats the first row, over a stride of 0)."""
+    """The same values over other strides: "inside" of something larger, at an odd offset; "expanded" repeats the first
+    row, over a stride of 0.
+    """
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "sliced" and x.dim():
         wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
         wide[..., 1::2] = x
         return wide[..., 1::2]
+    if layout == "inside" and x.dim():
+        larger = x.new_zeros([size + 2 for size in x.shape])
+        larger[(slice(1, -1),) * x.dim()] = x
+        return larger[(slice(1, -1),) * x.dim()]
     if layout == "expanded" and x.dim() > 1 and x.shape[0]:
         return x[:1].expand(x.shape)
     return x
@@ -215,10 +231,11 @@ def op_cases(
     layouts: Sequence[str] = LAYOUTS,
 ) -> Case:
     """An instance of a catalogued op with inputs that fit it."""
-    found, split = entry(op), draw(group_splits())
+    found, groups = entry(op), draw(group_counts())
+    split = draw(group_splits(groups))
     width = draw(widths()) * found.before(1)
-    top_k = draw(st.sampled_from([2, 1, 3])) if found.routing else 2
-    made = _instance(draw, op, width, 1, GROUPS, top_k).to(dtype)
+    top_k = draw(top_ks(groups)) if found.routing else 2
+    made = _instance(draw, op, width, 1, groups, top_k).to(dtype)
     split, rows = _rows([made], split)
     shapes: list[tuple[int, ...]] = [(rows, width)]
     if not found.flat:
@@ -240,12 +257,12 @@ def _before(types: Sequence[type]) -> list[int]:
     return needs[::-1]
 
 
-def _fitted(draw: Draw, types: Sequence[type], width: int) -> list[Op[Any]]:
+def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
     needs, made = _before(types), []
-    top_k = draw(st.sampled_from([2, 1, 3])) if any(entry(t).routing for t in types) else 2
+    top_k = draw(top_ks(groups)) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
-        op = _instance(draw, t, width, needs[k + 1], GROUPS, top_k)
+        op = _instance(draw, t, width, needs[k + 1], groups, top_k)
         width = op.out_shape((1, width))[-1]
         made.append(op)
     return made
@@ -264,9 +281,10 @@ def rule_cases(
     spelling: one of `tables.expansions(rule)`, where the choice of types is made.
     """
     types = spelling or draw(st.sampled_from(list(expansions(rule))))
-    split = draw(group_splits())
+    groups = draw(group_counts())
+    split = draw(group_splits(groups))
     width = draw(widths()) * _before(types)[0]
-    model = Sequential(*_fitted(draw, types, width)).to(dtype)
+    model = Sequential(*_fitted(draw, types, width, groups)).to(dtype)
     split, rows = _rows(list(model), split)
     x = draw(tensors((rows, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
@@ -283,13 +301,15 @@ PLAIN: tuple[Callable[[int], nn.Module], ...] = (
 PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss")
 
 
-def _next(draw: Draw, rules: Sequence[Rule], width: int, depth: int) -> list[nn.Module]:
+def _next(
+    draw: Draw, rules: Sequence[Rule], width: int, depth: int, groups: int
+) -> list[nn.Module]:
     """A few modules more: an op, the pattern of a rule, a plain module, or a Sequential inside."""
     kind = draw(st.sampled_from(["op", "rule", "op", "rule", "plain", "inside"]))
     if kind == "plain":
         return [draw(st.sampled_from(PLAIN))(width)]
     if kind == "inside" and depth:
-        inner = list(_chain(draw, rules, width, depth - 1, 2))
+        inner = list(_chain(draw, rules, width, depth - 1, 2, groups))
         after = _width(inner, width)
         return [Residual(*inner) if after == width else Sequential(*inner)]
     if kind == "rule" and rules:
@@ -299,7 +319,7 @@ def _next(draw: Draw, rules: Sequence[Rule], width: int, depth: int) -> list[nn.
     else:
         ops = [t for t, e in catalogue().items() if t.__name__ not in PLACED and not e.routing]
         types = (draw(st.sampled_from(ops)),)
-    return list(_fitted(draw, types, width)) if width % _before(types)[0] == 0 else []
+    return list(_fitted(draw, types, width, groups)) if width % _before(types)[0] == 0 else []
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:
@@ -312,10 +332,10 @@ def _width(modules: Sequence[nn.Module], width: int) -> int:
 
 
 def _chain(
-    draw: Draw, rules: Sequence[Rule], width: int, depth: int, size: int
+    draw: Draw, rules: Sequence[Rule], width: int, depth: int, size: int, groups: int
 ) -> Iterator[nn.Module]:
     for _ in range(draw(st.integers(1, size))):
-        found = _next(draw, rules, width, depth)
+        found = _next(draw, rules, width, depth, groups)
         width = _width(found, width)
         yield from found
 
@@ -328,8 +348,9 @@ def chains(
     kinds: Sequence[str] = KINDS,
 ) -> Case:
     """A random chain that the rules match in part: ops, patterns, plain modules, Residuals, Sequentials inside."""
-    split, width = draw(group_splits()), math.lcm(2, draw(widths()))
-    model = Sequential(*_chain(draw, rules, width, 1, 5)).to(dtype)
+    groups, width = draw(group_counts()), math.lcm(2, draw(widths()))
+    split = draw(group_splits(groups))
+    model = Sequential(*_chain(draw, rules, width, 1, 5, groups)).to(dtype)
     x = draw(tensors((split.rows, width), dtype, kinds))
     frozen = draw(st.sets(st.sampled_from(range(8)), max_size=4))
     for k, p in enumerate(model.parameters()):

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -44,3 +45,11 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def copied(t: Tensor) -> Tensor:
     """A leaf with the same values, strides and storage offset over memory of its own."""
     return copy.deepcopy(t.detach())
+
+
+def scrambled(t: Tensor) -> Tensor:
+    """Other numbers in its place: indices and counts among those that are there, so that they fit."""
+    if t.is_floating_point():
+        return t + torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
+    most = int(t.max()) if t.numel() else 0
+    return (torch.arange(t.numel(), device=t.device) % (most + 1)).view(t.shape).to(t.dtype)

@@ -129,7 +129,7 @@ def test_columnwise_blocks_past_two_to_the_31(block_rows):
     block = x[ROWS // 128 * 128 :].clone()
     col, groups = quantize.quantize_blocks(block, F8, block_rows, "both")[1], ends(x)
     far = [quantize.quantize_blocks(x, F8, block_rows, "both")[1]]
-    far += [quantize.quantize_group_blocks(x, groups, F8)[0]] if block_rows == 1 else []
+    far += [quantize.quantize_group_blocks(x, groups, F8)[0][:, :ROWS]] if block_rows == 1 else []
     for got in far:
         assert torch.equal(got[:, -len(block) :].float(), col.float())
         assert not got[:, : -len(block)].view(torch.uint8).any()

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import ROWS, SEEDS, few, run, splits, tensor
+from laws import SEEDS, few, run, splits, tensor
 from test_quantize import FORMATS, inputs, same_bits
 
 from fuseops.kernels import quantize as k
+from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -26,35 +27,51 @@ def test_group_blocks(x, dtype, groups, seed, pow2):
     same_bits(k.quantize_group_blocks, x, splits(len(x), groups, seed, padding), dtype, pow2)
 
 
-def test_many_rows_and_long_groups():
-    """More rows than one split and one block hold, and much padding."""
+def test_many_rows_and_groups():
+    """More rows than one split and one block hold, much padding, and more groups than a warp sees at once."""
     x = torch.randn(700, 40)
     same_bits(k.quantize_columns, x, torch.float8_e4m3fn)
-    for ends in ([0, 300, 300, 437], [700], [1, 130, 257, 700]):
+    for ends in ([0, 300, 300, 437], [700], [1, 130, 257, 700], range(3, 700, 10)):
         same_bits(
-            k.quantize_group_blocks, x, torch.tensor(ends, dtype=torch.int32), torch.float8_e4m3fn
+            k.quantize_group_blocks,
+            x,
+            torch.tensor([*ends], dtype=torch.int32),
+            torch.float8_e4m3fn,
         )
 
 
-ENDS = st.integers(0, 304) | st.sampled_from([32, 33, 127, 128, 129])  # rows that tiles hold
+ENDS = st.integers(0, 304) | st.sampled_from([31, 32, 33, 127, 128, 129])
 
 
 @given(st.lists(ENDS, min_size=1, max_size=9), st.sampled_from([8, 64, 100]), FORMATS, SEEDS)
 @few
 def test_groups_end_anywhere(ends, n, dtype, seed):
-    """Words of four rows that belong to several blocks, where columns begin at multiples of 16 bytes."""
+    """Every column is written, whichever rows its block holds."""
     x = tensor((304, n), torch.bfloat16, "normal", seed)
     ends = torch.tensor(sorted(ends), dtype=torch.int32)
     x[int(ends[-1]) :] = float("nan")
     same_bits(k.quantize_group_blocks, x, ends, dtype)
 
 
-@given(ROWS, SEEDS)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(0, 40), SEEDS)
 @few
-def test_a_group_alone_gives_what_it_gives_among_others(rows, seed):
-    x = torch.randn(rows + 50, 8, generator=torch.Generator().manual_seed(seed))
-    ends = torch.tensor([50, rows + 50], dtype=torch.int32)
-    q, scale = run(k.quantize_group_blocks, x, ends, torch.float8_e4m3fn)
-    _, alone, _, alone_scale = k.quantize_blocks.twin(x[50:], torch.float8_e4m3fn, 1, "col")
-    assert torch.equal(q[:, 50:].float(), alone.float())
-    assert torch.equal(scale[1 : 1 + len(alone_scale)], alone_scale)
+def test_groups_are_quantized_alone_at_aligned_columns(counts, padding, seed):
+    rows = sum(counts) + padding
+    x = tensor((rows, 8), torch.float32, "normal", seed)
+    x[sum(counts) :] = float("nan")
+    offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q, scale = run(k.quantize_group_blocks, x, offs, torch.float8_e4m3fn)
+    ends = reference.column_offs(offs)
+    block = reference.block_of_column(offs, q.shape[1])
+    starts = [0, *ends.tolist()]
+    for part, start, stop in zip(
+        x[: sum(counts)].split(counts), starts, ends.tolist(), strict=False
+    ):
+        assert start % 16 == 0
+        _, alone, _, alone_scale = k.quantize_blocks.twin(part, torch.float8_e4m3fn, 1, "col")
+        assert torch.equal(q[:, start : start + len(part)].float(), alone.float())
+        assert not q[:, start + len(part) : stop].float().any()
+        mine = block[start : start + len(part)]
+        assert torch.equal(scale[mine[::128]], alone_scale)
+        assert torch.equal(mine, mine[:1] + torch.arange(len(part)) // 128)
+    assert not q[:, starts[-1] :].float().any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -131,12 +132,17 @@ peak      324.2 MiB in the forward of blocks.5, nothing moved
 step      72.00 ms -> 72.00 ms (+0.00 %): stalls 0.00 ms, recomputation 0.00 ms
 offload   133.5 MiB leave and are let go 2 layers later, 133.5 MiB of host memory
           152.6 MiB can leave without a stall: 10.0 GB/s out, 10.0 GB/s back
-tensor           bytes          decision  reason                   window                                   slack
-blocks.{0-3}.x0  114.4 MiB (4)  offload   the link has room        out 1.33-4.33 ms, back 56.00-59.00 ms    3.67 ms
-blocks.{4-5}.x0  57.2 MiB (2)   keep      read again too soon      -                                        -
-blocks.{0-1}.x1  19.1 MiB (2)   keep      not needed for the peak  -                                        -
-blocks.{2-3}.x1  19.1 MiB (2)   offload   the link has room        out 12.33-13.33 ms, back 40.00-41.00 ms  2.67 ms
-blocks.{4-5}.x1  19.1 MiB (2)   keep      read again too soon      -                                        -
+
+offload 133.5 MiB: the link has room       out ms      back ms  slack ms
+  blocks.{0-3}.x0  114.4 MiB (4)    1.33-4.33  56.00-59.00      3.67
+  blocks.{2-3}.x1   19.1 MiB (2)  12.33-13.33  40.00-41.00      2.67
+
+keep 76.3 MiB: read again too soon
+  blocks.{4-5}.x0   57.2 MiB (2)
+  blocks.{4-5}.x1   19.1 MiB (2)
+
+keep 19.1 MiB: not needed for the peak
+  blocks.{0-1}.x1   19.1 MiB (2)
 """
 
 
@@ -144,7 +150,11 @@ def test_the_whole_text_of_a_plan() -> None:
     """Six layers of 4 ms that save 30 and 10 MB each; 10 GB/s carry 40 MB in that time."""
     profile = profile_of(6, 2, lambda layer, n: (30, 10)[n] * MB, lambda layer: 4e-3, groups=True)
     plan = plan_profile(profile, LINK, Limits(profile.peak * 6 // 10))
-    assert plan.explain() == GOLDEN.rstrip()
+    assert plan.explain(wide=True) == GOLDEN.rstrip()
+    narrow = GOLDEN.replace("  out ms      back ms  slack ms", "").splitlines()
+    assert plan.explain().splitlines() == [
+        line[:33].rstrip() if "blocks.{" in line else line.rstrip() for line in narrow
+    ]
 
 
 def test_json_is_plain_and_complete(tight: OffloadPlan) -> None:
@@ -190,7 +200,7 @@ def test_the_trace_is_one_that_viewers_read(tight: OffloadPlan, tmp_path: Path) 
 class Checker(HTMLParser):
     """Every element that is opened is closed, and nothing is fetched."""
 
-    VOID = {"meta", "line", "rect", "circle", "path", "br"}
+    VOID = {"meta", "line", "rect", "circle", "path", "br", "wbr"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,8 +475,50 @@ def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_pa
     assert data["pipeline"] == {"ranks": 2, "micro_batches": 4, "chunks": 3}
     peaks = [rank["before"]["peak_bytes"] for rank in data["ranks"]]
     assert len(peaks) == 2 and peaks[0] > peaks[1]
+    text = output(capsys, *options, "--html", str(tmp_path / "p.html"))
+    for page in (tmp_path / "p.rank0.html", tmp_path / "p.rank1.html"):
+        assert page.exists() and str(page) in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--peak", "ten"), "--peak: expected bytes such as 11GiB.*'ten'"),
+        (("--ranks", "0"), "--ranks: expected a whole number, 1 or more, got '0'"),
+        (("--micro-batches", "4"), "--micro-batches and --chunks are of a pipeline.*--ranks"),
+        (("--chunks", "2"), "--micro-batches and --chunks are of a pipeline.*--ranks"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert main(["offload-plan", *options]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_model_that_is_one_layer_is_called_the_model() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.SiLU())
+    plan = offload.plan(model, torch.randn(256, D), hardware=SLOW)
+    assert "in the backward of the model" in plan.explain()
+    assert "nothing leaves" in plan.explain()
 
 
 def test_without_a_target_it_plans_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "offload-plan")
     assert "blocks.{" in text and "NVIDIA H200" in text and "offload" in text
+
+
+@pytest.mark.parametrize("peak", [(), ("--peak", "7GiB")])
+@pytest.mark.parametrize(("columns", "wide"), [(80, ()), (100, ()), (120, ("--wide",))])
+def test_the_text_of_the_example_fits_its_columns(
+    columns: int,
+    wide: tuple[str, ...],
+    peak: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["offload-plan", *wide, *peak])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    assert ("out ms" in text) == bool(wide)

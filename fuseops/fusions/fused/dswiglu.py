@@ -8,7 +8,7 @@ sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
-
-if TYPE_CHECKING:
-    from .grouped_mlp import GroupedMLP, GroupedMLPSaved
 
 THROUGH = Space(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
@@ -32,9 +29,18 @@ THROUGH = Space(
 )
 
 
+class Down(NamedTuple):
+    """The way of a gradient through fc2 and the activation before it."""
+
+    kind: str  # of the activation, and its form
+    form: tuple[Any, ...]
+    probs: Tensor | None  # (R,) that the activation multiplies by, if it does
+    fc2: Tensor | None  # (E, D, F)
+    offs: Tensor | None
+
+
 def apart(
-    mlp: GroupedMLP,
-    s: GroupedMLPSaved,
+    down: Down,
     dy: Any,
     h: Tensor | None,
     dy_index: Tensor | None,
@@ -46,17 +52,17 @@ def apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     first, _, last = calls
-    if mlp.kind != "swiglu" or any(mlp.form):
-        return f"the activation is {mlp.kind}, in another form than [gate | up]"
+    if down.kind != "swiglu" or any(down.form):
+        return f"the activation is {down.kind}, in another form than [gate | up]"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"
     if (last.out or {}).get("dx") is not None:
         return "the gradient of the activation has a buffer"
     if torch.compiler.is_compiling() or not isinstance(dy, Tensor):
         return "dy is traced, or quantized"
-    if mlp.scaled and s.probs.dtype is not torch.float32:  # type: ignore[union-attr]
+    if down.probs is not None and down.probs.dtype is not torch.float32:
         return "probs are not float32"
-    weight = s.fc2.transpose(1, 2)  # type: ignore[union-attr]
+    weight = down.fc2.transpose(1, 2)  # type: ignore[union-attr]
     if dy.dim() != 2 or not dy.dtype == h.dtype == (last.precision.compute or weight.dtype):
         return "dy, h and the weight differ in dtype, or have more than two axes"
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
@@ -68,18 +74,12 @@ def apart(
     return None
 
 
-def expected(
-    mlp: GroupedMLP,
-    s: GroupedMLPSaved,
-    dy_index: Tensor | None,
-    calls: tuple[Call, ...],
-    rows: int,
-) -> str | None:
+def expected(down: Down, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int) -> str | None:
     """`apart` of a backward whose dy and h are not there yet, or may be copied."""
-    fc2: Tensor = s.fc2  # type: ignore[assignment]
+    fc2: Tensor = down.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
     dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in (fc2.shape[1], 2 * fc2.shape[2]))
-    return apart(mlp, s, dy, h, dy_index, calls, rows)
+    return apart(down, dy, h, dy_index, calls, rows)
 
 
 def said(why: str | None) -> str:
@@ -90,15 +90,10 @@ def said(why: str | None) -> str:
 
 
 def through(
-    mlp: GroupedMLP,
-    s: GroupedMLPSaved,
-    dy: Tensor,
-    h: Tensor,
-    dy_index: Tensor | None,
-    call: Call,
+    down: Down, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, the activation and dprobs."""
-    offs: Tensor = s.offs  # type: ignore[assignment]
-    weight: Tensor = call.precision.cast(s.fc2).transpose(1, 2)  # type: ignore[union-attr]
-    tiles, probs = tiles_of(call, offs, len(h)), s.probs if mlp.scaled else None
-    return K.grouped_dswiglu(dy, weight, h, offs, tiles, probs, dy_index)
+    offs: Tensor = down.offs  # type: ignore[assignment]
+    weight: Tensor = call.precision.cast(down.fc2).transpose(1, 2)  # type: ignore[union-attr]
+    tiles = tiles_of(call, offs, len(h))
+    return K.grouped_dswiglu(dy, weight, h, offs, tiles, down.probs, dy_index)

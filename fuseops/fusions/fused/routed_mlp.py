@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
+from fuseops.ops.checks import check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
-from fuseops.ops.permute import Combine, check_pos, check_rows
+from fuseops.ops.permute import Combine, check_pos
 
 from .dswiglu import expected, said
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
@@ -133,7 +134,7 @@ class RoutedMLP(FusedOp):
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
         gathers = self.combines and not self._copies_dy(x, s, index, calls)
-        return said(expected(self.mlp, s, index if gathers else None, calls[1:4], len(index)))
+        return said(expected(self.mlp.down(s), index if gathers else None, calls[1:4], len(index)))
 
     def _copies_dy(
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
@@ -143,7 +144,7 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        fused = expected(self.mlp, s, None, calls[1:4], len(index)) is None
+        fused = expected(self.mlp.down(s), None, calls[1:4], len(index)) is None
         return _copies(FC2_THROUGH if fused else FC2_BWD, dy, index, s.fc2.shape[2])
 
 

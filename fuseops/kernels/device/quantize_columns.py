@@ -16,10 +16,10 @@ from fuseops.kernels.device.quantize import (
     vector_scales,
     widened,
 )
-from fuseops.kernels.device.reduce import after_launch
+from fuseops.kernels.device.reduce import after_launch, overlapped
 
-PADDING: tl.constexpr = tl.constexpr(16)
-"""Rows of zeros that a program stores at once: more would cost the registers of its main work."""
+LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""Behind every row."""
 
 
 @triton.jit
@@ -44,23 +44,11 @@ def load_slice(
 
 
 @triton.jit
-def magnitudes(a, b, c, d):
-    """The larger magnitudes of four slices, element by element."""
-    a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
-    c, d = tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
-    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-
-
-@triton.jit
 def column_amax(a, b, c, d):
     """The largest magnitude of each column of four slices."""
-    return amax_of(magnitudes(a, b, c, d), 0)
-
-
-@triton.jit
-def fold_max(x, AT_ONCE: tl.constexpr):
-    """(B, N) -> (AT_ONCE, N): maxima of rows AT_ONCE apart. Where a thread holds these, nothing moves."""
-    return tl.max(tl.reshape(x, (x.shape[0] // AT_ONCE, AT_ONCE, x.shape[1])), axis=0)
+    a, b = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))
+    c, d = tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
+    return amax_of(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
 
 
 @triton.jit
@@ -209,82 +197,63 @@ def quantize_columns_kernel(
 
 @triton.jit
 def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The last group g that begins at or before this block, at block begin // BLOCK_R + g."""
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(offs_ptr + e, mask=e < E - 1, other=0)
-    return tl.sum(((begin // BLOCK_R + e < block) & (e < E - 1)).to(tl.int32), axis=0)
+    """(g, its first row, its end) of the last group g that begins at or before this block, at block
+    begin // BLOCK_R + g. 32 groups at a time: each warp finds them by itself.
+    """
+    group, begin = tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32)
+    end = tl.full((32,), LAST, tl.int32)
+    for first in tl.static_range(0, BLOCK_E, 32):
+        e = first + tl.arange(0, 32)
+        row = tl.load(offs_ptr + e, mask=e < E, other=LAST)
+        before = (row // BLOCK_R + e < block) & (e < E - 1)
+        group += before.to(tl.int32)
+        begin = tl.maximum(begin, tl.where(before, row, 0))
+        end = tl.minimum(end, tl.where(before, LAST, row))
+    return tl.sum(group, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
 
 
 @triton.jit
 def quantize_group_block(
-    x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+    x_ptr, col_ptr, scale_ptr, row0, end, to, stop, col0, width, N, stride_x,
     LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows row0 to end, at most BLOCK_R, of a group; scale_ptr is where their scales go.
-
-    Groups begin anywhere: the words of ``store_columns`` begin at the first multiple of four, and the
-    rows before the first word and behind the last, at most three each, are stored byte by byte: their
-    words belong to two blocks.
-    """
-    base = row0
-    if ALIGN % 4 == 0:
-        base = (row0 + 3) // 4 * 4
-    a, b, c, d = load_slices(x_ptr, base, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
-    size = magnitudes(a, b, c, d)
-    n = tl.arange(0, BLOCK_N)
-    if ALIGN % 4 == 0:
-        slot = tl.arange(0, 8)  # four rows before the words, four behind them
-        tail = tl.maximum(end // 4 * 4, base) - row0
-        r = tl.where(slot < 4, slot, tail + slot - 4)
-        edge = ((slot < base - row0) | (slot >= 4)) & (r < end - row0)
-        mask = edge[:, None] & (n < N - col0)[None, :]
-        at = x_ptr + row0.to(tl.int64) * stride_x + col0
-        x = tl.load(at + (r[:, None] * stride_x + n[None, :]), mask=mask, other=0.0)
-        size = tl.maximum(fold_max(size, 8), tl.abs(x.to(tl.float32)))
-    inv, scale = vector_scales(amax_of(size, 0), LIMIT, POW2, BLOCK_N)
-    tl.store(scale_ptr + col0 + n, scale, mask=n < N - col0)
+    """Rows row0 to end, if any, as columns to to stop, zeros where these are more; their scales go to scale_ptr."""
+    a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+    inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    tl.store(scale_ptr + cols, scale, mask=cols < N)
     inv = inv[None, :]
-    store_columns(col_ptr, a, b, c, d, inv, base, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
-    if ALIGN % 4 == 0:
-        to = col_ptr + col0.to(tl.int64) * R + row0
-        tl.store(to + (n[None, :] * R + r[:, None]), converted(x, inv, col_ptr), mask=mask)
+    store_columns(col_ptr, a, b, c, d, inv, to, col0, stop, width, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. A block
-    of at most SHORT rows, the last of its group, takes a tile of as many.
+    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. The columns of
+    g begin at (begin // ALIGN + g) * ALIGN and end where those of the next group begin, in its last block or
+    before. A block of at most SHORT columns, the last of its group, takes a tile of as many.
     """
+    overlapped(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
-    group = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
-    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
-    end = tl.minimum(row0 + BLOCK_R, tl.load(offs_ptr + group))
+    group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
+    done = (block - begin // BLOCK_R - group) * BLOCK_R
+    to = (begin // ALIGN + group) * ALIGN + done
+    stop = (tl.where(group == E - 1, R, end) // ALIGN + group + 1) * ALIGN
+    width = (R // ALIGN + E) * ALIGN
     scale_ptr += block.to(tl.int64) * N
-    cols = (col0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-    if row0 >= end:
-        tl.store(scale_ptr + cols, tl.full((BLOCK_N,), 1.0, tl.float32), mask=cols < N)
-    elif end - row0 <= SHORT:
+    if stop - to <= SHORT:
         quantize_group_block(
-            x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+            x_ptr, col_ptr, scale_ptr, begin + done, end, to, stop, col0, width, N, stride_x,
             LIMIT, POW2, ALIGN, SHORT, BLOCK_N,
         )  # fmt: skip
     else:
         quantize_group_block(
-            x_ptr, col_ptr, scale_ptr, row0, end, col0, R, N, stride_x,
+            x_ptr, col_ptr, scale_ptr, begin + done, end, to, stop, col0, width, N, stride_x,
             LIMIT, POW2, ALIGN, BLOCK_R, BLOCK_N,
         )  # fmt: skip
-    used = tl.load(offs_ptr + E - 1)
-    step = tl.num_programs(0) // num_n * PADDING
-    for start in range(used + block * PADDING, R, step):
-        rows = (start + tl.arange(0, PADDING)).to(tl.int64)
-        here = (cols < N)[:, None] & (rows < R)[None, :]
-        zeros = tl.zeros((BLOCK_N, PADDING), tl.float32).to(col_ptr.dtype.element_ty)
-        tl.store(col_ptr + (cols * R)[:, None] + rows[None, :], zeros, mask=here)

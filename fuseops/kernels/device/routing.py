@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fuseops.kernels.device.reduce import after_launch, before_launch
+from fuseops.kernels.device.select import sorted_by_threads
 
 
 @triton.jit
@@ -59,28 +60,38 @@ def route_kernel(
     """
     program = tl.program_id(0)
     bins, place = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
-    e, kept = experts_of(experts_ptr, program * BLOCK_S + place, R, E)
-    counts = tl.histogram(e, BLOCK_E, mask=kept)
-    keys = tl.sort(e * BLOCK_S + place)
-    skipped = tl.cumsum(counts, axis=0) - counts
+    e, _ = experts_of(experts_ptr, program * BLOCK_S + place, R, E)
+    keys = e * BLOCK_S + place
+    if BLOCK_S <= 256:
+        keys = tl.gather(
+            sorted_by_threads(keys, BLOCK_S // 8), place, axis=0
+        )  # neighbours in lanes
+    else:
+        keys = tl.sort(keys)
     if COUNTED:
         after_launch(PDL)
-        before = tl.load(counts_ptr + bins.to(tl.int64) * P + program, mask=bins < E, other=0)
-        total = tl.load(total_ptr + bins, mask=bins < E, other=0)
+        at, mask = counts_ptr + bins.to(tl.int64) * P + program, bins < E
+        total = tl.load(total_ptr + bins, mask=mask, other=0)
+        before = tl.load(at, mask=mask, other=0)
+        after = tl.load(at + 1, mask=mask & (program + 1 < P), other=0)
+        counts = tl.where(program + 1 < P, after, total) - before
     else:
         total = tl.zeros((BLOCK_E,), dtype=tl.int32)
         before = tl.zeros((BLOCK_E,), dtype=tl.int32)
+        counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
         for chunk in range(P):
             others, some = experts_of(experts_ptr, chunk * BLOCK_S + place, R, E)
-            counts = tl.histogram(others, BLOCK_E, mask=some)
-            total += counts
-            before += tl.where(chunk < program, counts, 0)
+            found = tl.histogram(others, BLOCK_E, mask=some)
+            total += found
+            before += tl.where(chunk < program, found, 0)
+            counts += tl.where(chunk == program, found, 0)
     ends = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(offs_ptr + bins, ends, mask=bins < E)
     used = tl.sum(total, axis=0)
     e, copies = keys // BLOCK_S, program * BLOCK_S + keys % BLOCK_S
     kept = e < E
+    skipped = tl.cumsum(counts, axis=0) - counts
     row = place + tl.gather(ends - total + before - skipped, tl.minimum(e, E - 1), axis=0)
     tl.store(pos_ptr + copies, tl.where(kept, row, -1), mask=copies < R)
     padding = (copies >= used) & (copies < R)  # here the copies' numbers stand for rows

@@ -1,4 +1,5 @@
-"""The largest of many int32: selection networks over tuples of tensors, all of it minima and maxima.
+"""The largest of many int32, or all in order: networks over tuples of tensors, all of it minima and
+maxima.
 
 Numbers that a thread holds are sorted without a word to others; rows are spread over few threads.
 """
@@ -93,6 +94,16 @@ def quarters(x, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, N: tl.constexpr, R: tl.constexpr):
+    """(N, R) -> its N rows (R,), each spread over all threads."""
+    if N == 1:
+        return (tl.reshape(x, (R,)),)
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, (2, N // 2, R)), (1, 2, 0)))
+        return rows_of(a, N // 2, R) + rows_of(b, N // 2, R)
+
+
+@triton.jit
 def largest_of_pieces(keys, N: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr):
     """(the L largest of each row of N tensors (R, W), in descending order, each (R,); the largest that
     is left out): a selection network over the numbers of each thread, then over the W of a row.
@@ -110,35 +121,22 @@ def largest_of_pieces(keys, N: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L
 @triton.jit
 def numbered(key, number, LOW: tl.constexpr):
     """Keys whose lowest bits are a number, the lower number the larger: all keys of a row differ."""
-    return (key | LOW) - number
+    return (key & ~LOW) | (LOW - number)
 
 
 @triton.jit
-def top_by_pieces(
-    pieces, firsts, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong), of P pieces (R, 4 W) of keys, quads of them of the experts from `firsts` on.
-
-    Experts take the place of the lowest bits of their keys: it may be wrong if two of the largest differ
-    in those bits alone.
+def numbered_pieces(
+    pieces, firsts, LOW: tl.constexpr, P: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):
+    """4 P tensors (R, W) of keys that have their experts in the place of the lowest bits, of P pieces
+    (R, 4 W), quads of them of the experts from `firsts` on.
     """
     keys = ()
     for p in tl.static_range(P):
         each = quarters(pieces[p], R, W)
         for j in tl.static_range(4):
             keys = keys + (numbered(each[j], firsts[p] + j, LOW),)
-    top, left = largest_of_pieces(keys, 4 * P, R, W, L)
-    top = top + (left,)
-    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
-    for i in tl.static_range(1, K):
-        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
-    slots = tl.arange(0, L)[None, :]
-    experts = tl.zeros((R, L), dtype=tl.int32)
-    for i in tl.static_range(K):
-        experts = tl.where(slots == i, top[i][:, None], experts)
-    return LOW - (experts & LOW), gap <= LOW
+    return keys
 
 
 @triton.jit
@@ -156,3 +154,50 @@ def top_one_by_one(
         experts = tl.where(slots == k, best, experts)
         left = tl.where(cols == best, LOWEST, left)
     return experts
+
+
+@triton.jit
+def exchanged(x, N: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+    """N tensors (T,): of every two threads S apart the first gets the larger, the second the smaller."""
+    first = tl.arange(0, 2)[None, :, None] == 0
+    y = ()
+    for i in tl.static_range(N):
+        pair = tl.reshape(x[i], (T // (2 * S), 2, S))
+        larger, smaller = tl.max(pair, axis=1)[:, None, :], tl.min(pair, axis=1)[:, None, :]
+        y = y + (tl.reshape(tl.where(first, larger, smaller), (T,)),)
+    return y
+
+
+@triton.jit
+def turned(x, N: tl.constexpr, mask):
+    """Complements where the mask is -1: the other way round in order."""
+    y = ()
+    for i in tl.static_range(N):
+        y = y + (x[i] ^ mask,)
+    return y
+
+
+@triton.jit
+def sorted_by_threads(x, T: tl.constexpr):
+    """int32 (8 T,) in ascending order, T threads of one warp with eight each: a bitonic sort
+    (Batcher 1968), whose lists run down in every other thread because their complements run up.
+    """
+    thread = tl.arange(0, T)
+    a, b, c, d = quarters(tl.reshape(~x, (2, 4 * T)), 2, T)
+    a, e = tl.split(tl.trans(a))
+    b, f = tl.split(tl.trans(b))
+    c, g = tl.split(tl.trans(c))
+    d, h = tl.split(tl.trans(d))
+    turn = -(thread & 1)
+    y, _ = largest_of(turned((a, b, c, d, e, f, g, h), 8, turn), 8, 8)
+    for level in tl.static_range(1, 6):
+        if 1 << level <= T:
+            next_turn = -((thread >> level) & 1)
+            y = turned(y, 8, turn ^ next_turn)
+            turn = next_turn
+            for m in tl.static_range(level):
+                y = exchanged(y, 8, T, 1 << (level - 1 - m))
+            y = merged(y, 8)
+    even = tl.join(tl.join(y[0], y[4]), tl.join(y[2], y[6]))
+    odd = tl.join(tl.join(y[1], y[5]), tl.join(y[3], y[7]))
+    return ~tl.reshape(tl.join(even, odd), (8 * T,))

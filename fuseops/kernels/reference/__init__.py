@@ -38,7 +38,9 @@ from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
 from .precision import accumulator as accumulator
-from .quantize import block_of_row as block_of_row
+from .quantize import GROUP_ALIGN as GROUP_ALIGN
+from .quantize import block_of_column as block_of_column
+from .quantize import column_offs as column_offs
 from .quantize import expert_quantize as expert_quantize
 from .quantize import grouped_quantize as grouped_quantize
 from .quantize import quantize_blocks as quantize_blocks

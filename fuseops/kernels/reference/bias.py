@@ -24,7 +24,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
     """x + bias[group] (* probs); padding rows become zero.   x (R, N), bias (E, N), offs (E,), probs (R,)"""
     group, valid = _group_of_row(offs, x.shape[0])
     shift = wide(bias)[group]
-    shift = shift if probs is None else shift * probs[:, None]
+    shift = shift if probs is None else shift * probs[:, None].to(shift.dtype)
     return (wide(x) + shift).masked_fill(~valid, 0.0).to(x.dtype)
 
 
@@ -34,7 +34,9 @@ def grouped_bias_bwd(
     """(dbias (E, N), dprobs (R,) if bias is given, else empty), in the accumulator's dtype."""
     group, valid = _group_of_row(offs, dy.shape[0])
     grad = wide(dy).masked_fill(~valid, 0.0)
-    scaled = grad if probs is None else grad * probs[:, None].masked_fill(~valid, 0.0)
+    scaled = grad
+    if probs is not None:
+        scaled = grad * probs[:, None].masked_fill(~valid, 0.0).to(grad.dtype)
     dbias = grad.new_zeros(offs.shape[0], dy.shape[1]).index_add(0, group, scaled)
     return dbias, grad.new_empty(0) if bias is None else (grad * wide(bias)[group]).sum(1)
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from .grouped import group_of_row, padding_mask
 
 BLOCK = 128
+GROUP_ALIGN = 32
+"""Columns of a group begin at a multiple of it: whole sectors of memory are written, and 16 bytes is what an operand's
+address takes."""
 FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -105,25 +108,43 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
 def quantize_group_blocks(
     x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(q (N, R), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each group; zeros in q for
-    padding rows, 1 for scales that nothing uses.
-    """
+    """See `fuseops.kernels.quantize_group_blocks`."""
     (rows, n), groups = x.shape, offs.shape[0]
-    padding, block = padding_mask(offs, rows), block_of_row(offs, rows)
-    full = x.float().masked_fill(padding, 0.0)
+    columns = (rows // GROUP_ALIGN + groups) * GROUP_ALIGN
+    group, begin = group_of_row(offs, rows).clamp(max=groups - 1), _begins(offs)
+    column = torch.arange(rows, device=x.device) + (_aligned(begin, GROUP_ALIGN) - begin)[group]
+    full = x.float().masked_fill(padding_mask(offs, rows), 0.0)
+    full = full.new_zeros(columns, n).index_copy(0, column, full)
+    block = block_of_column(offs, columns)
     amax = full.new_zeros(rows // BLOCK + groups, n)
     amax = amax.scatter_reduce(0, block[:, None].expand(-1, n), magnitude(full), "amax")
     inv = inverse_scale(amax, dtype, pow2)
     return saturate(full * inv[block], dtype).t().contiguous(), 1 / inv
 
 
-def block_of_row(offs: Tensor, rows: int) -> Tensor:
-    """The row of `quantize_group_blocks`'s scale that each row of x has; 0 for padding.   -> (R,) int64"""
-    group = group_of_row(offs, rows).clamp(max=len(offs) - 1)
-    begin = torch.cat([offs.new_zeros(1), offs[:-1]])[group].long()
-    row = torch.arange(rows, device=offs.device)
-    block = begin // BLOCK + group + (row - begin) // BLOCK
-    return block.masked_fill(padding_mask(offs, rows)[:, 0], 0)
+def column_offs(offs: Tensor) -> Tensor:
+    """Where groups end in the columns of `quantize_group_blocks`: each where the next one begins.   (E,) -> (E,)"""
+    number = torch.arange(1, len(offs) + 1, device=offs.device, dtype=offs.dtype)
+    return (offs // GROUP_ALIGN + number) * GROUP_ALIGN
+
+
+def block_of_column(offs: Tensor, columns: int) -> Tensor:
+    """The row of `quantize_group_blocks`'s scale that each of its columns has.   -> (columns,) int64"""
+    group, begin = group_of_row(column_offs(offs), columns).clamp(max=len(offs) - 1), _begins(offs)
+    start, first = (_aligned(begin, align)[group] for align in (GROUP_ALIGN, BLOCK))
+    return (first + torch.arange(columns, device=offs.device) - start) // BLOCK
+
+
+def _begins(offs: Tensor) -> Tensor:
+    """The first row of each group.   -> (E,) int64"""
+    return torch.cat([offs.new_zeros(1), offs[:-1]]).long()
+
+
+def _aligned(begin: Tensor, align: int) -> Tensor:
+    """Where groups begin if each does at a multiple of `align`: the last one up to its first row, and one further for
+    each group before it, which no group's rows overlap, and which takes no look at the counts.
+    """
+    return (begin // align + torch.arange(len(begin), device=begin.device)) * align
 
 
 def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> Any:

@@ -12,6 +12,7 @@ from .profile import Profile
 from .simulate import Settings, Simulation, Window
 
 SCHEMA_VERSION = 1
+KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 
 
 class Planned(NamedTuple):

@@ -25,7 +25,7 @@ from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 
 from . import html, text, trace
-from .decided import Decided, Planned
+from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, Planned
 from .hardware import Hardware
 from .model import Choice, Model
 from .planner import NOTHING, UNLIMITED, Limits, solve
@@ -36,7 +36,6 @@ from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
 
-KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 LAGS = (2, 3, 4)  # tried where no settings are given,
 FEW = 2000  # ... for so many saved tensors; more are planned for the one in the middle
 NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
@@ -47,12 +46,14 @@ STALL = 1e-6  # seconds that are none
 class OffloadPlan(Decided):
     """What to do with every saved tensor of a step, and what that will cost."""
 
-    def explain(self, every: bool = False) -> str:
-        """Budget, prediction and a table: tensor, bytes, decision, reason, window, slack.
+    def explain(self, every: bool = False, wide: bool = False, width: int = 100) -> str:
+        """Budget, prediction, and the tensors of each decision and reason, with their bytes.
 
         every: one line a tensor; otherwise equal decisions for equal tensors of layers share one.
+        wide: when what leaves is on the link, out and back, and how long before it is read.
+        width: columns of the text, beside which names of tensors and times may reach.
         """
-        return text.report(self, every)
+        return text.report(self, every, wide, width)
 
     __str__ = explain
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.fusions.explain.layout import size
 
-from .decided import SCHEMA_VERSION, Decided, Planned
+from .decided import KEEP, OFFLOAD, RECOMPUTE, SCHEMA_VERSION, Decided, Planned
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
+ORDER = (OFFLOAD, RECOMPUTE, KEEP)
+TIMES = ("out ms", "back ms", "slack ms")
 
 
 class Row(NamedTuple):
@@ -21,20 +24,35 @@ class Row(NamedTuple):
 
     def cells(self) -> tuple[str, ...]:
         """In the order of HEADER."""
-        first, count = self.tensors[0], len(self.tensors)
-        nbytes = size(sum(t.nbytes for t in self.tensors))
+        first, (out, back, slack) = self.tensors[0], self.times()
+        window = f"out {out} ms, back {back} ms" if out else "-"
+        slack = f"{slack} ms" if slack else "-"
+        return self.name, self.bytes(), first.decision, first.reason, window, slack
+
+    def line(self) -> tuple[str, ...]:
+        """Name and bytes, and TIMES."""
+        return f"  {self.name}", self.bytes(), *self.times()
+
+    def bytes(self) -> str:
+        """Of all of them, and how many they are."""
+        count = len(self.tensors)
+        return f"{_total(self.tensors)}{'' if count == 1 else f' ({count})'}"
+
+    def times(self) -> tuple[str, str, str]:
+        """Milliseconds: on the way out and back, of the first, and the least slack of all. Empty where none moves."""
         windows = [t.window for t in self.tensors if t.window is not None]
-        window = slack = "-"
-        if windows:
-            one = windows[0]
-            window = f"out {_ms(one.out)}, back {_ms(one.back)}"
-            slack = f"{min(w.slack for w in windows) * 1e3:.2f} ms"
-        more = "" if count == 1 else f" ({count})"
-        return self.name, nbytes + more, first.decision, first.reason, window, slack
+        if not windows:
+            return "", "", ""
+        slack = f"{min(w.slack for w in windows) * 1e3:.2f}"
+        return _ms(windows[0].out), _ms(windows[0].back), slack
+
+
+def _total(tensors: Iterable[Planned]) -> str:
+    return size(sum(t.nbytes for t in tensors))
 
 
 def _ms(span: tuple[float, float]) -> str:
-    return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f} ms"
+    return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f}"
 
 
 def rows(plan: Decided, every: bool = False) -> list[Row]:
@@ -97,26 +115,45 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
         f"{before.seconds * 1e3:.2f} ms -> {after.seconds * 1e3:.2f} ms ({slower:+.2f} %): stalls "
         f"{after.stall * 1e3:.2f} ms, recomputation {after.recompute * 1e3:.2f} ms",
     )
-    yield (
-        "offload",
-        f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
-        f"{size(after.host)} of host memory",
-    )
+    lag = f"are let go {plan.settings.lag} layers later, {size(after.host)} of host memory"
+    yield "offload", f"{size(after.moved)} leave and {lag}" if after.moved else "nothing leaves"
     rates = f"{plan.hardware.d2h.peak:.1f} GB/s out, {plan.hardware.h2d.peak:.1f} GB/s back"
     yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 
 
-def report(plan: Decided, every: bool) -> str:
-    """Head, warnings, assumptions, table."""
-    lines = [f"{title:9} {text}" for title, text in facts(plan)]
-    lines += [f"{'WARNING':9} {warning}" for warning in plan.warnings]
-    lines += [f"{'assumed':9} {text}" for text in plan.assumed]
-    table = [HEADER, *(row.cells() for row in rows(plan, every))]
-    widths = [max(len(row[k]) for row in table) for k in range(len(HEADER))]
-    for row in table:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+def report(plan: Decided, every: bool, wide: bool, width: int) -> str:
+    """Head, warnings and assumptions, folded to so many columns; then the tensors of each decision and reason."""
+    lines = []
+    notes = [("WARNING", text) for text in plan.warnings] + [("assumed", t) for t in plan.assumed]
+    for title, text in (*facts(plan), *notes):
+        first, *more = textwrap.wrap(text, max(width - 10, 40), break_long_words=False)
+        lines += [f"{title:9} {first}", *(f"{'':9} {line}" for line in more)]
+    sections = _sections(plan, every)
+    table = [row.line() for listed in sections.values() for row in listed]
+    names, *widths = [
+        max(map(len, column)) for column in zip(("", "", *TIMES), *table, strict=True)
+    ]
+    for (decision, reason), listed in sections.items():
+        title = f"{decision} {_total(t for row in listed for t in row.tensors)}: {reason}"
+        times = TIMES if wide and decision == OFFLOAD else ()
+        lines += ["", _line(title, names + 2 + widths[0], times, widths[1:])]
+        for name, *numbers in (row.line() for row in listed):
+            lines.append(_line(name, names, numbers if wide else numbers[:1], widths))
     return "\n".join(lines)
+
+
+def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) -> str:
+    aligned = [number.rjust(w) for number, w in zip(numbers, widths, strict=False)]
+    return "  ".join([left.ljust(width), *aligned]).rstrip()
+
+
+def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[Row]]:
+    """The table by decision and reason; what is recomputed has one time each in its reason."""
+    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows(plan, every):
+        decision, reason = row.tensors[0].decision, row.tensors[0].reason
+        found[decision, reason.split(",")[0] if decision == RECOMPUTE else reason].append(row)
+    return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 
 def as_json(plan: Decided) -> dict[str, Any]:

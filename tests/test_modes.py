@@ -1,0 +1,256 @@
+"""Ops, the patterns of rules and chains under what torch does to any module: copies, modes, meta tensors, checkpoints,
+hooks, writes in place, other dtypes.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops.fusions.tables import TABLES
+from fuseops.testing.catalogue import exported
+from fuseops.testing.compare import difference, tolerance
+from fuseops.testing.strategies import Case, chains, op_cases, rule_cases
+
+SOFT = ("normal", "normal", "constant", "zeros")
+Call = Callable[..., Any]
+
+
+def ops() -> st.SearchStrategy[Case]:
+    return st.sampled_from(exported()).flatmap(op_cases)
+
+
+def models() -> st.SearchStrategy[Case]:
+    """Everything that can be drawn: an op alone, the pattern of a rule, a chain."""
+    patterns = st.sampled_from(TABLES).flatmap(lambda rule: rule_cases(rule, kinds=SOFT))
+    return st.one_of(ops(), patterns, chains(TABLES, kinds=SOFT))
+
+
+def results(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def asking(case: Case) -> Case:
+    """The case with leaves of its own, all of which want a gradient; parameters stay frozen where they are."""
+    leaf = lambda t: copy.deepcopy(t.detach()).requires_grad_(t.is_floating_point())  # noqa: E731
+    return case._replace(x=leaf(case.x), side={n: leaf(t) for n, t in case.side.items()})
+
+
+def owners(case: Case) -> list[Tensor]:
+    """What of a case wants a gradient."""
+    leaves = [case.x, *case.side.values(), *case.model.parameters()]
+    return [t for t in leaves if t.requires_grad]
+
+
+def gradients(ys: tuple[Tensor, ...], case: Case, **options: Any) -> tuple[Tensor, ...]:
+    """Of all results, for random output gradients that are always the same."""
+    found = [y for y in ys if y.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in found]
+    dys = [d.to(y) for d, y in zip(dys, found, strict=True)]
+    return torch.autograd.grad(found, owners(case), dys, materialize_grads=True, **options)
+
+
+def run(case: Case, call: Call | None = None) -> list[Tensor]:
+    """All results and gradients of one call, by `call` or of the model."""
+    case = asking(case)
+    torch.manual_seed(0)
+    ys = results((case.model if call is None else call)(case.x, **case.side))
+    if not any(y.requires_grad for y in ys):
+        return list(ys)
+    return [*ys, *gradients(ys, case)]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor], equal: Call = torch.equal) -> None:
+    assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in expected]
+    assert all(map(equal, got, expected))
+
+
+# --- copies
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def filled_from_a_state_dict(model: nn.Module, assign: bool) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for t in (*other.parameters(), *other.buffers()):
+            t.zero_()
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)
+    return other
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickled,
+    "torch.save": saved,
+    "load_state_dict": partial(filled_from_a_state_dict, assign=False),
+    "load_state_dict(assign=True)": partial(filled_from_a_state_dict, assign=True),
+}
+
+
+@given(case=models(), data=st.data())
+def test_a_copy_of_a_model_that_ran_is_that_model(case: Case, data: st.DataObject) -> None:
+    expected = run(case)
+    copied = COPIES[data.draw(st.sampled_from(sorted(COPIES)))](case.model)
+    assert_same(run(case._replace(model=copied)), expected)
+
+
+# --- modes
+
+
+@given(case=models(), mode=st.sampled_from([torch.no_grad, torch.inference_mode]))
+def test_a_call_without_gradients_gives_the_same(case: Case, mode: Call) -> None:
+    torch.manual_seed(0)
+    expected = results(case.model(case.x, **case.side))
+    with mode():
+        torch.manual_seed(0)
+        got = results(case.model(case.x, **case.side))
+        assert not any(t.requires_grad for t in got)
+        assert_same(list(got), [t.detach() for t in expected])
+
+
+@given(case=models())
+def test_tensors_of_inference_mode_are_taken(case: Case) -> None:
+    torch.manual_seed(0)
+    expected = results(case.model(case.x, **case.side))
+    with torch.inference_mode():
+        case = case._replace(
+            x=copy.deepcopy(case.x), side={n: copy.deepcopy(t) for n, t in case.side.items()}
+        )
+        assert case.x.is_inference()
+        torch.manual_seed(0)
+        got = results(case.model(case.x, **case.side))
+        assert_same(list(got), [t.detach() for t in expected])
+
+
+def on_meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+@given(case=models())
+def test_meta_tensors_have_the_shapes_of_real_ones(case: Case) -> None:
+    expected = run(case)
+    model = copy.deepcopy(case.model).to("meta")
+    got = run(Case(model, on_meta(case.x), {n: on_meta(t) for n, t in case.side.items()}))
+    assert_same(got, expected, lambda a, b: a.is_meta)
+
+
+# --- what torch does around a call
+
+
+@given(case=models())
+def test_a_checkpoint_changes_nothing(case: Case) -> None:
+    def checkpointed(x: Tensor, **side: Tensor) -> Any:
+        return checkpoint(partial(case.model, **side), x, use_reentrant=False)
+
+    assert_same(run(case, checkpointed), run(case))
+
+
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
+
+
+@given(case=models(), kind=st.sampled_from(HOOKS), data=st.data())
+def test_a_hook_that_only_looks_changes_nothing(case: Case, kind: str, data: st.DataObject) -> None:
+    expected = run(case)
+    model = copy.deepcopy(case.model)
+    hooked = data.draw(st.sampled_from([*model.modules()]))
+    looked: list[Any] = []
+    getattr(hooked, kind)(lambda *given: looked.append(given[0]))
+    # hooked ops are in no rule
+    tol = tolerance([case.x])
+    got = run(case._replace(model=model))
+    assert_same(got, expected, lambda a, b: difference("", a, b, tol) is None)
+    assert looked or "backward" in kind
+
+
+@given(case=models())
+def test_a_second_derivative_is_refused_or_right(case: Case) -> None:
+    case = asking(case)
+
+    def second() -> list[Tensor]:
+        torch.manual_seed(0)
+        first = gradients(results(case.model(case.x, **case.side)), case, create_graph=True)
+        total = sum(g.square().sum() + t.sum() for g, t in zip(first, owners(case), strict=True))
+        return list(torch.autograd.grad(total, owners(case), materialize_grads=True))
+
+    try:
+        got = second()
+    except fo.FuseOpsError as error:
+        assert "second derivative" in str(error)
+        return
+    with fo.reference():
+        expected = second()
+    assert_same(got, expected, lambda a, b: difference("", a, b, 1e-9) is None)
+
+
+@given(case=models(), written=st.sampled_from(["x", "side", "results"]))
+def test_gradients_after_a_write_in_place_are_refused_or_right(case: Case, written: str) -> None:
+    expected = run(case)
+    leaves = asking(case)
+    case = leaves._replace(x=leaves.x.clone(), side={n: t.clone() for n, t in leaves.side.items()})
+    torch.manual_seed(0)
+    ys = results(case.model(case.x, **case.side))
+    given_to = {"x": [case.x], "side": [*case.side.values()], "results": [*ys]}[written]
+    try:
+        with torch.no_grad():
+            for t in given_to:
+                t.mul_(3)
+        found = gradients(ys, leaves)
+    except RuntimeError as error:
+        assert "inplace" in str(error) or "in place" in str(error)
+        return
+    assert_same(list(found), expected[len(ys) :])
+
+
+# --- dtypes
+
+
+@given(case=ops(), dtype=st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.complex128]))
+def test_an_input_that_is_no_float_is_refused_or_means_its_numbers(
+    case: Case, dtype: torch.dtype
+) -> None:
+    x = case.x.nan_to_num(0.0, 0.0, 0.0).round().clamp(0, 1).to(dtype)
+
+    def ys(x: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        return [y.to(torch.complex128) for y in results(case.model(x, **case.side))]
+
+    try:
+        got = ys(x)
+    except fo.FuseOpsError as error:
+        assert f"got {dtype}" in str(error)
+        return
+    except RuntimeError:  # torch's own
+        assert not case.model.floats
+        return
+    for a, b in zip(got, ys(x.to(torch.complex128).real), strict=True):
+        assert torch.equal(a, b)
