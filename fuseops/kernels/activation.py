@@ -30,8 +30,8 @@ from fuseops.kernels.tiles import as_rows, cdiv, require
 
 
 def _bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """As a column sum, with three tensors in flight: few registers, so that many programs fit."""
-    return [tiles.column_tile(dims[-1], itemsize, *c) for c in ((2048, 1, 10, 4), (4096, 1, 8, 4))]
+    """As a column sum, with three tensors in flight: programs that load ahead, or more that do not."""
+    return [tiles.column_tile(dims[-1], itemsize, *c) for c in ((2048, 3, 6, 4), (4096, 1, 8, 4))]
 
 
 def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -42,10 +42,12 @@ def _gate_bias_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [tiles.column_tile(dims[-1], itemsize, *((4096, 2, 4, 4) if large else (2048, 2, 6, 4)))]
 
 
-FWD, BWD, GATE_FWD, GATE_BWD = (
+FWD, BWD, GATE_FWD, GATE_BWD, CLAMPED_BWD = (
     Space(name, tiles.wide_candidates, tiles.wide_default(place))
-    for name, place in (("act_fwd", 0), ("act_bwd", 1), ("gate_fwd", 2), ("gate_bwd", 1))
-)
+    for name, place in (
+        ("act_fwd", 0), ("act_bwd", 1), ("gate_fwd", 2), ("gate_bwd", 1), ("clamped_bwd", 0)
+    )
+)  # fmt: skip
 SCALED_BWD = Space("scaled_act_bwd", tiles.row_loop_candidates)
 BWD_BIAS = Space("act_bwd_bias", _bias_candidates)
 GATE_BWD_BIAS = Space("gate_bwd_bias", _gate_bias_candidates)
@@ -114,7 +116,8 @@ def act_bwd(
     """dx of act_fwd."""
     form, n = _form(x, kind, interleave, alpha, limit, offset)
     x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
-    config = (GATE_BWD if kind in GATES else BWD).pick(len(x2), (n,), x)
+    space = CLAMPED_BWD if kind == "clamped_swiglu" else GATE_BWD if kind in GATES else BWD
+    config = space.pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
     kernel = device("activation").act_bwd_kernel
     sizes = (len(x2), n, dy2.stride(0), x2.stride(0))

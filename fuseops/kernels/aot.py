@@ -42,7 +42,7 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
     "act_dprobs_kernel": (8, "widths that are not aligned, with a gate"),
     "router_fwd_kernel": (8, "256 experts in groups, tokens of one warp"),
-    "bias_bwd_kernel": (16, "grouped, with dprobs, rows that are not aligned, on sm_80"),
+    "grouped_bias_bwd_kernel": (16, "what only the end of a group reads, for one more program"),
 }
 """Kernels that may spill, how many bytes and why."""
 

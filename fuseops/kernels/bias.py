@@ -24,7 +24,7 @@ from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
-GROUP_TILE = 8, 1024  # the same with groups: parts and columns of one group
+GROUP_TILE = 8, 256  # the same with groups: parts and columns of one group
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -47,7 +47,7 @@ def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Wide programs: each looks for its groups first."""
+    """Wide programs: each looks for its groups first, and sums of a group stay in a thread."""
     return [tiles.column_tile(dims[-1], itemsize, 8192, 3, 4, 4)]
 
 
@@ -100,7 +100,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
 @kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor) -> Tensor:
     """dbias float32: dy summed over all axes but the last."""
-    return _backward(as_rows(dy), None, None, None)[0]
+    return _backward(as_rows(dy))
 
 
 @kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
@@ -109,7 +109,7 @@ def grouped_bias_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(dbias (E, N) float32, dprobs (R,) float32 if bias is given, else empty)."""
     require(dy.dim() == 2, f"dy is {tuple(dy.shape)}, expected (R, N).")
-    return _backward(as_rows(dy), offs.contiguous(), probs, bias)
+    return _grouped_backward(as_rows(dy), offs.contiguous(), probs, bias)
 
 
 def sum_partials(partial: Tensor) -> Tensor:
@@ -127,21 +127,23 @@ def sum_partials(partial: Tensor) -> Tensor:
     return y
 
 
-def _sum_groups(partial: Tensor, offs: Tensor, each: int, dots: Tensor) -> tuple[Tensor, Tensor]:
-    """(dbias (E, N), dprobs (R,)) of parts of groups and of dots (column blocks, R), in one launch."""
-    groups, n = len(offs), partial.shape[1]
-    y, dprobs = partial.new_empty(groups, n), dots.new_empty(dots.shape[1])
+def _sum_groups(partial: Tensor, offs: Tensor, each: int, y: Tensor, dots: Tensor) -> Tensor:
+    """dprobs (R,) of dots (column blocks, R); y (E, N) gets the sums of the groups that lie in more than
+    one chunk of `each` rows, in the same launch.
+    """
+    groups, n = y.shape
+    dprobs = dots.new_empty(dots.shape[1])
     block_s, block_n = GROUP_TILE[0], pow2(n, most=GROUP_TILE[1])
     block_d = pow2(len(dots), most=128)
-    block_r = 2 * SUM_TILE // block_d
+    block_r = SUM_TILE // block_d
     launch(
         device("bias").group_sum_kernel,
         (groups * cdiv(n, block_n) + cdiv(dots.shape[1], block_r),),
         partial, offs, y, dots, dprobs, n, groups, each, *dots.shape,
         BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r,
-        **chain(y.device)[1], num_warps=8,
+        **chain(y.device)[1], num_warps=2,
     )  # fmt: skip
-    return y, dprobs
+    return dprobs
 
 
 def _float32(probs: Tensor) -> Tensor:
@@ -163,31 +165,37 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     return y
 
 
-def _backward(
-    dy: Tensor, offs: Tensor | None, probs: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _backward(dy: Tensor) -> Tensor:
     rows, n = dy.shape
-    groups = 1 if offs is None else len(offs)
-    config = dict((BWD if offs is None else GROUPED_BWD).pick(rows, (n,), dy))
+    config = dict(BWD.pick(rows, (n,), dy))
     blocks = cdiv(n, config["BLOCK_N"])
-    if offs is None:
-        chunks, each = tiles.row_programs(rows, blocks, config, dy), config["BLOCK_R"]
-    else:
-        chunks, each = tiles.row_splits(rows, blocks, config, dy)
+    programs = tiles.row_programs(rows, blocks, config, dy)
+    partial = torch.empty(programs, n, dtype=torch.float32, device=dy.device)
+    launch(
+        device("bias").bias_bwd_kernel, (blocks, programs), dy, partial, rows, n, dy.stride(0),
+        **chain(dy.device)[0], AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
+    )  # fmt: skip
+    return sum_partials(partial)
+
+
+def _grouped_backward(
+    dy: Tensor, offs: Tensor, probs: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    (rows, n), groups = dy.shape, len(offs)
+    config = dict(GROUPED_BWD.pick(rows, (n,), dy))
+    blocks = cdiv(n, config["BLOCK_N"])
+    chunks, each = tiles.row_splits(rows, blocks, config, dy)
     partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
+    y = partial.new_empty(groups, n)
     dots = partial.new_empty(blocks, rows if bias is not None else 0)
     # A product contracted with the first exchange between lanes would leave each lane of a row another
     # last bit of its dot product, and which of them is stored would be a race: no contraction here.
     form = {} if bias is None else {"enable_fp_fusion": False}
     launch(
-        device("bias").bias_bwd_kernel, (blocks, chunks),
-        dy, dy if offs is None else offs, dy if probs is None else _float32(probs),
-        dy if bias is None else bias.contiguous(), partial, dots,
-        rows, n, groups, each, dy.stride(0),
-        GROUPED=offs is not None, SCALED=probs is not None, NEED_DPROBS=bias is not None,
-        **chain(dy.device)[0], BLOCK_E=pow2(groups),
-        AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **form, **config,
+        device("bias").grouped_bias_bwd_kernel, (blocks, chunks),
+        dy, offs, dy if probs is None else _float32(probs), dy if bias is None else bias.contiguous(),
+        partial, y, dots, rows, n, groups, each, dy.stride(0),
+        SCALED=probs is not None, NEED_DPROBS=bias is not None, **chain(dy.device)[0],
+        BLOCK_E=pow2(groups), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **form, **config,
     )  # fmt: skip
-    if offs is None:
-        return sum_partials(partial), dots.view(-1)
-    return _sum_groups(partial, offs, each, dots)
+    return y, _sum_groups(partial, offs, each, y, dots)

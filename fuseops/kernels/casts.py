@@ -42,11 +42,13 @@ def _transpose_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _transpose_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Tall tiles, square ones from float32, small ones of few rows: enough of them for every multiprocessor."""
+    """Small tiles of few rows, enough of them for every multiprocessor; tall ones, or square ones from
+    float32 and of many rows.
+    """
     small, tall, _, *square = _transpose_candidates(dims, itemsize)
     if rows <= 1024:
         return small
-    return square[0] if square and itemsize == 4 else tall
+    return square[0] if square and (itemsize == 4 or rows > 16384) else tall
 
 
 CAST = Space("cast", _cast_candidates)

@@ -63,3 +63,23 @@ def test_groups_end_anywhere(ends, n, with_bias, seed):
     dy[max(ends) :] = float("nan")
     probs = tensor((70,), torch.float32, "normal", seed + 2)
     assert_matches(k.grouped_bias_bwd, dy, offs, probs, bias if with_bias else None, sums=True)
+
+
+@given(st.lists(ENDS, min_size=2, max_size=9), st.sampled_from([3, 64, 130]), SEEDS)
+@few
+def test_groups_keep_to_themselves(ends, n, seed):
+    """NaN in dy, probs and bias of one group changes no other group and no dprobs of another's rows."""
+    dy = tensor((70, n), torch.bfloat16, "normal", seed)
+    bias = tensor((len(ends), n), torch.bfloat16, "normal", seed + 1)
+    probs = tensor((70,), torch.float32, "normal", seed + 2)
+    offs = torch.tensor(sorted(ends), dtype=torch.int32)
+    clean = run(k.grouped_bias_bwd, dy, offs, probs, bias)
+    group = seed % len(ends)
+    rows = slice(offs[group - 1].item() if group else 0, offs[group].item())
+    for x, of_group in (dy, rows), (probs, rows), (bias, group):
+        x[of_group] = float("nan")
+    for got, want, of_group in zip(
+        run(k.grouped_bias_bwd, dy, offs, probs, bias), clean, (group, rows), strict=True
+    ):
+        got[of_group] = want[of_group] = 0.0
+        assert torch.equal(got, want)
