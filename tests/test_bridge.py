@@ -485,11 +485,8 @@ def no_rule_covers(seq: fo.Sequential, position: int, x: Tensor) -> bool:
     from fuseops.ops import scopes
 
     plans: list = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         seq(x)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     outer = plans[0]  # an op with hooks is called, and has a plan of its own after this one
     spans = [s for s in (*outer.forward, *outer.backward) if s.start <= position < s.stop]
     return bool(spans) and all(s.rule is None and s.kind == "call" and s.note for s in spans)

@@ -83,6 +83,10 @@ CASES: dict[str, tuple[Callable[[], fo.Sequential], Callable[[int], Side]]] = {
         lambda: fo.Sequential(fo.ops.Linear(16, 16, bias=False), fo.ops.Bias(16), fo.ops.SReLU()),
         nothing,
     ),
+    "layer_norm": (
+        lambda: fo.Sequential(fo.ops.LayerNorm(16), fo.ops.Linear(16, 16), fo.ops.ReLU()),
+        nothing,
+    ),
     "residual": (residual, nothing),
     "nested": (
         lambda: fo.Sequential(residual(), nn.LayerNorm(16), residual(), fo.ops.Identity()),

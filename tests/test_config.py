@@ -49,11 +49,8 @@ def data() -> Tensor:
 def fired(seq: nn.Module, x: Tensor) -> set[str]:
     """The rules that fire in one call."""
     plans: list = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         seq(x)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     return {span.rule for p in plans for span in (*p.forward, *p.backward) if span.rule}
 
 

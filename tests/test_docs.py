@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fuseops as fo
+from fuseops.fusions.tables import TABLES
+from fuseops.testing.catalogue import exported
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -31,6 +33,15 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_every_op_and_rule_has_its_line() -> None:
+    ops, rules = (DOCS / "ops.md").read_text("utf-8").split("## Rules")
+    first = [line.split("|")[1] for line in ops.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(o.__name__ for o in exported())
+    assert re.findall(r"^\| `([a-z_]+)` \| (\w+)", rules, re.MULTILINE) == [
+        (rule.name, rule.kind) for rule in TABLES
+    ]
 
 
 def test_grouped_linear() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.ops import names as naming
+from fuseops.ops.activations import ActivationSaved
 from fuseops.ops.op import Op
 from fuseops.testing import assert_bwd_is_vjp
 from fuseops.testing.catalogue import catalogue, entry, exported
@@ -344,6 +345,38 @@ def test_one_row_of_nan_stays_one_row(op: type[Op[Any]], data: st.DataObject) ->
     others = torch.arange(rows) != row
     for mine, theirs in zip(y_and_dx(True), y_and_dx(False), strict=True):
         assert torch.equal(mine[others], theirs[others])
+
+
+@pytest.mark.parametrize("op", [fo.ops.Permute, fo.ops.Combine], ids=lambda op: op.__name__)
+def test_rows_that_are_not_there_are_refused(op: type[Op[Any]]) -> None:
+    routing = fo.Routing.from_topk(torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
+    x = torch.randn(5 if op is fo.ops.Permute else 10, 4)
+    assert op(2)(x, routing).shape[1] == 4
+    with pytest.raises(fo.FuseOpsError, match=r"offs.*group 0 ends at row 11"):
+        op(2)(x, routing._replace(offs=routing.offs + 1))
+
+
+def test_a_need_that_fwd_does_not_take_is_refused() -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"saves_for has a need 'y'.*\['x'\]"):
+
+        class Wrong(Op[ActivationSaved]):
+            saves_for = {"y": ("x",)}
+
+            def fwd(self, x: Tensor) -> fo.Out:
+                return fo.Out(x, ActivationSaved(x))
+
+            def bwd(self, saved: ActivationSaved, dy: Tensor) -> fo.Grads:
+                return fo.Grads(dy)
+
+
+def test_saves_for_without_a_bwd_is_refused() -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"Forgotten declares saves_for, and no bwd"):
+
+        class Forgotten(Op[ActivationSaved]):
+            saves_for = {"x": ("x",)}
+
+            def fwd(self, x: Tensor) -> fo.Out:
+                return fo.Out(x, ActivationSaved(x))
 
 
 def test_an_op_without_fwd_says_so() -> None:

@@ -17,6 +17,7 @@ from fuseops.testing.step import training_step
 from fuseops.testing.strategies import KINDS, NONFINITE, Case, dtypes, op_cases
 
 TWINS = [(op, getattr(nn, op.__name__)) for op in exported() if hasattr(nn, op.__name__)]
+NORMS = (fo.ops.RMSNorm, fo.ops.LayerNorm)
 every_twin = pytest.mark.parametrize(("op", "module"), TWINS, ids=[op.__name__ for op, _ in TWINS])
 
 
@@ -38,7 +39,7 @@ def twin(op: Op[Any], module: type[nn.Module]) -> nn.Module:
     """The torch module with the same settings and parameters."""
     names = [p for p in inspect.signature(module).parameters if p in vars(op) and p != "bias"]
     options = {name: getattr(op, name) for name in names}
-    if isinstance(op, fo.ops.Linear):
+    if "bias" in inspect.signature(module).parameters:
         options["bias"] = op.bias is not None
     made = module(**options).train(op.training)
     made.load_state_dict(op.state_dict())
@@ -61,7 +62,7 @@ def test_values_and_gradients_are_torchs(
 ) -> None:
     dtype = data.draw(dtypes())
     # A large value in one place of a row cancels in the gradient of a norm: only wide types hold it.
-    wide = dtype in (torch.float32, torch.float64) and op is not fo.ops.RMSNorm
+    wide = dtype in (torch.float32, torch.float64) and op not in NORMS
     case = data.draw(op_cases(op, dtype, KINDS if wide else ["normal", "zeros", "constant"]))
     mine, theirs = steps(case, module)
     if isinstance(case.model, fo.ops.Dropout) and not case.model.alias:

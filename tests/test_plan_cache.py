@@ -75,11 +75,8 @@ def assert_as_fresh(seq: fo.Sequential, x: Tensor, **options: object) -> None:
 def plans() -> Iterator[list]:
     """Every plan that runs, by its spans."""
     seen: list = []
-    scopes.current().watchers.append(seen.append)
-    try:
+    with scopes.watching(seen.append):
         yield seen
-    finally:
-        scopes.current().watchers.remove(seen.append)
 
 
 def the_plan(seq: fo.Sequential, x: Tensor, **options: object) -> object:

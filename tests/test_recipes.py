@@ -234,13 +234,10 @@ def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor
     def watch(plan: Any) -> None:
         edges.update({f"{e.direction} {e.before}": f"{e.format}, {e.made_by}" for e in plan.edges})
 
-    scopes.current().watchers.append(watch)
-    try:
+    with scopes.watching(watch):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with fo.recipe(recipe), naming.observe(), hooks:
             model(x, **side)
-    finally:
-        scopes.current().watchers.remove(watch)
     return Saving(set(dtypes), dtypes, edges)
 
 

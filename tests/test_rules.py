@@ -21,8 +21,8 @@ from fuseops.ops import scopes
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
 from fuseops.testing.compare import tolerance
 from fuseops.testing.fused import compared
+from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
-from fuseops.testing.tables import expansions
 
 every_rule = pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
 # Half types have no room for a thousand times a thousand; a large value hides the others' error.
@@ -39,11 +39,8 @@ def fires(rule: fo.Rule, case: Case) -> bool:
 def plans() -> Iterator[list[Any]]:
     """Every plan that runs inside."""
     found: list[Any] = []
-    scopes.current().watchers.append(found.append)
-    try:
+    with scopes.watching(found.append):
         yield found
-    finally:
-        scopes.current().watchers.remove(found.append)
 
 
 # --- fused equals unfused

@@ -29,11 +29,8 @@ class Found(NamedTuple):
 def planned(model: Any, x: Tensor, **side: Tensor) -> Found:
     """Which rules fired in a call, and the reasons of those that did not."""
     plans: list[Any] = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         model(x, **side)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     misses: dict[str, list[str]] = {}
     for miss in (miss for plan in plans for miss in plan.misses):
         misses.setdefault(miss.rule, []).append(miss.reason)
@@ -328,6 +325,7 @@ class Doubled(fo.FusedOp):
             "tensor": y,
             "nothing": fo.Out(y),
             "one": fo.Out(y, (act.Saved(x),)),
+            "no fields": fo.Out(y, ((), bias.Saved())),
         }[self.gives]
 
 
@@ -344,6 +342,12 @@ def test_a_forward_rule_gives_what_every_member_saves(gives: str | None) -> None
         return run_doubled(rule)
     with pytest.raises(fo.FuseOpsError, match=r"Doubled\.fwd of a forward rule.*each of its 2"):
         run_doubled(rule)
+
+
+def test_a_forward_rule_saves_every_field_of_a_member() -> None:
+    fused = type("Doubled", (Doubled,), {"gives": "no fields"})
+    with pytest.raises(fo.FuseOpsError, match=r"Doubled\.fwd saved 0 values of SiLU.*\['x'\]"):
+        run_doubled(fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), fused))
 
 
 @pytest.mark.parametrize("kind, missing", [("backward", "bwd"), ("joint", "bwd")])

@@ -67,11 +67,8 @@ def fired_spans(seq: fo.Sequential, x: Tensor, **side: Tensor) -> list:
     from fuseops.ops import scopes
 
     plans: list = []
-    scopes.current().watchers.append(plans.append)
-    try:
+    with scopes.watching(plans.append):
         seq(x, **side)
-    finally:
-        scopes.current().watchers.remove(plans.append)
     return [span for plan in plans for span in (*plan.forward, *plan.backward)]
 
 
@@ -127,6 +124,28 @@ def test_a_wrong_width_names_the_op_and_the_shape() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"Linear.*8.*\(2, 5\)") as caught:
         fo.Sequential({"up": SiLU(), "down": Linear(8, 3)})(torch.ones(2, 5))
     assert "'down'" in "".join(caught.value.__notes__)
+
+
+def test_a_wrong_width_names_the_path_that_is_known() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([fo.Sequential({"down": Linear(8, 3)})])})
+    fo.configure(model)
+    with pytest.raises(fo.FuseOpsError, match="Linear") as caught:
+        model["blocks"][0](torch.ones(2, 5))
+    assert "'blocks.0.down'" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("child", "told"),
+    [
+        ([SiLU(), SiLU()], r"Sequential: child '0' .*list.*Sequential\(\*modules\)"),
+        (torch.relu, "child '0'.*expected an nn.Module"),
+        (SiLU, r"child '0' is the class SiLU.*SiLU\(\.\.\.\)"),
+    ],
+)
+def test_a_child_that_is_no_module_is_told_what_to_pass(child: object, told: str) -> None:
+    for make in (fo.Sequential, lambda c: fo.Sequential({"0": c})):
+        with pytest.raises(TypeError, match=told):
+            make(child)
 
 
 def test_an_error_of_torch_is_told_what_every_tensor_is() -> None:

@@ -93,6 +93,11 @@ def test_a_missing_side_input_lists_what_is_read(given: dict) -> None:
         experts()(torch.randn(5, 4), **given)
 
 
+def test_a_missing_side_tensor_that_no_routing_has_is_written_by_a_tap() -> None:
+    with pytest.raises(fo.SideInputError, match=r"needs side inputs \['skip'\].*Tap\('skip'\)"):
+        fo.Sequential(SiLU(), Add("skip"))(torch.ones(2))
+
+
 def test_an_unknown_side_input_lists_what_is_read() -> None:
     x, routing = routed()
     with pytest.raises(fo.SideInputError, match=r"'prob'.*reads \['offs', 'probs'\]"):
@@ -155,6 +160,12 @@ def test_writing_twice_is_an_error(between: list) -> None:
 def test_passing_what_is_written_is_an_error() -> None:
     with pytest.raises(fo.SideInputError, match=r"writes 'a'"):
         fo.Sequential(Tap("a"), Add("a"))(torch.ones(2), a=torch.ones(2))
+
+
+@pytest.mark.parametrize("ops", [[Tap(3), Add(3)], [Add(None)]])  # type: ignore[arg-type]
+def test_a_side_name_that_is_no_string_is_refused(ops: list) -> None:
+    with pytest.raises(fo.SideInputError, match=r"op '0' .* no string"):
+        fo.Sequential(*ops)(torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["returns", "call"])

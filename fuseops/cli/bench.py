@@ -21,29 +21,44 @@ from fuseops.fusions.explain.layout import plural
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops import Linear
 
+from .arguments import positive
 from .show import as_json, table
-from .target import Target, UsageError, load
+from .target import Target, load
 
 Step = Callable[[], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", nargs="?", metavar="PATH_OR_MODULE", help="defines build() -> (model, args, side)"
+        "target",
+        nargs="?",
+        metavar="PATH_OR_MODULE",
+        help="defines build() -> (model, args, side); left out: eight small Linears",
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="rounds; each times every way once (default 20)"
+        "--rounds",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="rounds; each times every way once (default 20)",
     )
-    parser.add_argument("--calls", type=int, default=10, help="steps a way and round (default 10)")
     parser.add_argument(
-        "--threads", type=int, help="CPU threads of torch (default: torch's; 1 without a target)"
+        "--calls",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="training steps of each way in a round (default 10)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads of torch (default: torch's; 1 without a target)",
     )
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rounds < 1 or args.calls < 1 or (args.threads or 1) < 1:
-        raise UsageError("--rounds, --calls and --threads must be at least 1.")
     threads = args.threads or (None if args.target else 1)
     before = torch.get_num_threads()
     try:
@@ -73,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         [n, *(f"{t[k]:.1f}" for k in ("median", "low", "high")), fastest[n]]
         for n, t in times.items()
     ]
-    table(["way", "median", "25 %", "75 %", "to fused"], rows)
+    table(["way", "median", "25 %", "75 %", "fused = 1"], rows)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from fuseops.kernels import aot
 from fuseops.kernels.registry import HAS_TRITON
 
+from .arguments import positive
 from .show import as_json, table
 from .target import UsageError
 
@@ -15,15 +16,29 @@ MEASURED = ("registers", "spilled B", "shared B", "tensor cores", "note")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", type=int, choices=aot.ARCHS, help="one architecture only")
-    parser.add_argument("--kernel", default="", help="kernels whose name contains this")
-    parser.add_argument("--variants", action="store_true", help="a line a variant, not a kernel")
+    parser.add_argument(
+        "--kernel", default="", metavar="TEXT", help="kernels whose name contains this"
+    )
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="a line a variant, not a kernel; behind a type ' says that it is a multiple of 16",
+    )
     parser.add_argument(
         "--check", action="store_true", help="fail on a stale or missing row, compile a sample"
     )
-    parser.add_argument("--sample", type=int, default=12, help="rows that --check compiles")
+    parser.add_argument(
+        "--sample",
+        type=positive,
+        default=12,
+        metavar="N",
+        help="rows that --check compiles (default 12)",
+    )
     parser.add_argument("--rebuild", action="store_true", help="compile the rows that changed")
     parser.add_argument("--all", action="store_true", help="with --rebuild: every row")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default 1)")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="processes that compile (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 

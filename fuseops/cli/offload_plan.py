@@ -1,25 +1,21 @@
 """`fuseops offload-plan [PATH_OR_MODULE]`: what to keep, to move to the host and to recompute, and
 what it costs. Without a target it plans an example; no GPU is needed.
-
-The example is a stack of twelve dense transformer blocks of fuseops ops (width 4096, 32 heads, FFN
-14336) on 8192 tokens in bfloat16, for one NVIDIA H200: the model that docs/offload.md speaks of.
 """
 
 import argparse
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-from fuseops import offload, ops
+from fuseops import offload
 from fuseops.fusions.explain.layout import size
-from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan
 
+from .arguments import amount, positive
+from .example import example
 from .show import as_json, table
-from .target import Target, UsageError, load
+from .target import UsageError, load
 
 FAILED = 1
 
@@ -31,21 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_MODULE",
         help="defines build() -> (model, args, side); left out: an example of twelve blocks",
     )
-    parser.add_argument("--peak", help="most bytes on the device, such as 11GiB; default: no stall")
-    parser.add_argument("--host", help="most bytes of host memory, such as 64GiB")
-    parser.add_argument("--layers", action="append", metavar="GLOB", help="units of the schedule")
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="what `fuseops env --measure --json` printed"
+        "--peak",
+        type=amount,
+        metavar="BYTES",
+        help="most on the device, such as 11GiB; default: what costs no time leaves",
+    )
+    parser.add_argument(
+        "--host", type=amount, metavar="BYTES", help="most of host memory; default: no limit"
+    )
+    parser.add_argument(
+        "--layers",
+        action="append",
+        metavar="GLOB",
+        help="modules whose saved tensors leave and come back together, such as 'blocks.*'; "
+        "default: the model's largest list of modules",
+    )
+    parser.add_argument(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="what `fuseops env --measure --json` printed; default: this GPU, else an H200",
     )
     parser.add_argument(
         "--record", action="store_true", help="run the step and measure it, instead of a dry run"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="plan every rank of a pipeline of so many"
-    )
-    parser.add_argument("--micro-batches", type=int, default=8, help="of the pipeline; default 8")
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="parts of the model a rank; more than 1: interleaved"
     )
     parser.add_argument("--every", action="store_true", help="one line a tensor")
     parser.add_argument(
@@ -56,9 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace to FILE"
     )
+    pipeline = parser.add_argument_group(
+        "a pipeline", "One plan a rank, and one FILE each; the target is one micro-batch."
+    )
+    pipeline.add_argument("--ranks", type=positive, metavar="N")
+    pipeline.add_argument("--micro-batches", type=positive, metavar="N", help="default 8")
+    pipeline.add_argument(
+        "--chunks", type=positive, metavar="N", help="parts of the model a rank; more: interleaved"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    pipeline = _pipeline(args)
     target = example() if args.target is None else load(args.target)
     plan = offload.plan(
         target.model,
@@ -70,33 +84,47 @@ def run(args: argparse.Namespace) -> int:
         record=args.record,
         **target.side,
     )
-    if args.ranks > 1:
-        return _pipeline(plan, offload.Pipeline(args.ranks, args.micro_batches, args.chunks), args)
-    for write, path in ((plan.save_html, args.html), (plan.save_trace, args.trace)):
-        if path is not None:
-            try:
-                write(path)
-            except OSError as error:
-                raise UsageError(f"cannot write {path}: {error.strerror}.") from None
+    if pipeline is None:
+        return _one(plan, target.name, args)
+    plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
+    return _ranks(plans, target.name, pipeline, args)
+
+
+def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
+    if args.ranks is not None:
+        return offload.Pipeline(args.ranks, args.micro_batches or 8, args.chunks or 1)
+    if args.micro_batches is not None or args.chunks is not None:
+        raise UsageError("--micro-batches and --chunks are of a pipeline: give --ranks too.")
+    return None
+
+
+def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
+    written = [*_write([plan], "html", args.html), *_write([plan], "trace", args.trace)]
     if args.json:
-        files = {"html": _name(args.html), "trace": _name(args.trace)}
-        as_json("offload-plan", target=target.name, **{**plan.to_json(), **files})
+        files = {
+            what: path and str(path) for what, path in (("html", args.html), ("trace", args.trace))
+        }
+        as_json("offload-plan", target=name, **{**plan.to_json(), **files})
     else:
-        print(plan.explain(args.every, args.wide, shutil.get_terminal_size((100, 24)).columns))
-        for path in filter(None, (args.html, args.trace)):
+        columns = shutil.get_terminal_size((100, 24)).columns
+        print(plan.explain(args.every, args.wide, columns))
+        for path in written:
             print(f"wrote {path}")
     return 0 if plan.fits else FAILED
 
 
-def _pipeline(plan: OffloadPlan, pipeline: offload.Pipeline, args: argparse.Namespace) -> int:
-    """One line a rank; the pages and traces of single plans are for programs to ask for."""
-    plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
+def _ranks(
+    plans: Sequence[OffloadPlan], name: str, pipeline: offload.Pipeline, args: argparse.Namespace
+) -> int:
+    written = [*_write(plans, "html", args.html), *_write(plans, "trace", args.trace)]
     if args.json:
-        shown = {"target": plan.profile.model, "pipeline": pipeline._asdict()}
+        shown = {"target": name, "pipeline": pipeline._asdict()}
         as_json("offload-plan", **shown, ranks=[rank.to_json() for rank in plans])
     else:
         header = ("rank", "peak", "planned", "where", "offload", "stall ms", "step ms")
         table(header, [_rank_row(k, rank) for k, rank in enumerate(plans)])
+        for path in written:
+            print(f"wrote {path}")
     return 0 if all(rank.fits for rank in plans) else FAILED
 
 
@@ -106,63 +134,16 @@ def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
     return (str(rank), *sizes, f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}")
 
 
-def _name(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-# --- the example
-
-
-class Attention(nn.Module):
-    """Causal attention over one packed buffer of queries, keys and values."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        tokens, width = qkv.shape
-        q, k, v = qkv.view(1, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(tokens, width // 3)
-
-
-class Stack(nn.Module):
-    """Dense transformer blocks."""
-
-    def __init__(self, blocks: int, width: int, ffn: int, heads: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            Sequential(
-                {
-                    "attn": Residual(
-                        ops.RMSNorm(width),
-                        ops.Linear(width, 3 * width, bias=False),
-                        Attention(heads),
-                        ops.Linear(width, width, bias=False),
-                    ),
-                    "mlp": Residual(
-                        ops.RMSNorm(width),
-                        ops.Linear(width, 2 * ffn, bias=False),
-                        ops.SwiGLU(),
-                        ops.Linear(ffn, width, bias=False),
-                    ),
-                }
-            )
-            for _ in range(blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def example(
-    blocks: int = 12, width: int = 4096, ffn: int = 14336, heads: int = 32, tokens: int = 8192
-) -> Target:
-    """The model of the module's docstring, on torch's meta device: it takes no memory."""
-    with torch.device("meta"):
-        model = Stack(blocks, width, ffn, heads).to(torch.bfloat16)
-        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-    return Target("the example of twelve blocks", model, (x,), {})
+def _write(plans: Sequence[OffloadPlan], what: str, path: Path | None) -> list[Path]:
+    """Write the page or trace of every plan: to `path`, or of several to `<stem>.rank<k>`.   -> the files"""
+    if path is None:
+        return []
+    several = len(plans) > 1
+    paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
+    for plan, file in zip(plans, paths, strict=True):
+        save: Callable[[Path], None] = plan.save_html if what == "html" else plan.save_trace
+        try:
+            save(file)
+        except OSError as error:
+            raise UsageError(f"cannot write {file}: {error.strerror}.") from None
+    return paths

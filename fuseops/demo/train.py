@@ -36,9 +36,8 @@ class History:
 
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, loss on a part of it)
-    shares: list[list[float]] = field(
-        default_factory=list
-    )  # last rows of each expert, a router each
+    # last rows of each expert, a router each
+    shares: list[list[float]] = field(default_factory=list)
     seconds: float = 0.0
     bytes_seen: int = 0
 

@@ -90,6 +90,8 @@ def run_forward(
             saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
+            if shapes is not None:
+                checks.check_fused_saved(seg, step, out.saved)
             for i, member in zip(
                 step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
             ):
@@ -263,9 +265,8 @@ class Node(torch.autograd.Function):
         t = list(inputs)
         if live is None:
             y, saved, ctx.entered = run_forward(seg, x, t, Once())
-            y = y.view_as(
-                y
-            )  # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+            # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+            y = y.view_as(y)
         else:
             live.shapes = None if seg.checked else checks.Shapes()
             y, saved, ctx.entered = run_forward(seg, x, t, live.once, shapes=live.shapes)

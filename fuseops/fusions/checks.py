@@ -89,6 +89,21 @@ def wrong_saved(step: Step, out: Any) -> FuseOpsError:
     )
 
 
+def check_fused_saved(seg: Segment, step: Step, saved: Any) -> None:
+    """Raise FuseOpsError unless a fused op saves a value, or None, for each field of every Saved that it stands for."""
+    if step.kind == "joint":
+        pairs = [(step.target, saved)]
+    else:
+        pairs = [(seg.ops[i], own) for i, own in zip(step.members, saved, strict=True)]
+    for saver, own in pairs:
+        fields = saver.Saved._fields
+        if own is not None and len(own) != len(fields):
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.fwd saved {len(own)} values of {type(saver).__name__}, whose "
+                f"{saver.Saved.__name__} has {len(fields)}: {list(fields)}. Give None for what nobody reads."
+            )
+
+
 def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "

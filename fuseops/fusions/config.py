@@ -20,7 +20,14 @@ from .runner import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
-_UNSET: Any = object()
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<unset>"  # help(configure) shows it
+
+
+_UNSET: Any = _Unset()
 
 
 def configure(
@@ -135,11 +142,8 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
         misses.update({m.rule: m for m in plan.misses})
 
-    scopes.current().watchers.append(watch)
-    try:
+    with scopes.watching(watch):
         yield
-    finally:
-        scopes.current().watchers.remove(watch)
     silent = sorted(wanted - fired)
     if silent:
         nearest = "; ".join(

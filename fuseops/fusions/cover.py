@@ -29,9 +29,8 @@ class Scan(NamedTuple):
     """What can be said of a run before any shape is known."""
 
     candidates: tuple[Candidate, ...]  # in the order that the cover tries them
-    near: tuple[
-        Miss, ...
-    ]  # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
+    # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
+    near: tuple[Miss, ...]
     offset: int  # of the run in its Sequential
 
 

@@ -1,7 +1,5 @@
 """What a plan says: the public records, and nothing that runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """A rule that did not fire, where, and why."""
+    """A rule that did not fire, at which ops (start, stop), and why."""
 
     rule: str
     span: tuple[int, int]
@@ -38,12 +36,16 @@ class Miss(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """One tensor that is kept for the backward."""
+    """One tensor that is kept for the backward.
+
+    nbytes       of its storage; 0 for a parameter, and for one that shares another's storage
+    shared_with  the name of that other one
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int  # of its storage; 0 for a parameter, and for one that shares another's storage
+    nbytes: int
     shared_with: str | None = None
     is_param: bool = False
 
@@ -59,7 +61,18 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What one call of a Sequential runs, what did not fuse and why, and what it saves."""
+    """What one call of a Sequential runs, what did not fuse and why, and what it saves.
+
+    path         of the Sequential in its model
+    forward      Spans in order, each one op or one fused op; backward: the same for the way back
+    misses       every rule that came near and did not fire
+    saved        what is kept for the backward, that of nested Sequentials included
+    edges        tensors that are quantized on their way between two ops
+    segments     (start, stop) of the ops that share one autograd node
+    temporaries  bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`, else
+                 the largest output of a forward span that is not saved
+    nested       the plans of Sequentials inside
+    """
 
     path: str
     forward: tuple[Span, ...]
@@ -69,11 +82,9 @@ class Planned:
     edges: tuple[Edge, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    # Bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`,
-    # else the largest output of a forward span that is not saved.
     temporaries: int = 0
     rehearsed: bool = False
-    nested: tuple[Planned, ...] = ()  # Sequentials inside; `saved` holds what they save too
+    nested: tuple["Planned", ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -94,13 +105,13 @@ class Planned:
         """Spans that a rule made, each once (a joint span is one, not two)."""
         return tuple(dict.fromkeys(s for s in (*self.forward, *self.backward) if s.rule))
 
-    def walk(self) -> Iterator[Planned]:
+    def walk(self) -> Iterator["Planned"]:
         """This plan and all plans nested in it."""
         yield self
         for plan in self.nested:
             yield from plan.walk()
 
-    def diff(self, other: Planned) -> str:
+    def diff(self, other: "Planned") -> str:
         """What is in one plan and not in the other, a line each; empty when they agree."""
         lines = []
         for field in ("forward", "backward", "misses", "saved", "edges", "segments"):

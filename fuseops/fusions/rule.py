@@ -9,6 +9,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import FusedOp, Op
+from fuseops.recipes import Recipe
 
 KINDS = ("joint", "forward", "backward")
 
@@ -31,17 +32,26 @@ def require(holds: bool, reason: str) -> str | None:
 
 
 class Conditions(NamedTuple):
-    """What a condition sees besides the ops. It never sees tensor values."""
+    """What a condition sees besides the ops. It never sees tensor values.
 
-    shape: tuple[int, ...]  # of the span's input
-    k: int  # last axis of the span's input
-    n: int  # last axis of the span's output
-    rows: int  # product of the leading axes of the span's input
-    dtype: torch.dtype  # compute dtype: autocast's, else the input's
+    shape       of the span's input; k is its last axis, rows the product of the others
+    n           last axis of the span's output
+    dtype       the compute dtype: autocast's, else the input's
+    capability  of the CUDA device, such as (9, 0); None elsewhere
+    recipe      the precision recipe in force, or None
+    needs       which gradients anyone wants, a set of names for each op
+    training    the mode of the first op
+    """
+
+    shape: tuple[int, ...]
+    k: int
+    n: int
+    rows: int
+    dtype: torch.dtype
     device: torch.device
-    capability: tuple[int, int] | None  # of the CUDA device, None elsewhere
-    recipe: Any
-    needs: tuple[frozenset[str], ...]  # one entry a member
+    capability: tuple[int, int] | None
+    recipe: Recipe | None
+    needs: tuple[frozenset[str], ...]
     training: bool
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError, SideInputError
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape
@@ -32,12 +32,11 @@ from .facts import Facts, needs_of
 from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from .rule import Conditions, Place
 from .segment import Segment
+from .sides import reads_and_writes
 from .tables import TABLES
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
-
-RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
 
 class Entry(NamedTuple):
@@ -81,24 +80,7 @@ class Run:
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
-        written: set[str] = set()
-        reads: dict[str, None] = {}
-        for name, op in zip(self.names, self.ops, strict=True):
-            for reserved in RESERVED.intersection((*op.side_names(), *op.writes)):
-                raise SideInputError(
-                    f"op {name!r} ({type(op).__name__}) reads or writes {reserved!r}, a reserved name: "
-                    f"choose one that is not in {sorted(RESERVED)}."
-                )
-            reads |= dict.fromkeys(n for n in op.side_names() if n not in written)
-            for w in op.writes:
-                if w in written:
-                    raise SideInputError(f"side tensor {w!r} is written twice, again at {name!r}.")
-                if w in reads:
-                    raise SideInputError(
-                        f"op {name!r} writes {w!r}, which is read before it is written."
-                    )
-                written.add(w)
-        self.reads, self.writes = tuple(reads), frozenset(written)
+        self.reads, self.writes = reads_and_writes(self.names, self.ops)
         self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
@@ -247,12 +229,12 @@ class Run:
             try:
                 shape = self.ops[i].out_shape(shape)
             except FuseOpsError as error:
-                if (
-                    torch.compiler.is_compiling()
-                ):  # dynamo traces no add_note, and shows the error itself
+                # dynamo traces no add_note, and shows the error itself
+                if torch.compiler.is_compiling():
                     raise
-                at = f"at op {self.names[i]!r} of a fuseops.Sequential"
-                error.add_note(f"{at}; the input of the sequence is {describe(x)}")
+                path = self.ops[i].__dict__.get("_path")
+                at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
+                error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
                 raise
         return shape
 
@@ -324,9 +306,8 @@ class Run:
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
         """`_eager` as dynamo traces it."""
-        self._through(
-            0, len(self.ops), tuple(x.shape), x
-        )  # guards on widths, as every op checks its own
+        # guards on widths, as every op checks its own
+        self._through(0, len(self.ops), tuple(x.shape), x)
         key = tuple(key_of(self.asked, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import nn
@@ -192,6 +192,18 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     return tokens
 
 
+def _no_module(parent: nn.Module, name: str, given: Any) -> TypeError:
+    if isinstance(given, type):
+        return TypeError(
+            f"{type(parent).__name__}: child {name!r} is the class {given.__name__}, expected an instance: "
+            f"{given.__name__}(...)."
+        )
+    return TypeError(
+        f"{type(parent).__name__}: child {name!r} is of type {type(given).__name__}, expected an nn.Module. Pass "
+        f"modules one by one, {type(parent).__name__}(*modules), or in one dict by name."
+    )
+
+
 class Composed(nn.Sequential):
     """What a Sequential is made of: its children, the edits of `torch.nn.Sequential`, and its configuration."""
 
@@ -208,6 +220,12 @@ class Composed(nn.Sequential):
             super().__init__(*args)
         for name, module in named.items():
             self.add_module(name, module)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As of `torch.nn.Module`.  Raises TypeError, which says what to pass, for what is no module."""
+        if not isinstance(module, nn.Module):
+            raise _no_module(self, name, module)
+        super().add_module(name, module)
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs, in order."""
@@ -232,7 +250,13 @@ class Composed(nn.Sequential):
                 new.__dict__[key] = value
         return new
 
+    @overload
+    def __getitem__(self, idx: slice) -> Self: ...
+    @overload
+    def __getitem__(self, idx: int | str) -> Any: ...
+
     def __getitem__(self, idx: Any) -> Any:
+        """A child by position or name, or a Sequential of this class over a slice."""
         if isinstance(idx, slice):
             return self._like(list(self._modules.items())[idx])
         if isinstance(idx, str):

@@ -27,8 +27,9 @@ RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 class Sequential(Composed):
     """A `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
 
-    Children by position, or by name: `Sequential({"fc1": ..., "act": ..., "fc2": ...})`. State_dict keys, indexing,
-    slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration comes along.
+    Children by position, or by name: `Sequential({"fc1": ..., "act": ...})`, `Sequential(fc1=..., act=...)`. State_dict
+    keys, indexing, slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration
+    comes along.
 
     forward(x, routing=None, *, returns=(), out=None, **side): side inputs by name, or one `Routing` that holds several.
     Returns y, or (y, *side tensors) when `returns` names some.
@@ -132,7 +133,11 @@ class Residual(Sequential):
 
 
 def _run_alone(
-    op: Op[Any], x: Any, *args: Any, out: Mapping[str, Any] | None = None, **side: Any
+    op: Op[Any],
+    x: Any = None,
+    *args: Any,
+    out: Mapping[str, Any] | None = None,
+    **side: Any,
 ) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
     check_input(op, x)

@@ -6,7 +6,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, SideInputError
+from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
+
+RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
 
 class Sides(Protocol):
@@ -14,6 +17,35 @@ class Sides(Protocol):
 
     reads: tuple[str, ...]
     writes: frozenset[str]
+
+
+def reads_and_writes(
+    names: Sequence[str], ops: Sequence[Op[Any]]
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The side tensors that a run of ops reads from outside of it, and those that it writes.
+
+    Raises SideInputError for a name that is reserved or no string, written twice, or written after it was read.
+    """
+    reads: dict[str, None] = {}
+    written: set[str] = set()
+    for name, op in zip(names, ops, strict=True):
+        for side in (*op.side_names(), *op.writes):
+            if side in RESERVED or not isinstance(side, str):
+                why = "a reserved name" if side in RESERVED else "which is no string"
+                raise SideInputError(
+                    f"op {name!r} ({type(op).__name__}) reads or writes {side!r}, {why}: "
+                    f"choose a name that is not in {sorted(RESERVED)}."
+                )
+        reads |= dict.fromkeys(side for side in op.side_names() if side not in written)
+        for side in op.writes:
+            if side in written:
+                raise SideInputError(f"side tensor {side!r} is written twice, again at {name!r}.")
+            if side in reads:
+                raise SideInputError(
+                    f"op {name!r} writes {side!r}, which is read before it is written."
+                )
+            written.add(side)
+    return tuple(reads), frozenset(written)
 
 
 def described(module: Any) -> str:
@@ -59,7 +91,8 @@ def side_inputs(
         if len(args) > 1 or not isinstance(args[0], Routing):
             raise SideInputError(
                 f"{described(module)} takes x and at most one Routing by position, got "
-                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: it reads {list(runner.reads)}."
+                f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: "
+                f"it reads {_listed(runner.reads)}."
             )
         for name, value in args[0]._asdict().items():
             if value is not None and name in runner.reads:
@@ -76,19 +109,25 @@ def side_inputs(
 
 
 def _refuse_sides(module: nn.Module, runner: Sides, env: Mapping[str, Any]) -> None:
-    where, reads = described(module), list(runner.reads)
+    where, reads = described(module), runner.reads
     for name, value in env.items():
         if name in runner.writes:
             raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
         if name not in reads:
-            raise SideInputError(f"{where} does not read {name!r}; it reads {reads}.")
+            raise SideInputError(f"{where} does not read {name!r}; it reads {_listed(reads)}.")
         if not isinstance(value, Tensor):
             raise SideInputError(
                 f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
                 "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`. "
-                f"It reads {reads}."
+                f"It reads {_listed(reads)}."
             )
     missing = [name for name in reads if name not in env]
+    written = [name for name in missing if name not in Routing._fields]
+    way = f", or let an op before write them, as Tap({written[0]!r}) does" if written else ""
     raise SideInputError(
-        f"{where} needs side inputs {missing}; it reads {reads}. Pass them by name, or a Routing."
+        f"{where} needs side inputs {missing}; it reads {_listed(reads)}. Pass them by name, or in a Routing{way}."
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return str(list(names)) if names else "no side inputs"

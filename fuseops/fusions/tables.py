@@ -1,6 +1,6 @@
 """The rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from fuseops.ops.activations import GELU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.activations import GELU, ReLU, ScaledSReLU, SiLU, SReLU
 from fuseops.ops.glu import (
     GEGLU,
     ClampedSwiGLU,
@@ -27,7 +27,8 @@ from .fused.routed_mlp import RoutedMLP
 from .rule import Rule, maybe
 
 SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
-PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | SiLU | GELU
+PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | ReLU | SiLU | GELU
+ACTS = SiLU | GELU | ReLU | SReLU  # of one kernel that also sums dbias
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
 FIT = (same_groups, act_widths, no_recipe)
 
@@ -37,11 +38,11 @@ JOINT = (
     Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
 )
 FORWARD = (
-    Rule("linear_act",  (Linear, maybe(Bias), SiLU | GELU | SReLU),   LinearAct,  "forward", (one_bias,)),
+    Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
     Rule("norm_linear", (RMSNorm, Linear),                            NormLinear, "forward", (no_recipe,)),
 )
 BACKWARD = (
-    Rule("bias_act",    (Bias, SiLU | GELU | SReLU),                  BiasAct,    "backward"),
+    Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
 )
 # fmt: on
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.launch import chain, device, launch, num_sms
+from fuseops.kernels.launch import chain, device, launch, num_sms, overlap
 from fuseops.kernels.registry import kernel_op, tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
@@ -311,7 +311,7 @@ def quantize_group_blocks(
     launch(
         device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
-        POW2=pow2, ALIGN=align, BLOCK_E=tiles.pow2(len(offs)), **config,
+        POW2=pow2, ALIGN=align, BLOCK_E=tiles.pow2(len(offs), least=32), **overlap(x.device), **config,
     )  # fmt: skip
     return col, scale
 

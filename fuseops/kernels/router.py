@@ -34,17 +34,21 @@ MAX_K = 64
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """dims: experts, k, groups. With pieces, a lane holds 32 experts of a token (8 to 128 of few or
-    many), in pieces of four; without (BLOCK_P = 0), a program holds whole rows.
+    """With pieces, a lane holds 32 experts of a token (8 to 128 of few or many), in pieces of four, or
+    lanes read whole rows, and a token's best quads come to one of them; without (BLOCK_P = 0), a program
+    holds whole rows.
     """
-    (experts, k, groups), e = dims, pow2(dims[0], least=4)
+    (experts, k, groups, biased), e = dims, pow2(dims[0], least=4)
     lanes = min(max(e // 32, 1), 32)
     if k > 16 or (groups > 1 and experts // groups % (4 * lanes)):
         return [{"BLOCK_R": max(1024 // e, 1), "BLOCK_P": 0, "num_warps": 4 if e <= 1024 else 8}]
-    return [
+    shared = [
         {"BLOCK_R": 32 * warps // lanes, "BLOCK_P": 4 * lanes, "num_warps": warps}
         for warps in (1, 2)
     ]
+    if groups > 1 or biased or not 8 * pow2(k) <= e <= 128:
+        return shared
+    return [{"BLOCK_R": 32, "BLOCK_P": e, "num_warps": 1}, shared[0]]
 
 
 def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -59,7 +63,7 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-FWD = Space("router_fwd", _candidates, dims=("experts", "chosen", "groups"))
+FWD = Space("router_fwd", _candidates, dims=("experts", "chosen", "groups", "biased"))
 BWD = Space("router_bwd", _bwd_candidates, dims=("experts", "chosen"))
 
 
@@ -105,7 +109,8 @@ def router_fwd(
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     picked = torch.empty_like(weights)
-    config, stride = FWD.pick(tokens, (experts, k, groups), logits), logits.stride(0)
+    config = FWD.pick(tokens, (experts, k, groups, int(bias is not None)), logits)
+    stride = logits.stride(0)
     wide = 1 if stride % 4 else 4
     launch(
         device("router").router_fwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),

@@ -10,9 +10,8 @@ import torch
 
 from fuseops.errors import FuseOpsError
 
-CACHE_BYTES = (
-    1 << 28
-)  # more than any L2: written between two calls, so that nothing is read from there
+# more than any L2: written between two calls, so that nothing is read from there
+CACHE_BYTES = 1 << 28
 
 
 def time_us(call: Callable[[], Any], rounds: int = 20) -> float:

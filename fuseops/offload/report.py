@@ -12,7 +12,7 @@ import torch
 from fuseops.fusions.explain.layout import size
 from fuseops.torch_private import WeakStorage
 
-from .tokens import Item
+from .transfers import Item
 
 SCHEMA_VERSION = 1
 MOVED, SHARED, KEPT, MISSED = "moved", "shared", "kept", "missed"

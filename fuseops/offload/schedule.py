@@ -18,10 +18,10 @@ from typing import Literal, cast
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
 from .order import Boundary, Key, Order
-from .tokens import Bundle as Bundle
-from .tokens import Call as Call
-from .tokens import Item as Item
-from .tokens import Stats as Stats
+from .transfers import Bundle as Bundle
+from .transfers import Call as Call
+from .transfers import Item as Item
+from .transfers import Stats as Stats
 
 SMALL = 4 << 20  # bytes; smaller storages of a call travel together
 BUNDLE = 32 << 20  # ... in transfers of about this size

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast, get_args
 
@@ -20,7 +21,7 @@ from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
 from .planning.hardware import Hardware
-from .planning.plan import plan
+from .planning.plan import OffloadPlan, plan
 from .planning.simulate import DEFAULT
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
@@ -59,10 +60,10 @@ class Scheduler:
         layers: str | Iterable[str],
         *,
         policy: Policy | None = None,
-        plan: Any = None,
+        plan: OffloadPlan | Mapping[str, str] | None = None,
         peak: int | str | None = None,
         host: int | str | None = None,
-        hardware: Any = None,
+        hardware: Hardware | None = None,
         lag: int | None = None,
         ahead: int = 1,
         manual: bool = False,
@@ -82,7 +83,7 @@ class Scheduler:
         self.layers = matching(model, as_globs(layers, "Scheduler(layers=...)"))
         self.policy = Policy() if policy is None and plan is None and peak is None else policy
         self.plan = plan
-        decisions_of(plan)
+        decisions_of(plan)  # refuses what is no plan
         self._peak = None if peak is None else parse_bytes(peak, "Scheduler(peak=...)")
         if self._peak is not None and (plan is not None or manual):
             raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
@@ -105,8 +106,9 @@ class Scheduler:
     @property
     def lag(self) -> int:
         """How many layers later the device bytes are let go."""
-        planned: int = getattr(getattr(self.plan, "settings", None), "lag", DEFAULT.lag)
-        return planned if self._lag is None else self._lag
+        if self._lag is not None:
+            return self._lag
+        return self.plan.settings.lag if isinstance(self.plan, OffloadPlan) else DEFAULT.lag
 
     @property
     def _decisions(self) -> Mapping[str, Decision]:
@@ -133,7 +135,8 @@ class Scheduler:
 
     def _follow(self) -> None:
         """Do as the plan says, from here on."""
-        decisions, layers = self._decisions, getattr(self.plan, "recomputed", ())
+        decisions = self._decisions
+        layers = self.plan.recomputed if isinstance(self.plan, OffloadPlan) else ()
         again = [
             path for path in self.layers if path in layers or decisions.get(path) == "recompute"
         ]
@@ -146,18 +149,22 @@ class Scheduler:
         """
         self._scope.paused = True
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
-        options = {
-            "layers": tuple(self.layers),
-            "peak": self._peak,
-            "host": self._host,
-            "hardware": self._hardware,
-            "policy": self.policy,
-        }
+        planned = partial(
+            plan,
+            self.model,
+            *args,
+            layers=tuple(self.layers),
+            peak=self._peak,
+            host=self._host,
+            hardware=self._hardware,
+            policy=self.policy,
+            **kwargs,
+        )
         try:
             try:
-                self.plan = plan(self.model, *args, record=True, **options, **kwargs)
+                self.plan = planned(record=True)
             except torch.OutOfMemoryError:
-                self.plan = plan(self.model, *args, **options, **kwargs)
+                self.plan = planned()
         finally:
             self._scope.paused = False
         self._peak = None
@@ -254,7 +261,7 @@ class Scheduler:
         yield "mispredicted", schedule.order.mispredicted
         yield from (("host_reserved", arena.reserved), ("host_peak", arena.peak))
 
-    def assert_matched(self, plan: Any = None) -> None:
+    def assert_matched(self, plan: OffloadPlan | Mapping[str, str] | None = None) -> None:
         """Raises FuseOpsError, with every difference, unless what ran is what was planned."""
         plan = self.plan if plan is None else plan
         if plan is None:
@@ -272,7 +279,7 @@ class Scheduler:
 
 def decisions_of(plan: Any) -> Mapping[str, Decision]:
     """Name -> decision, of a plan or of what users wrote.  Raises FuseOpsError for anything else."""
-    found = getattr(plan, "decisions", {} if plan is None else plan)
+    found = plan.decisions if isinstance(plan, OffloadPlan) else {} if plan is None else plan
     one_of(found, Mapping, "plan=...", "an OffloadPlan or decisions by name, {name: 'offload'}")
     for name, decision in found.items():
         if decision not in get_args(Decision):

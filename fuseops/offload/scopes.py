@@ -240,7 +240,7 @@ def _described(hook: object) -> str:
 # --- the public scopes
 
 
-def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None) -> _ToHost:
+def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None) -> Scope:
     """Move what autograd saves in this scope to host memory; bring it back when backward reads it.
 
     Pinned memory on CUDA, other host buffers on CPU. What comes back is equal bit for bit, in the
@@ -258,7 +258,7 @@ def to_host(*, min_bytes: int = DEFAULT_MIN_BYTES, root: nn.Module | None = None
     return _ToHost(min_bytes, root)
 
 
-def keep() -> _Keep:
+def keep() -> Scope:
     """Leave what autograd saves in this scope on its device: guarded against writes in place, and
     reported.
     """

@@ -1,6 +1,7 @@
 """The op catalogue. One file a family; `op.py` is the contract."""
 
 from .activations import GELU as GELU
+from .activations import ReLU as ReLU
 from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
 from .activations import SReLU as SReLU
@@ -20,6 +21,7 @@ from .grouped_linear import GroupedLinear as GroupedLinear
 from .inject import InjectLoss as InjectLoss
 from .linear import Bias as Bias
 from .linear import Linear as Linear
+from .norms import LayerNorm as LayerNorm
 from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
 from .permute import Dispatch as Dispatch

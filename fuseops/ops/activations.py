@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
+from .checks import refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
 from .routing import check_probs
 
@@ -33,9 +34,8 @@ class Activation(Op[ActivationSaved]):
     saves_for = {"x": ("x",)}
     floats = True
     kind: str
-    form: tuple[
-        Any, ...
-    ] = ()  # what the kernels take behind `kind`: interleave, alpha, limit, offset
+    # what the kernels take behind `kind`: interleave, alpha, limit, offset
+    form: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
         return after_activation(self, shape, self.kind, self.form)
@@ -70,9 +70,8 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs = saved
-        if (
-            "x" not in call.needs
-        ):  # probs itself is not saved then, and its gradient does not read it
+        # probs itself is not saved then, and its gradient does not read it
+        if "x" not in call.needs:
             return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.form)})  # type: ignore[arg-type]
         wanted = "probs" in call.needs
         dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.form)  # type: ignore[arg-type]
@@ -93,20 +92,30 @@ def after_activation(op: Op[Any], shape: Shape, kind: str, form: tuple[Any, ...]
 
 
 class SiLU(Activation, nn.SiLU):
-    """y = x * sigmoid(x)."""
+    """y = x * sigmoid(x) (arXiv 1702.03118)."""
 
     kind: ClassVar[str] = "silu"  # type: ignore[misc]
 
     def __init__(self, inplace: bool = False) -> None:
-        if inplace:
-            raise FuseOpsError(
-                "SiLU(inplace=True): an op never writes its input, which may be saved. Leave it out."
-            )
+        refuse_inplace("SiLU", inplace)
         nn.SiLU.__init__(self)
 
 
+class ReLU(Activation, nn.ReLU):
+    """y = max(x, 0)."""
+
+    kind: ClassVar[str] = "relu"  # type: ignore[misc]
+
+    def __init__(self, inplace: bool = False) -> None:
+        refuse_inplace("ReLU", inplace)
+        nn.ReLU.__init__(self)
+
+
 class GELU(Activation, nn.GELU):
-    """y = x * Phi(x); approximate="tanh" is the reference system's."""
+    """y = x * Phi(x), Phi the normal distribution's (arXiv 1606.08415, section 2).
+
+    approximate="tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is TransformerEngine's GELU.
+    """
 
     def __init__(self, approximate: str = "none") -> None:
         check_approximate("GELU", approximate)
@@ -115,15 +124,21 @@ class GELU(Activation, nn.GELU):
 
 
 class SReLU(Activation):
-    """y = max(x, 0)^2."""
+    """y = max(x, 0)^2, the squared ReLU (Primer, arXiv 2109.08668)."""
 
     kind: ClassVar[str] = "srelu"  # type: ignore[misc]
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 class ScaledSReLU(ScaledActivation):
-    """y = max(x, 0)^2 * probs."""
+    """y = max(x, 0)^2 * probs, one probability a row.   x (R, F), probs (R,) -> (R, F)"""
 
     kind: ClassVar[str] = "srelu"  # type: ignore[misc]
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 def check_approximate(op: str, approximate: str) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError
 
+from .checks import refuse_inplace
 from .op import Call, Grads, Op, Out
 
 
@@ -45,10 +45,7 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
     saves_for = {"x": ("seed", "p")}
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        if inplace:
-            raise FuseOpsError(
-                "Dropout(inplace=True): an op never writes its input, which may be saved. Leave it out."
-            )
+        refuse_inplace("Dropout", inplace)
         nn.Dropout.__init__(self, p)
 
     @property

@@ -1,8 +1,4 @@
-"""The gated activations: SwiGLU, ClampedSwiGLU, GEGLU, ReGLU and SReGLU, each also scaled by a probability a row.
-
-All take interleave: 0 where the first half of the last axis is the gate, b where gate and up alternate in blocks of b
-columns (1 in the weights of gpt-oss).
-"""
+"""The gated activations: SwiGLU, ClampedSwiGLU, GEGLU, ReGLU and SReGLU, each also scaled by a probability a row."""
 
 from typing import Any
 
@@ -18,6 +14,9 @@ class _Gated:
     form: tuple[Any, ...]
 
     def __init__(self, *, interleave: int = 0) -> None:
+        """interleave: 0, gate and up are the halves of the last axis, the gate first (`torch.nn.functional.glu` has it
+        second); b, they alternate in blocks of b columns (1 in the weights of gpt-oss).
+        """
         super().__init__()
         self._form(interleave)
 
@@ -34,6 +33,7 @@ class _Gated:
 
 class _GELUGated(_Gated):
     def __init__(self, approximate: str = "none", *, interleave: int = 0) -> None:
+        """approximate: "none" or "tanh", as of GELU.  interleave: as of SwiGLU."""
         check_approximate(type(self).__name__, approximate)
         super().__init__(interleave=interleave)
         self.kind = "geglu" if approximate == "none" else "geglu_tanh"
@@ -50,6 +50,7 @@ class _Clamped(_Gated):
         offset: float = 1.0,
         interleave: int = 0,
     ) -> None:
+        """limit, alpha, offset: of the formula.  interleave: as of SwiGLU."""
         if not limit > 0:
             raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
         super().__init__()
@@ -63,29 +64,32 @@ class _Clamped(_Gated):
 
 
 class SwiGLU(_Gated, Activation):
-    """y = silu(gate) * up.   (..., 2F) -> (..., F)"""
+    """y = silu(gate) * up (arXiv 2002.05202).   x = [gate | up] (..., 2F) -> (..., F)"""
 
     kind = "swiglu"
 
 
 class GEGLU(_GELUGated, Activation):
-    """y = gelu(gate) * up; approximate="tanh" as of GELU.   (..., 2F) -> (..., F)"""
+    """y = gelu(gate) * up (arXiv 2002.05202).   x = [gate | up] (..., 2F) -> (..., F)"""
 
 
 class ReGLU(_Gated, Activation):
-    """y = max(gate, 0) * up.   (..., 2F) -> (..., F)"""
+    """y = max(gate, 0) * up (arXiv 2002.05202).   x = [gate | up] (..., 2F) -> (..., F)"""
 
     kind = "reglu"
 
 
 class SReGLU(_Gated, Activation):
-    """y = max(gate, 0)^2 * up.   (..., 2F) -> (..., F)"""
+    """y = max(gate, 0)^2 * up.   x = [gate | up] (..., 2F) -> (..., F)"""
 
     kind = "sreglu"
 
 
 class ClampedSwiGLU(_Clamped, Activation):
-    """y = h sigmoid(alpha h) (clamp(up, -limit, limit) + offset), h = min(gate, limit), as in gpt-oss.   2F -> F"""
+    """y = h sigmoid(alpha h) (clamp(up, -limit, limit) + offset), h = min(gate, limit), as in gpt-oss.
+
+    x = [gate | up] (..., 2F) -> (..., F)
+    """
 
 
 class ScaledSwiGLU(_Gated, ScaledActivation):
@@ -111,4 +115,4 @@ class ScaledSReGLU(_Gated, ScaledActivation):
 
 
 class ScaledClampedSwiGLU(_Clamped, ScaledActivation):
-    """ClampedSwiGLU times probs.   x (R, 2F), probs (R,) -> (R, F)"""
+    """ClampedSwiGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""

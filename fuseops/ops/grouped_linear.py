@@ -16,8 +16,9 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
+from .checks import check_width
 from .layouts import load_either
-from .linear import check_width, gemm_layouts, saved_operand
+from .linear import gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
 from .routing import check_offs, check_probs

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import ShapeError
 from fuseops.recipes import COL, ROW, Quantized, gemm
 
+from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
 
 
@@ -22,14 +22,6 @@ def gemm_layouts(role: str, needs: frozenset[str]) -> frozenset[str]:
     """Layouts that the three GEMMs read: rowwise for fprop and dgrad, columnwise for wgrad."""
     row = {ROW} if role == "input" or "x" in needs else set()
     return frozenset(row | ({COL} if "weight" in needs else set()))
-
-
-def check_width(op: nn.Module, shape: Shape, expected: int) -> None:
-    """Raise ShapeError unless the last axis is `expected` wide."""
-    if not shape or shape[-1] != expected:
-        raise ShapeError(
-            f"{type(op).__name__} expects x with {expected} features on the last axis, got shape {tuple(shape)}."
-        )
 
 
 def saved_operand(x: Any) -> Any:
@@ -78,7 +70,11 @@ def _quantized_bwd(saved: LinearSaved, dy: Quantized, call: Call) -> Grads:
 
 
 class Linear(Op[LinearSaved], nn.Linear):
-    """`torch.nn.Linear` as an op: same constructor, initialisation and state_dict keys."""
+    """y = x W^T + b.   x (..., in_features) -> (..., out_features), weight (out_features, in_features)
+
+    `torch.nn.Linear` as an op: same constructor, initialisation and state_dict keys. Under autocast x and the
+    parameters are cast to its dtype; otherwise they have one dtype. Raises ShapeError for another width.
+    """
 
     saves_for = {"x": ("weight",), "weight": ("x",), "bias": ()}
     floats = True

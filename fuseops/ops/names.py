@@ -18,9 +18,8 @@ from fuseops.errors import FuseOpsError
 class SavedName(NamedTuple):
     """What the bridge knows of one saved tensor."""
 
-    names: tuple[
-        str, ...
-    ]  # every `<path>.<field>` under which this tensor is saved; the first is its own
+    # every `<path>.<field>` under which this tensor is saved; the first is its own
+    names: tuple[str, ...]
     is_param: bool
     op: str  # class name of the op that saves it
 

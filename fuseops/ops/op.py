@@ -56,21 +56,30 @@ class Precision(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The plan's frozen record of one op in one call (level 3), and fields that live for one call only."""
+    """The plan's frozen record of one op in one call (level 3), and fields that live for one call only.
 
-    # which gradients anyone wants: "x", parameter names, side names
+    needs      which gradients anyone wants: "x", parameter names, side names
+    keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
+    emit       formats wanted for y; emit_dx: for dx
+    precision  compute dtype under autocast, and operand formats under a recipe
+    training   the op's mode in the forward, also when `bwd` runs
+
+    Of ops with `live_call`:
+    out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
+               writes it, where `overwrite` names the parameter) returns None for it. And of the caller, for "y" and
+               "dx": an op that writes there itself returns that very tensor, of another one the result is copied
+    scratch    a dict shared by all ops of one call of a Sequential and its backward
+    """
+
     needs: frozenset[str] = frozenset()
-    keep: frozenset[str] = frozenset()  # the Saved fields that some needed gradient reads
-    emit: frozenset[Any] = frozenset()  # formats wanted for y
-    emit_dx: frozenset[Any] = frozenset()  # formats wanted for dx
+    keep: frozenset[str] = frozenset()
+    emit: frozenset[Any] = frozenset()
+    emit_dx: frozenset[Any] = frozenset()
     precision: Precision = Precision()
     training: bool = True
-    # For ops with `live_call`.  out: in bwd, the main_grad of each parameter that has one; an op that adds its gradient
-    # there itself (or writes it, where `overwrite` names the parameter) returns None for it. And buffers of the caller
-    # for "y" and "dx"; an op that writes there itself returns that very tensor, of another one the result is copied.
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
-    scratch: dict[str, Any] | None = None  # shared by all ops of one call and its backward
+    scratch: dict[str, Any] | None = None
 
 
 class Signature(NamedTuple):
@@ -78,9 +87,7 @@ class Signature(NamedTuple):
 
     keywords: tuple[str, ...]  # parameters and side inputs that fwd names, without `call`
     optional: frozenset[str]  # those with a default
-    any_side: (
-        bool  # fwd takes **side: every name in the instance's `reads` that it does not name itself
-    )
+    any_side: bool  # fwd takes **side: all of the instance's `reads` that it does not name itself
     fwd_call: bool
     bwd_call: bool
     bwd_dside: bool
@@ -106,27 +113,41 @@ def _signature(cls: type["Op[Any]"]) -> Signature:
 
 
 class Op(nn.Module, Generic[S]):
-    """Base of every op.  Subclass as `class MyOp(Op[MyOpSaved])`, or `Op` alone for a level-1 op."""
+    """Base of every op.  Subclass as `class MyOp(Op[MyOpSaved])`, or `Op` alone for a level-1 op.
 
-    reads: tuple[str, ...] = ()  # side inputs, by name; gradients flow back to them by name
-    writes: tuple[str, ...] = ()  # side tensors it publishes
-    integers: ClassVar[frozenset[str]] = frozenset()  # of them: those that have no gradient
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
-        None  # need -> Saved fields its gradient reads
-    )
-    recomputes: ClassVar[tuple[str, ...]] = ()  # Saved fields that bwd can do without
-    cut_before: ClassVar[bool] = False  # a segment may end before it (norms, Tap)
-    autocast: ClassVar[bool] = (
-        False  # casts its input to the autocast dtype, as torch does for GEMMs
-    )
-    granularity: ClassVar[str | None] = (
-        None  # of its operands under a recipe; None: no recipe applies
-    )
-    live_call: ClassVar[bool] = False  # wants call.out and call.scratch
-    floats: ClassVar[bool] = False  # takes an x of a real float dtype only
-    # Set on an instance:
-    delays: tuple[str, ...] = ()  # parameters whose gradients wait for Sequential.backward_dw()
-    accumulate_into_main_grad: bool = False  # add parameter gradients to `parameter.main_grad`
+    fwd(self, x, *, <parameters, buffers, side inputs>) -> Out(y, saved, side), or y alone. It is pure, and takes every
+    tensor by keyword, never from `self`. bwd(self, saved, dy) -> Grads; without one, the backward is autograd over
+    `fwd`. Either takes a `call: Call` if it names one, and the bwd of an op with `writes` takes `dside`, the gradients
+    of what it published, by name.
+
+    What a subclass declares (the last two, and reads and writes, an instance may set for itself):
+    reads        side inputs, by name; gradients flow back to them by name
+    writes       side tensors that it publishes
+    integers     of them: those that have no gradient
+    saves_for    {need: the Saved fields that its gradient reads}; a need is "x", a parameter or a side input.
+                 None: every gradient reads all fields
+    recomputes   Saved fields that bwd can do without: they are None under `offload.recompute()`
+    cut_before   a segment (one autograd node) may end before this op: norms, Tap
+    autocast     its input is cast to the autocast dtype, as torch does for GEMMs
+    granularity  of its operands' scales under a recipe, "tensor" or "group"; None: no recipe applies
+    live_call    wants call.out and call.scratch
+    floats       takes an x of a real float dtype only
+    delays       parameters whose gradients wait for `backward_dw()`
+    accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    integers: ClassVar[frozenset[str]] = frozenset()
+    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+    recomputes: ClassVar[tuple[str, ...]] = ()
+    cut_before: ClassVar[bool] = False
+    autocast: ClassVar[bool] = False
+    granularity: ClassVar[str | None] = None
+    live_call: ClassVar[bool] = False
+    floats: ClassVar[bool] = False
+    delays: tuple[str, ...] = ()
+    accumulate_into_main_grad: bool = False
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op
@@ -144,6 +165,11 @@ class Op(nn.Module, Generic[S]):
         cls.pure = cls.bwd is Op.bwd
         cls.signature = _signature(cls)
         if cls.pure:
+            if cls.__dict__.get("saves_for") is not None:
+                raise FuseOpsError(
+                    f"{cls.__name__} declares saves_for, and no bwd that would read what it saves: define "
+                    "bwd(self, saved, dy), or leave saves_for out."
+                )
             fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
             cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None
@@ -258,8 +284,12 @@ def _saved_class(cls: type[Op[Any]]) -> type[Any]:
 
 
 def _check_saves_for(cls: type[Op[Any]]) -> None:
-    fields = set(cls.Saved._fields)
+    fields, needs = set(cls.Saved._fields), {"x", *cls.signature.keywords}
     for need, saved in (cls.saves_for or {}).items():
+        if need not in needs and not cls.signature.any_side:
+            raise FuseOpsError(
+                f"{cls.__name__}.saves_for has a need {need!r}, but its fwd takes {sorted(needs)}."
+            )
         unknown = set(saved) - fields
         if unknown:
             raise FuseOpsError(
@@ -269,14 +299,19 @@ def _check_saves_for(cls: type[Op[Any]]) -> None:
 
 
 class FusedOp:
-    """Stands for a run of ops.  `t`, `calls` and, for forward and backward rules, `saved` have one entry a member.
+    """Stands for a run of ops, its `members`, in a rule.
 
-    forward rule   fwd(x, t, calls) -> Out(y, saved=tuple of the members' Saved, side)
-    backward rule  bwd(saved, dy, calls, dside) -> tuple of Grads, dx in the first
-    joint rule     fwd(x, t, calls, keep) and bwd(saved, dy, calls, dside), with its own `Saved`, `saves_for` over
-                   "x", "0.weight", "1.probs", and `names` = {field: "0.x"}, under which its tensors are published.
-                   With `takes_saved`, bwd is given a list that holds its `Saved`, and pops it: what is passed by
-                   itself may live, by the caller, until bwd returns
+    t is a tuple with the parameters and side inputs of each member by name (`t[0]["weight"]`), calls the `Call` of
+    each; both in sequence order, also in backward rules.
+
+    forward rule   fwd(x, t, calls) -> Out(y, saved=tuple of the members' own Saved, side)
+    backward rule  bwd(saved, dy, calls, dside) -> tuple of Grads, dx in the first; saved: the members' own
+    joint rule     fwd(x, t, calls, keep) -> Out(y, saved=its own Saved, side), keep: the fields that will be read;
+                   bwd(saved, dy, calls, dside) -> tuple of Grads
+
+    A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
+    `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
+    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
     """
 
     Saved: ClassVar[type[Any]]
@@ -290,9 +325,11 @@ class FusedOp:
         self.members = members
 
     def fwd(self, *args: Any) -> Out:
+        """The forward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
     def bwd(self, *args: Any) -> tuple[Grads, ...]:
+        """The backward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
     def choices(self, x: Any, t: Any, calls: Any) -> str:

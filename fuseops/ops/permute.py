@@ -9,7 +9,7 @@ offs[-1] are padding and zero. Nothing here waits for the device, and nothing is
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
+from .checks import check_rows
 from .op import Call, Grads, Op, Out, Shape
+from .splits import check_splits
 
 
 class DispatchSaved(NamedTuple):
@@ -126,6 +128,7 @@ class Permute(Op[PermuteSaved]):
     def fwd(self, x: Tensor, *, index: Tensor, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
         check_pos("Permute", pos, x.shape[0])
+        check_splits(offs, index.shape[0], x.device)
         return Out(K.scatter_rows(x, pos, offs, index.shape[0]), PermuteSaved(pos, offs))
 
     def bwd(self, saved: PermuteSaved, dy: Tensor) -> Grads:
@@ -156,6 +159,7 @@ class Combine(Op[CombineSaved]):
     def fwd(self, x: Tensor, *, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
         check_pos("Combine", pos, None)
+        check_splits(offs, x.shape[0], x.device)
         return Out(K.combine_fwd(x, pos, offs), CombineSaved(pos, offs, x.shape[0]))
 
     def bwd(self, saved: CombineSaved, dy: Tensor) -> Grads:
@@ -168,15 +172,6 @@ def rows_of(shape: Shape) -> int:
     for size in shape[:-1]:
         rows = rows * size
     return rows
-
-
-def check_rows(op: Op[Any], x: Tensor) -> None:
-    """Raise ShapeError unless x has one axis of rows and one of features."""
-    if x.dim() != 2:
-        raise ShapeError(
-            f"{type(op).__name__} expects x of two axes (rows, features), got shape {tuple(x.shape)}: "
-            "flatten the others."
-        )
 
 
 def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:

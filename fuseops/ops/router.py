@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .linear import check_width
+from .checks import check_rows, check_width
 from .op import Call, Grads, Op, Out, Shape
-from .permute import check_rows
 
 SCORES = ("softmax", "sigmoid")
 TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
@@ -44,15 +43,20 @@ class Router(Op[RouterSaved]):
     """Top-k router.   x (T, D) passes through; publishes `experts` (T, K) int32, `weights` (T, K) float32, and
     `router_loss` () float32 where a loss is asked for.
 
-    score, normalize, scale: see above. With score="softmax" and normalize the weights are the softmax over the chosen
-        experts alone, as in Mixtral.
+    logits = x W^T (+ b) in float32, s = softmax(logits) or sigmoid(logits); the experts are the top k of s
+    (+ expert_bias), weights = scale * s[experts], divided by their sum if `normalize`.
+
+    score: "softmax" or "sigmoid". With softmax and normalize the weights are the softmax over the chosen experts alone,
+        as in Mixtral.
     bias: a learned one, added to the logits.
     expert_bias: a buffer (E,) that is added to the scores for the choice alone, and has no gradient; it starts at
         zero, MoE counts what it does, and `update_expert_bias` moves it (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     groups, top_groups: experts stand in `groups` groups of equal size, and a token chooses among those of its
         `top_groups` best, by the sum of the two best scores (plus expert_bias) in each (the same, section 2.1.2).
-    balance_loss, z_loss: coefficients; None leaves a loss out.
+    balance_loss, z_loss: coefficients of the losses of the Switch Transformer (arXiv 2101.03961, eq. 4) and of ST-MoE
+        (arXiv 2202.08906, eq. 5), over the tokens of one call; None leaves a loss out.
     replay: the experts are not chosen but read from the side input `chosen` (T, K) int32, say those of another run.
+    Raises FuseOpsError for options that do not fit together, ShapeError for another x or `chosen`.
     Ties go to the lower expert. weight (E, D) is initialised as torch.nn.Linear is.
     """
 
@@ -116,8 +120,8 @@ class Router(Op[RouterSaved]):
             raise FuseOpsError(f"Router: score is {self.score!r}, expected one of {SCORES}.")
         if not 1 <= self.top_groups <= self.groups or self.num_experts % self.groups:
             raise FuseOpsError(
-                f"Router: {self.top_groups} of {self.groups} groups of {self.num_experts} experts: groups must divide "
-                "the experts, and top_groups be 1 to groups."
+                f"Router: groups is {self.groups} and top_groups {self.top_groups}, expected groups that divide the "
+                f"{self.num_experts} experts, and top_groups from 1 to groups."
             )
         if self.top_k > self.top_groups * (self.num_experts // self.groups):
             raise FuseOpsError(

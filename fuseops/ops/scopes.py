@@ -118,10 +118,9 @@ class Inside:
 
     def __init__(self) -> None:
         self.token: int = 0
-        self.reentered: bool = (
-            False  # by a recomputation: they are known to be those of its forward
-        )
-        self.watchers: list[Callable[[Any], None]] = []  # each sees every plan that runs
+        # by a recomputation: they are known to be those of its forward
+        self.reentered: bool = False
+        self.watchers: list[Callable[[Any], None]] = []  # see `watching`
         self.debug: Any = None  # a fusions.debug.Debug, inside `fo.debug()`
 
 
@@ -151,6 +150,17 @@ def scope(override: Override) -> Iterator[None]:
         yield
     finally:
         here.token = before
+
+
+@contextmanager
+def watching(watch: Callable[[Any], None]) -> Iterator[None]:
+    """Call `watch` with every plan of a run of ops (`fusions.build.RunPlan`) that runs inside, in this thread."""
+    watchers = current().watchers
+    watchers.append(watch)
+    try:
+        yield
+    finally:
+        watchers.remove(watch)
 
 
 @contextmanager

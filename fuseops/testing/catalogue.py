@@ -86,6 +86,12 @@ def _norm(w: Wanted) -> Op[Any]:
     return ops.RMSNorm(w.width, eps=eps, elementwise_affine=affine)
 
 
+def _layer_norm(w: Wanted) -> Op[Any]:
+    # Two columns normed are a sign, too.
+    eps, affine = 1e-5 if w.width > 2 else 1e3, w.choose(True, True, False)
+    return ops.LayerNorm(w.width, eps=eps, elementwise_affine=affine, bias=w.choose(True, False))
+
+
 def _grouped(w: Wanted) -> Op[Any]:
     bias, scaled = w.choose(False, False, True), w.choose(False, True)
     packed = w.choose(True, True, False)
@@ -132,8 +138,10 @@ register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(T
 register(ops.Bias,          lambda w: ops.Bias(w.width))
 register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
+register(ops.LayerNorm,     _layer_norm)
 register(ops.SiLU,          lambda w: ops.SiLU())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
+register(ops.ReLU,          lambda w: ops.ReLU())
 register(ops.SReLU,         lambda w: ops.SReLU())
 register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
 for plain in (ops.SwiGLU, ops.ScaledSwiGLU, ops.ReGLU, ops.ScaledReGLU, ops.SReGLU, ops.ScaledSReGLU):

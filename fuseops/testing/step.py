@@ -67,11 +67,10 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
     ]
-    scopes.current().watchers.append(watch)
     try:
-        yield fired
+        with scopes.watching(watch):
+            yield fired
     finally:
-        scopes.current().watchers.remove(watch)
         for hook in hooks:
             hook.remove()
 

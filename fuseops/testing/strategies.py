@@ -14,7 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 
 from .catalogue import Wanted, catalogue, entry
-from .tables import expansions
+from .shadowed import expansions
 
 GROUPS = 4
 KINDS = ("normal", "normal", "large", "denormal", "constant", "zeros")  # finite values

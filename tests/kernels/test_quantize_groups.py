@@ -27,13 +27,16 @@ def test_group_blocks(x, dtype, groups, seed, pow2):
     same_bits(k.quantize_group_blocks, x, splits(len(x), groups, seed, padding), dtype, pow2)
 
 
-def test_many_rows_and_long_groups():
-    """More rows than one split and one block hold, and much padding."""
+def test_many_rows_and_groups():
+    """More rows than one split and one block hold, much padding, and more groups than a warp sees at once."""
     x = torch.randn(700, 40)
     same_bits(k.quantize_columns, x, torch.float8_e4m3fn)
-    for ends in ([0, 300, 300, 437], [700], [1, 130, 257, 700]):
+    for ends in ([0, 300, 300, 437], [700], [1, 130, 257, 700], range(3, 700, 10)):
         same_bits(
-            k.quantize_group_blocks, x, torch.tensor(ends, dtype=torch.int32), torch.float8_e4m3fn
+            k.quantize_group_blocks,
+            x,
+            torch.tensor([*ends], dtype=torch.int32),
+            torch.float8_e4m3fn,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -199,7 +200,7 @@ def test_the_trace_is_one_that_viewers_read(tight: OffloadPlan, tmp_path: Path) 
 class Checker(HTMLParser):
     """Every element that is opened is closed, and nothing is fetched."""
 
-    VOID = {"meta", "line", "rect", "circle", "path", "br"}
+    VOID = {"meta", "line", "rect", "circle", "path", "br", "wbr"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,6 +475,32 @@ def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_pa
     assert data["pipeline"] == {"ranks": 2, "micro_batches": 4, "chunks": 3}
     peaks = [rank["before"]["peak_bytes"] for rank in data["ranks"]]
     assert len(peaks) == 2 and peaks[0] > peaks[1]
+    text = output(capsys, *options, "--html", str(tmp_path / "p.html"))
+    for page in (tmp_path / "p.rank0.html", tmp_path / "p.rank1.html"):
+        assert page.exists() and str(page) in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--peak", "ten"), "--peak: expected bytes such as 11GiB.*'ten'"),
+        (("--ranks", "0"), "--ranks: expected a whole number, 1 or more, got '0'"),
+        (("--micro-batches", "4"), "--micro-batches and --chunks are of a pipeline.*--ranks"),
+        (("--chunks", "2"), "--micro-batches and --chunks are of a pipeline.*--ranks"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert main(["offload-plan", *options]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_model_that_is_one_layer_is_called_the_model() -> None:
+    model = fo.Sequential(fo.ops.Linear(D, D), fo.ops.SiLU())
+    plan = offload.plan(model, torch.randn(256, D), hardware=SLOW)
+    assert "in the backward of the model" in plan.explain()
+    assert "nothing leaves" in plan.explain()
 
 
 def test_without_a_target_it_plans_the_example(capsys: pytest.CaptureFixture[str]) -> None:

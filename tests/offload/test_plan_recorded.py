@@ -8,6 +8,7 @@ import gzip
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +54,24 @@ def test_two_recordings_of_a_step_have_plans_that_serve_both(name: str, other: s
     there = simulate(others, leave, LINK, plan.settings)
     assert there.moved == plan.free and there.stall <= 0.005 * others.seconds
     assert plan.free == pytest.approx(plan_profile(others, LINK).free, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["dense_h200", "moe_h200_a", "moe_h200_b"])
+def test_many_moves_bring_few_bytes_and_a_larger_least_size_leaves_them_out(name: str) -> None:
+    """The host orders every move, and a plan does not charge it: `min_bytes` is for that."""
+    profile = recorded(name)
+    large = [s if s.nbytes >= 4 << 20 or s.why else s._replace(why="small") for s in profile.saved]
+    fewer = replace(profile, saved=tuple(large))
+    half = Limits(profile.peak - plan_profile(profile, LINK).free // 2)
+    plans = [
+        [plan_profile(p, LINK, limits) for p in (profile, fewer)] for limits in (Limits(), half)
+    ]
+    moves = [[sum(t.decision == "offload" for t in p.tensors) for p in both] for both in plans]
+    assert moves[0][1] <= 0.9 * moves[0][0] and moves[1][1] <= moves[1][0]
+    assert plans[0][1].free >= 0.99 * plans[0][0].free
+    assert all(
+        p.fits and p.after.stall <= 1e-6 and not p.recomputed for both in plans for p in both
+    )
 
 
 def test_a_peak_that_a_link_keeps_for_free_needs_no_recomputation_on_another_day() -> None:

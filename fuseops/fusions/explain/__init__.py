@@ -1,6 +1,6 @@
 """Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON."""
 
-from .plan import FusionPlan as FusionPlan
+from .fusion_plan import FusionPlan as FusionPlan
 from .plans import explain as explain
 from .plans import plan_of as plan_of
 from .plans import plans as plans

@@ -23,7 +23,7 @@ from fuseops.fusions.runner import Composed, runner_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
-from .plan import FusionPlan
+from .fusion_plan import FusionPlan
 from .saved import Where
 
 
@@ -84,11 +84,10 @@ class Observer:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        scopes.current().watchers.append(self._watch)
         try:
-            yield
+            with scopes.watching(self._watch):
+                yield
         finally:
-            scopes.current().watchers.remove(self._watch)
             for handle in handles:
                 handle.remove()
 

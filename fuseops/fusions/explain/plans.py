@@ -29,10 +29,10 @@ from fuseops.ops import names
 from fuseops.ops.op import Op
 
 from . import text
+from .fusion_plan import FusionPlan
 from .gemms import Launches
 from .layout import glob
 from .observe import Observer, plan_from
-from .plan import FusionPlan
 from .rehearse import peak_of_step, unseen
 from .saved import Ledger, storages, tensors_by_owner
 

@@ -42,9 +42,8 @@ class Where(NamedTuple):
 
     owner: Any  # the call of a Sequential that it belongs to, None outside of all
     path: str  # of the innermost module
-    alone: (
-        str | None
-    )  # prefix of the bridge's names, where an op runs outside its Sequential's plan
+    # prefix of the bridge's names, where an op runs outside its Sequential's plan
+    alone: str | None
 
 
 class Record:

@@ -16,7 +16,10 @@ from fuseops.kernels.device.quantize import (
     vector_scales,
     widened,
 )
-from fuseops.kernels.device.reduce import after_launch
+from fuseops.kernels.device.reduce import after_launch, overlapped
+
+LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""Behind every row."""
 
 
 @triton.jit
@@ -194,10 +197,19 @@ def quantize_columns_kernel(
 
 @triton.jit
 def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The last group g that begins at or before this block, at block begin // BLOCK_R + g."""
-    e = tl.arange(0, BLOCK_E)
-    begin = tl.load(offs_ptr + e, mask=e < E - 1, other=0)
-    return tl.sum(((begin // BLOCK_R + e < block) & (e < E - 1)).to(tl.int32), axis=0)
+    """(g, its first row, its end) of the last group g that begins at or before this block, at block
+    begin // BLOCK_R + g. 32 groups at a time: each warp finds them by itself.
+    """
+    group, begin = tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32)
+    end = tl.full((32,), LAST, tl.int32)
+    for first in tl.static_range(0, BLOCK_E, 32):
+        e = first + tl.arange(0, 32)
+        row = tl.load(offs_ptr + e, mask=e < E, other=LAST)
+        before = (row // BLOCK_R + e < block) & (e < E - 1)
+        group += before.to(tl.int32)
+        begin = tl.maximum(begin, tl.where(before, row, 0))
+        end = tl.minimum(end, tl.where(before, LAST, row))
+    return tl.sum(group, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
 
 
 @triton.jit
@@ -218,19 +230,18 @@ def quantize_group_block(
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
-    SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. The columns of
     g begin at (begin // ALIGN + g) * ALIGN and end where those of the next group begin, in its last block or
     before. A block of at most SHORT columns, the last of its group, takes a tile of as many.
     """
+    overlapped(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
-    group = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
-    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(offs_ptr + group)
+    group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
     done = (block - begin // BLOCK_R - group) * BLOCK_R
     to = (begin // ALIGN + group) * ALIGN + done
     stop = (tl.where(group == E - 1, R, end) // ALIGN + group + 1) * ALIGN

@@ -3,8 +3,10 @@
 The forward has two ways to the K largest keys. The fast one gives a token to BLOCK_P / 4 threads, and
 runs a selection network over what they hold: all of it is minima and maxima of int32. Of many experts it
 first finds the K quads, four experts side by side, with the largest of all logits, and looks for the K
-largest logits in those alone. It knows where it may be wrong, and goes the slow way for such a token, K
-times the maximum of its row, as it does for all where BLOCK_P is 0.
+largest logits in those alone, a token a thread where the rows were read by more threads than K. The network
+compares all but the lowest bits, which hold experts; logits settle the order of two that differ there alone. It
+knows where it may still be wrong, and goes the slow way for such a token, K times the maximum of its row,
+as it does for all where BLOCK_P is 0.
 """
 
 # Tuples grow in loops that Triton unrolls.
@@ -19,8 +21,9 @@ from fuseops.kernels.device.select import (
     largest_of_pieces,
     largest_of_rows,
     numbered,
+    numbered_pieces,
     quarters,
-    top_by_pieces,
+    rows_of,
     top_one_by_one,
 )
 
@@ -84,12 +87,13 @@ def float_of(order):
 
 @triton.jit
 def best_quads(
-    first, pieces, here, K: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    first, offset, pieces, K: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Keys of the L quads of experts (four in a row) whose largest logits are largest: those hold the
-    L largest logits.   -> (keys (R, 4 W) in L / W pieces, the first expert of each quad, whether a quad
-    may be missing), of P pieces (R, 4 W) of logits; `first` points to logits of each token (R,)
+    L largest logits.   -> (keys (R, 4 V) in L / V pieces, the first expert of each quad, the largest key
+    of the other quads, whether one of those may belong here), of P pieces (R, 4 W) of the rows of logits
+    at `first` + `offset` (R,)
     """
     LOW: tl.constexpr = P * W - 1
     lane = tl.arange(0, W)[None, :]
@@ -97,22 +101,30 @@ def best_quads(
     for p in tl.static_range(P):
         a, b, c, d = quarters(pieces[p], R, W)
         top = nan_maximum(nan_maximum(a, b), nan_maximum(c, d))
-        tops = tops + (numbered(order_of(top), W * p + lane, LOW),)
-    top, left = largest_of_pieces(tops, P, R, W, L)
+        top = numbered(order_of(top), W * p + lane, LOW)
+        tops = tops + (rows_of(tl.trans(top), W, R) if V < W else (top,))
+    if V < W:
+        top, left = largest_of(tops, P * W, L)
+    else:
+        top, left = largest_of_pieces(tops, P, R, W, L)
     gap = (top[K - 1] ^ left).to(tl.uint32, bitcast=True)
+    lane = tl.arange(0, V)[None, :]
     each = tl.arange(0, 4)[None, None, :]
     keys = ()
     firsts = ()
-    for q in tl.static_range(L // W):
-        quad = tl.zeros((R, W), dtype=tl.int32)
-        for w in tl.static_range(W):
-            quad = tl.where(lane == w, 4 * (LOW - (top[q * W + w] & LOW))[:, None], quad)
+    for q in tl.static_range(L // V):
+        quad = tl.zeros((R, V), dtype=tl.int32)
+        for w in tl.static_range(V):
+            quad = tl.where(lane == w, 4 * (LOW - (top[q * V + w] & LOW))[:, None], quad)
         cols = quad[:, :, None] + each
-        mask = here[:, None, None] & (cols < E)
-        x = load_logits(first[:, None, None] + cols, mask, cols, E)
-        keys = keys + (tl.where(cols < E, order_of(x), LOWEST),)
+        at = first + offset[:, None, None] + cols
+        if E % 4 == 0:  # there are as many whole quads as that
+            keys = keys + (order_of(tl.load(at).to(tl.float32)),)
+        else:
+            x = tl.load(at, mask=cols < E, other=0.0).to(tl.float32)
+            keys = keys + (tl.where(cols < E, order_of(x), LOWEST),)
         firsts = firsts + (quad,)
-    return keys, firsts, gap <= LOW
+    return keys, firsts, left, gap <= LOW
 
 
 @triton.jit
@@ -198,7 +210,7 @@ def row_keys(
 
 @triton.jit
 def piece_logits(
-    first, here, E: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr
+    first, offset, E: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
     """Pieces (R, BLOCK_P) of the rows of logits that `first` (R,) points to, and their columns."""
     place = tl.arange(0, BLOCK_P)[None, :]
@@ -207,7 +219,8 @@ def piece_logits(
     for p in tl.static_range(PIECES):
         cols = place + p * BLOCK_P
         columns = columns + (cols,)
-        x = x + (load_logits(first[:, None] + cols, here[:, None] & (cols < E), cols, E),)
+        at = first + cols + offset[:, None]
+        x = x + (tl.load(at, mask=cols < E, other=float("-inf")).to(tl.float32),)
     return x, columns
 
 
@@ -236,32 +249,133 @@ def piece_keys(
 
 
 @triton.jit
+def swapped(x, experts, ODD: tl.constexpr, N: tl.constexpr):
+    """N logits (R,) and their experts, every other two neighbours in descending order."""
+    y = ()
+    e = ()
+    for i in tl.static_range(N):
+        if (i + ODD) % 2 == 0 and i + 1 < N:
+            turn = x[i + 1] > x[i]
+            y = y + (tl.where(turn, x[i + 1], x[i]),)
+            e = e + (tl.where(turn, experts[i + 1], experts[i]),)
+        elif (i + ODD) % 2 == 1 and i > 0:
+            turn = x[i] > x[i - 1]
+            y = y + (tl.where(turn, x[i - 1], x[i]),)
+            e = e + (tl.where(turn, experts[i - 1], experts[i]),)
+        else:
+            y = y + (x[i],)
+            e = e + (experts[i],)
+    return y, e
+
+
+@triton.jit
+def settled(
+    first, offset, keys, top, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, LOW: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """(logits and experts of the K largest of N numbered keys, tiles (R, 1) or wider; whether they may be
+    wrong), of the sorted K + 1 largest: where two neighbours differ in the lowest bits alone, their
+    logits decide. Where three do, it may be wrong.
+    """
+    x = ()
+    experts = ()
+    MORE: tl.constexpr = min(K + 1, E)
+    for i in tl.static_range(MORE):
+        expert = tl.minimum(LOW - (top[i] & LOW), E - 1)
+        experts = experts + (expert,)
+        x = x + (tl.load(first + offset + expert).to(tl.float32),)
+    x, experts = swapped(x, experts, 0, MORE)
+    x, experts = swapped(x, experts, 1, MORE)
+    wrong = tl.zeros((R,), dtype=tl.int1)
+    for i in tl.static_range(K - 1):
+        wrong = wrong | ((top[i] | LOW) == (top[i + 2] | LOW))
+    last = top[K - 1] | LOW
+    edge = last == (top[K] | LOW)
+    if tl.max(edge.to(tl.int32), axis=0) > 0:
+        alike = tl.zeros((R,), dtype=tl.int32)
+        for i in tl.static_range(N):
+            alike += tl.sum(((keys[i] | LOW) == last[:, None]).to(tl.int32), axis=1)
+        wrong = wrong | (edge & (alike > 2))
+    return x[:K], experts[:K], wrong
+
+
+@triton.jit
+def side_by_side(x, N: tl.constexpr, R: tl.constexpr):
+    """N tensors (R,) as the columns of one."""
+    if N == 1:
+        return x[0][:, None]
+    else:
+        even, odd = side_by_side(x[::2], N // 2, R), side_by_side(x[1::2], N // 2, R)
+        return tl.reshape(tl.join(even, odd), (R, N))
+
+
+@triton.jit
+def tile_of(x, N: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """N tensors (R,) as the columns of a tile (R, BLOCK_N), the first again behind them."""
+    y = x
+    for _ in tl.static_range(N, BLOCK_N):
+        y = y + (x[0],)
+    return side_by_side(y, BLOCK_N, R)
+
+
+@triton.jit
+def logits_of(
+    logits_ptr, start, T, stride, experts, K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """float32 logits of experts (BLOCK_R, BLOCK_K)."""
+    flat = tl.arange(0, BLOCK_R * BLOCK_K)
+    token = start + flat // BLOCK_K
+    at = logits_ptr + token * stride + tl.reshape(experts, (BLOCK_R * BLOCK_K,))
+    chosen = tl.load(at, mask=(token < T) & (flat % BLOCK_K < K), other=0.0).to(tl.float32)
+    return tl.reshape(chosen, (BLOCK_R, BLOCK_K))
+
+
+@triton.jit
 def store_chosen(
-    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, experts, largest, total, scale,
+    weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BEST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the chosen are computed again, from their logits. BEST: they have the largest logits,
-    and a softmax over them needs no others.
+    """Of experts and their logits (BLOCK_R, BLOCK_K). BEST: they have the largest logits, and a softmax
+    over them needs no others.
     """
-    flat = tl.arange(0, BLOCK_R * BLOCK_K)
-    token = start + flat // BLOCK_K
-    expert, mask = tl.reshape(experts, (BLOCK_R * BLOCK_K,)), (token < T) & (flat % BLOCK_K < K)
-    chosen = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
     slots = tl.arange(0, BLOCK_K)[None, :]
-    weights = tl.reshape(chosen, (BLOCK_R, BLOCK_K))
     if SOFTMAX and NORMALIZE and BEST:
-        weights = tl.where(slots < K, weights, float("-inf"))
+        weights = tl.where(slots < K, chosen, float("-inf"))
         weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
     else:
-        weights = tl.where(slots < K, scores_of(weights, largest, total, SOFTMAX), 0.0)
+        weights = tl.where(slots < K, scores_of(chosen, largest, total, SOFTMAX), 0.0)
         if NORMALIZE:
             weights = weights / (tl.sum(weights, axis=1)[:, None] + TINY)
-    at = token * K + flat % BLOCK_K
+    flat = tl.arange(0, BLOCK_R * BLOCK_K)
+    token = start + flat // BLOCK_K
+    at, mask = token * K + flat % BLOCK_K, (token < T) & (flat % BLOCK_K < K)
     tl.store(weights_ptr + at, tl.reshape(weights, (BLOCK_R * BLOCK_K,)) * scale, mask=mask)
-    tl.store(experts_ptr + at, expert, mask=mask)
-    tl.store(chosen_ptr + at, chosen, mask=mask)
+    tl.store(experts_ptr + at, tl.reshape(experts, (BLOCK_R * BLOCK_K,)), mask=mask)
+    tl.store(chosen_ptr + at, tl.reshape(chosen, (BLOCK_R * BLOCK_K,)), mask=mask)
+
+
+@triton.jit
+def choose_one_by_one(
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, scale,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The slow way, for BLOCK_R tokens together."""
+    cols, rows = tl.arange(0, BLOCK_E)[None, :], start + tl.arange(0, BLOCK_R)
+    keys, largest, total = row_keys(
+        logits_ptr, bias_ptr, rows, rows < T, stride, SOFTMAX, BIASED, GROUPS, TOP_GROUPS, E,
+        BLOCK_R, BLOCK_E,
+    )  # fmt: skip
+    experts = top_one_by_one(keys, cols, E, K, BLOCK_K, BLOCK_R, BLOCK_E)
+    chosen = logits_of(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
+    store_chosen(
+        weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
+        K, SOFTMAX, NORMALIZE, GROUPS == 1 and not BIASED, BLOCK_R, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -276,53 +390,64 @@ def router_fwd_kernel(
     EXACT: tl.constexpr = BEST and logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     stride = quads * WIDE  # so that Triton sees what it is a multiple of
-    ROWS: tl.constexpr = 1 if BLOCK_P > 0 else BLOCK_R  # that go the slow way together
-    if BLOCK_P > 0:
+    if BLOCK_P == 0:
+        choose_one_by_one(
+            logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, scale,
+            K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, BLOCK_R, BLOCK_K, BLOCK_E,
+        )  # fmt: skip
+    else:
         PIECES: tl.constexpr = BLOCK_E // BLOCK_P
         W: tl.constexpr = BLOCK_P // 4
-        tokens = start + tl.arange(0, BLOCK_R)
-        first = logits_ptr + tokens * stride
-        pieces, columns = piece_logits(first, tokens < T, E, BLOCK_P, PIECES)
+        place = tl.arange(0, BLOCK_R)
+        last = tl.minimum(T - 1 - start, BLOCK_R - 1).to(tl.int32)  # beyond, this one again
+        first, offset = logits_ptr + start * stride, tl.minimum(place, last).to(tl.int64) * stride
+        pieces, columns = piece_logits(first, offset, E, BLOCK_P, PIECES)
         keys, largest, total = piece_keys(
             pieces, columns, bias_ptr, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E,
             BLOCK_R, BLOCK_P, PIECES,
         )  # fmt: skip
-        if BEST and 8 * BLOCK_K <= BLOCK_E and W <= BLOCK_K:
-            keys, firsts, missing = best_quads(
-                first, pieces, tokens < T, K, PIECES, E, BLOCK_R, W, BLOCK_K
+        QUADS: tl.constexpr = BEST and 8 * BLOCK_K <= BLOCK_E
+        V: tl.constexpr = 1 if QUADS and W > BLOCK_K else W
+        if QUADS:
+            keys, firsts, other, missing = best_quads(
+                first, offset, pieces, K, PIECES, E, BLOCK_R, W, BLOCK_K, V
             )
-            experts, unsure = top_by_pieces(keys, firsts, K, LOW, BLOCK_K // W, BLOCK_R, W, BLOCK_K)
-            unsure = unsure | missing
+            N: tl.constexpr = 4 * BLOCK_K // V
         else:
             firsts = ()
             for p in tl.static_range(PIECES):
                 firsts = firsts + (BLOCK_P * p + 4 * tl.arange(0, W)[None, :],)
-            experts, unsure = top_by_pieces(keys, firsts, K, LOW, PIECES, BLOCK_R, W, BLOCK_K)
-        unsure = (unsure & (tokens < T) & (not EXACT)).to(tl.int32)
+            N: tl.constexpr = 4 * PIECES
+        keys = numbered_pieces(keys, firsts, LOW, N // 4, BLOCK_R, V)
+        top, left = largest_of_pieces(keys, N, BLOCK_R, V, BLOCK_K)
+        top = top + (left,)
+        if BEST and not EXACT:
+            x, experts, unsure = settled(first, offset, keys, top, N, K, E, LOW, BLOCK_R)
+            chosen = tile_of(x, K, BLOCK_R, BLOCK_K)
+            experts = tile_of(experts, K, BLOCK_R, BLOCK_K)
+        else:
+            experts = LOW - (tile_of(top[:K], K, BLOCK_R, BLOCK_K) & LOW)
+            chosen = logits_of(logits_ptr, start, T, stride, experts, K, BLOCK_R, BLOCK_K)
+            unsure = tl.zeros((BLOCK_R,), dtype=tl.int1)
+            for i in tl.static_range(K):
+                unsure = unsure | ((top[i] | LOW) == (top[i + 1] | LOW))
+        if QUADS:
+            unsure = unsure | (missing & ((other | LOW) >= (top[K - 1] | LOW)))
         store_chosen(
-            logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start, T, stride, experts, largest,
-            total, scale, K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
+            weights_ptr, experts_ptr, chosen_ptr, start, T, experts, chosen, largest, total, scale,
+            K, SOFTMAX, NORMALIZE, BEST, BLOCK_R, BLOCK_K,
         )  # fmt: skip
-        again = tl.max(unsure, axis=0) > 0
-    else:
-        again = True
-    if again:
-        tl.debug_barrier()  # these stores come after those above
-        for r in range(0, BLOCK_R, ROWS):
-            skip = False
-            if BLOCK_P > 0:
-                skip = tl.sum(tl.where(tl.arange(0, BLOCK_R) == r, unsure, 0), axis=0) == 0
-            if not skip:
-                cols, rows = tl.arange(0, BLOCK_E)[None, :], start + r + tl.arange(0, ROWS)
-                whole, most, sums = row_keys(
-                    logits_ptr, bias_ptr, rows, rows < T, stride, SOFTMAX, BIASED, GROUPS,
-                    TOP_GROUPS, E, ROWS, BLOCK_E,
+        if not EXACT:
+            again = tl.where(unsure & (place <= last), place, BLOCK_R)
+            r = tl.min(again, axis=0)
+            while r < BLOCK_R:
+                tl.debug_barrier()  # these stores come after those above
+                choose_one_by_one(
+                    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, start + r, T, stride,
+                    scale, K, SOFTMAX, NORMALIZE, BIASED, GROUPS, TOP_GROUPS, E, 1, BLOCK_K, BLOCK_E,
                 )  # fmt: skip
-                found = top_one_by_one(whole, cols, E, K, BLOCK_K, ROWS, BLOCK_E)
-                store_chosen(
-                    logits_ptr, weights_ptr, experts_ptr, chosen_ptr, start + r, T, stride, found,
-                    most, sums, scale, K, SOFTMAX, NORMALIZE, BEST, ROWS, BLOCK_K,
-                )  # fmt: skip
+                again = tl.where(place == r, BLOCK_R, again)
+                r = tl.min(again, axis=0)
 
 
 @triton.jit(do_not_specialize=["T"])

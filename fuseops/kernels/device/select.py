@@ -94,6 +94,16 @@ def quarters(x, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, N: tl.constexpr, R: tl.constexpr):
+    """(N, R) -> its N rows (R,), each spread over all threads."""
+    if N == 1:
+        return (tl.reshape(x, (R,)),)
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, (2, N // 2, R)), (1, 2, 0)))
+        return rows_of(a, N // 2, R) + rows_of(b, N // 2, R)
+
+
+@triton.jit
 def largest_of_pieces(keys, N: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr):
     """(the L largest of each row of N tensors (R, W), in descending order, each (R,); the largest that
     is left out): a selection network over the numbers of each thread, then over the W of a row.
@@ -111,35 +121,22 @@ def largest_of_pieces(keys, N: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L
 @triton.jit
 def numbered(key, number, LOW: tl.constexpr):
     """Keys whose lowest bits are a number, the lower number the larger: all keys of a row differ."""
-    return (key | LOW) - number
+    return (key & ~LOW) | (LOW - number)
 
 
 @triton.jit
-def top_by_pieces(
-    pieces, firsts, K: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """(the K experts with the largest keys, the lower expert first among equals; whether that may be
-    wrong), of P pieces (R, 4 W) of keys, quads of them of the experts from `firsts` on.
-
-    Experts take the place of the lowest bits of their keys: it may be wrong if two of the largest differ
-    in those bits alone.
+def numbered_pieces(
+    pieces, firsts, LOW: tl.constexpr, P: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):
+    """4 P tensors (R, W) of keys that have their experts in the place of the lowest bits, of P pieces
+    (R, 4 W), quads of them of the experts from `firsts` on.
     """
     keys = ()
     for p in tl.static_range(P):
         each = quarters(pieces[p], R, W)
         for j in tl.static_range(4):
             keys = keys + (numbered(each[j], firsts[p] + j, LOW),)
-    top, left = largest_of_pieces(keys, 4 * P, R, W, L)
-    top = top + (left,)
-    gap = (top[0] ^ top[1]).to(tl.uint32, bitcast=True)
-    for i in tl.static_range(1, K):
-        gap = tl.minimum(gap, (top[i] ^ top[i + 1]).to(tl.uint32, bitcast=True))
-    slots = tl.arange(0, L)[None, :]
-    experts = tl.zeros((R, L), dtype=tl.int32)
-    for i in tl.static_range(K):
-        experts = tl.where(slots == i, top[i][:, None], experts)
-    return LOW - (experts & LOW), gap <= LOW
+    return keys
 
 
 @triton.jit

@@ -5,6 +5,7 @@ page, without a script.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -34,6 +35,8 @@ MORE_STYLE = """
 .fuseops .key{font-size:12px;color:var(--soft);margin:8px 0 0}
 .fuseops .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 14px}
 .fuseops .decided td{padding-right:18px}
+.fuseops .decided .mono{overflow-wrap:break-word}
+.fuseops .decided td:nth-child(4){min-width:14em}
 .fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
 .fuseops th.number{text-align:right}
 .fuseops .wide{overflow-x:auto}
@@ -83,10 +86,10 @@ _KEY = (
         f'<i style="background:var(--{color})"></i>{text}'
         for color, text in (
             ("node", "bytes on the device, nothing moved"),
-            ("bar", "bytes by this plan, H2D"),
+            ("bar", "bytes by this plan; H2D, back from the host"),
             ("forward", "forward"),
             ("backward", "backward"),
-            ("joint", "D2H"),
+            ("joint", "D2H, to the host"),
             ("miss", "budget, peak, stalls"),
         )
     )
@@ -104,11 +107,16 @@ def _table(plan: Decided) -> str:
     for row in rows(plan):
         name, nbytes, decision, reason, window, slack = map(escape, row.cells())
         body.append(
-            f'<tr><td class="mono">{name}</td><td class="number">{nbytes}</td>'
+            f'<tr><td class="mono">{_breakable(name)}</td><td class="number">{nbytes}</td>'
             f'<td class="{decision}">{decision}</td><td>{reason}</td>'
             f'<td class="number">{window}</td><td class="number">{slack}</td></tr>'
         )
     return f'<table class="decided"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+
+
+def _breakable(name: str) -> str:
+    """A dotted name that may break before a child, not inside one nor before a number."""
+    return re.sub(r"\.(?=[A-Za-z])", ".<wbr>", name)
 
 
 class _Scale:

@@ -172,9 +172,10 @@ class Profile:
         if last is None:
             return "before the first layer"
         call = self.calls[last.which]
+        layer = call.layer or "the model"
         if last.what == "backward":
-            return f"in the backward of {call.layer}"
-        return f"{'in' if position < call.leave else 'after'} the forward of {call.layer}"
+            return f"in the backward of {layer}"
+        return f"{'in' if position < call.leave else 'after'} the forward of {layer}"
 
     # --- files
 

@@ -115,11 +115,8 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
         f"{before.seconds * 1e3:.2f} ms -> {after.seconds * 1e3:.2f} ms ({slower:+.2f} %): stalls "
         f"{after.stall * 1e3:.2f} ms, recomputation {after.recompute * 1e3:.2f} ms",
     )
-    yield (
-        "offload",
-        f"{size(after.moved)} leave and are let go {plan.settings.lag} layers later, "
-        f"{size(after.host)} of host memory",
-    )
+    lag = f"are let go {plan.settings.lag} layers later, {size(after.host)} of host memory"
+    yield "offload", f"{size(after.moved)} leave and {lag}" if after.moved else "nothing leaves"
     rates = f"{plan.hardware.d2h.peak:.1f} GB/s out, {plan.hardware.h2d.peak:.1f} GB/s back"
     yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 

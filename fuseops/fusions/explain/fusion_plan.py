@@ -9,7 +9,7 @@ from .text import text
 
 
 class FusionPlan(Planned):
-    """What one call of a Sequential runs, what did not fuse and why, and what it saves."""
+    __doc__ = Planned.__doc__
 
     def to_html(self) -> str:
         """A self-contained page with a drawing; no network, no script."""

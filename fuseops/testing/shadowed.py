@@ -1,4 +1,4 @@
-"""A rule that an earlier one always beats to it is dead: nothing says so when a model runs."""
+"""Rules that can never fire, because an earlier one always takes their ops: nothing says so when a model runs."""
 
 import itertools
 from collections.abc import Iterator, Sequence

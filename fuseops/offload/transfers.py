@@ -1,5 +1,5 @@
-"""What a schedule keeps count of: storages that leave, the transfers that they share, and calls of
-layers. Pure.
+"""What a schedule moves and for whom: storages that leave (items), the transfers that they share (bundles), and the
+calls of layers that saved them. Pure.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,0 +1,67 @@
+"""The model that `fuseops offload-plan` plans when it is given none, and that docs/offload.md speaks of.
+
+Twelve dense transformer blocks of fuseops ops (width 4096, 32 heads, FFN 14336) on 8192 tokens in bfloat16.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import ops
+from fuseops.fusions.sequential import Residual, Sequential
+
+from .target import Target
+
+
+class Attention(nn.Module):
+    """Causal attention over one packed buffer of queries, keys and values."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        tokens, width = qkv.shape
+        q, k, v = qkv.view(1, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(tokens, width // 3)
+
+
+class Stack(nn.Module):
+    """Dense transformer blocks."""
+
+    def __init__(self, blocks: int, width: int, ffn: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            Sequential(
+                {
+                    "attn": Residual(
+                        ops.RMSNorm(width),
+                        ops.Linear(width, 3 * width, bias=False),
+                        Attention(heads),
+                        ops.Linear(width, width, bias=False),
+                    ),
+                    "mlp": Residual(
+                        ops.RMSNorm(width),
+                        ops.Linear(width, 2 * ffn, bias=False),
+                        ops.SwiGLU(),
+                        ops.Linear(ffn, width, bias=False),
+                    ),
+                }
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def example(
+    blocks: int = 12, width: int = 4096, ffn: int = 14336, heads: int = 32, tokens: int = 8192
+) -> Target:
+    """The stack of this file, on torch's meta device: it takes no memory."""
+    with torch.device("meta"):
+        model = Stack(blocks, width, ffn, heads).to(torch.bfloat16)
+        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    return Target("the example of twelve blocks", model, (x,), {})
