@@ -34,12 +34,18 @@ class TorchRandom:
 torch_random = TorchRandom()  # Hypothesis holds only a weak reference
 hypothesis.register_random(torch_random)
 
-# No deadline: the first example of a test pays for compilation and caches.
-hypothesis.settings.register_profile("dev", max_examples=20, deadline=None)
+# No deadline, and no check of how fast examples are drawn: the first example of a test pays for compilation and
+# caches, and a busy machine breaks no law.
 hypothesis.settings.register_profile(
-    "ci", max_examples=100, deadline=None, derandomize=True, print_blob=True
+    "dev",
+    max_examples=20,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile("nightly", max_examples=1000, deadline=None, print_blob=True)
+dev = hypothesis.settings.get_profile("dev")
+hypothesis.settings.register_profile("ci", dev, max_examples=100, derandomize=True)
+hypothesis.settings.register_profile("nightly", dev, max_examples=1000)
 in_ci = os.environ.get("CI", "").lower() == "true"
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if in_ci else "dev"))
 

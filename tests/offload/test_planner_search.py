@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, carried, profile_of, profiles, transformer
 
@@ -64,7 +64,7 @@ def test_law_23_close_to_the_best() -> None:
     assert max(above) <= 0.05
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@settings(max_examples=20)
 @given(profiles(groups=True), st.integers(1, 2), st.floats(0, 1))
 def test_law_23_a_fit_where_there_is_one(profile: Profile, lag: int, tight: float) -> None:
     found, best = both(profile, lag, tight, None)
@@ -179,7 +179,7 @@ def noisy(profile: Profile, spread: float, seed: int) -> Profile:
     return replace(profile, ops=tuple(ops))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@settings(max_examples=20)
 @given(
     profiles(max_saved=7, groups=True),
     st.sampled_from([0.0, 0.01, 0.1]),
@@ -208,7 +208,7 @@ def test_what_leaves_for_free_is_close_to_what_a_link_could_carry(seed: int) -> 
         assert 0.97 * most <= plan.free <= most
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@settings(max_examples=20)
 @given(profiles(groups=True), st.integers(0, 99))
 def test_a_budget_that_the_free_plan_keeps_costs_no_time(profile: Profile, seed: int) -> None:
     """However two recordings of one step differ: the peak that is free is free of recomputation."""
