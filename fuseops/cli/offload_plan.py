@@ -99,7 +99,7 @@ def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
 
 
 def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
-    written = [*_write([plan], "html", args.html), *_write([plan], "trace", args.trace)]
+    written = _files([plan], args)
     if args.json:
         files = {
             what: path and str(path) for what, path in (("html", args.html), ("trace", args.trace))
@@ -116,7 +116,7 @@ def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
 def _ranks(
     plans: Sequence[OffloadPlan], name: str, pipeline: offload.Pipeline, args: argparse.Namespace
 ) -> int:
-    written = [*_write(plans, "html", args.html), *_write(plans, "trace", args.trace)]
+    written = _files(plans, args)
     if args.json:
         shown = {"target": name, "pipeline": pipeline._asdict()}
         as_json("offload-plan", **shown, ranks=[rank.to_json() for rank in plans])
@@ -134,16 +134,25 @@ def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
     return (str(rank), *sizes, f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}")
 
 
-def _write(plans: Sequence[OffloadPlan], what: str, path: Path | None) -> list[Path]:
-    """Write the page or trace of every plan: to `path`, or of several to `<stem>.rank<k>`.   -> the files"""
+def _files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Path]:
+    """Write the pages and traces that were asked for.   -> the files"""
+    return [
+        *_write(plans, OffloadPlan.save_html, args.html),
+        *_write(plans, OffloadPlan.save_trace, args.trace),
+    ]
+
+
+def _write(
+    plans: Sequence[OffloadPlan], save: Callable[[OffloadPlan, Path], None], path: Path | None
+) -> list[Path]:
+    """Save every plan: to `path`, or of several to `<stem>.rank<k>`.   -> the files"""
     if path is None:
         return []
     several = len(plans) > 1
     paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
     for plan, file in zip(plans, paths, strict=True):
-        save: Callable[[Path], None] = plan.save_html if what == "html" else plan.save_trace
         try:
-            save(file)
+            save(plan, file)
         except OSError as error:
             raise UsageError(f"cannot write {file}: {error.strerror}.") from None
     return paths

@@ -278,7 +278,7 @@ def rule_cases(
 ) -> Case:
     """A Sequential of just what the pattern of a rule spells out, with every choice that it leaves.
 
-    spelling: one of `tables.expansions(rule)`, where the choice of types is made.
+    spelling: one of `shadowed.expansions(rule)`, where the choice of types is made.
     """
     types = spelling or draw(st.sampled_from(list(expansions(rule))))
     groups = draw(group_counts())
