@@ -25,7 +25,7 @@ from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 
 from . import html, text, trace
-from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, Planned
+from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
 from .model import Choice, Model
 from .planner import NOTHING, UNLIMITED, Limits, solve
@@ -249,7 +249,7 @@ def _within(model: Model, limits: Limits, hardware: Hardware) -> _Solved:
     return found
 
 
-def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
+def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
     model, choice, after, _ = solved
     profile = model.profile
     leave = {k for item in choice.leave for k in model.items[item]}
@@ -277,7 +277,7 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
             spare = "the link has no more room", "not needed for the peak"
             reason = spare[limits.peak is not None]
         layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
-        yield Planned(
+        yield PlannedTensor(
             *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
             *(decision, reason, window),
         )
