@@ -3,6 +3,7 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -228,6 +229,18 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
 def version(t: torch.Tensor) -> int:
     """How often t has been written in place; inference tensors do not count."""
     return 0 if t.is_inference() else t._version
+
+
+def alias_of_no_bytes(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of t, and none of its memory."""
+    alias = t.detach()
+    alias.data = _nothing(t.dtype, t.device)
+    return alias
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:

@@ -356,6 +356,18 @@ def test_version_counts_writes_in_place() -> None:
         assert torch_private.version(torch.ones(4)) == 0
 
 
+def test_an_alias_of_no_bytes_sees_writes_and_holds_nothing() -> None:
+    t = torch.ones(4)
+    alias, storage = (
+        torch_private.alias_of_no_bytes(t),
+        torch_private.WeakStorage(t.untyped_storage()),
+    )
+    t[1:].zero_()
+    assert alias._version == 1 and alias.numel() == 0
+    del t
+    assert storage.expired()
+
+
 def test_assert_async_names_what_was_wrong() -> None:
     torch_private.assert_async(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not fine"):
