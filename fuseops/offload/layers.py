@@ -75,7 +75,8 @@ class LayerScope(Scope):
         mover: Callable[[], Mover],
     ) -> None:
         super().__init__(model)
-        self._policy, self._layers, self._make_mover = policy, layers, mover
+        self._policy, self._layers = policy, layers
+        self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
         self._thread_calls = _Thread()
@@ -93,9 +94,10 @@ class LayerScope(Scope):
     @property
     def mover(self) -> Mover:
         """Made when the first layer runs: only then is the model where it will stay."""
-        if self._mover is None:
-            self._mover = self._make_mover()
-        return self._mover
+        if self._make_mover is not None:
+            # called once, and let go of: it holds the scheduler, which holds this
+            self._mover, self._make_mover = self._make_mover(), None
+        return cast(Mover, self._mover)
 
     def close(self) -> None:
         """No layer will run any more."""

@@ -124,11 +124,11 @@ class Training(RuleBasedStateMachine):
         self.scheduler = offload.Scheduler(
             self.model, "layers.*", policy=policy, lag=lag, ahead=ahead
         )
-        make = self.scheduler._make_mover
+        make, lanes = self.scheduler._make_mover, self.lanes
 
         def with_lanes() -> Any:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: self.lanes)
+                patch.setattr("fuseops.offload.scheduler.make_lanes", lambda *_: lanes)
                 mover = make()
             mover.schedule.small = small
             return mover
