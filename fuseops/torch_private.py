@@ -60,8 +60,9 @@ def inside_functorch() -> bool:
 
 
 def is_batched(t: torch.Tensor) -> bool:
-    """Whether a `vmap` stands for many tensors by this one."""
-    return bool(torch._C._functorch.is_batchedtensor(t))
+    """Whether a `vmap`, or `torch.autograd.grad(is_grads_batched=True)`, stands for many tensors by this one."""
+    private = torch._C._functorch
+    return bool(private.is_batchedtensor(t) or private.is_legacy_batchedtensor(t))
 
 
 def inside_forward_ad() -> bool:
@@ -185,6 +186,17 @@ def occupy_device(cycles: int) -> None:
     """Have the current CUDA stream do nothing for so many cycles of its clock."""
     sleep: Any = torch.cuda._sleep
     sleep(cycles)
+
+
+def running_modules() -> list[torch.nn.Module]:
+    """The modules whose forwards run, innermost first, by the frames of their calls."""
+    found: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -197,7 +197,25 @@ def test_what_vmap_batches_is_known() -> None:
 
     torch.vmap(f)(torch.ones(2, 2))
     torch.func.grad(f)(torch.ones(2))
-    assert seen == [True, False, False, False]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda d: seen.append(torch_private.is_batched(d)))
+    torch.autograd.grad(x * 1, x, torch.ones(2, 2), is_grads_batched=True)
+    assert seen == [True, False, False, False, True]
+
+
+def test_running_modules_are_those_whose_forwards_run() -> None:
+    seen: list[list[torch.nn.Module]] = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch_private.running_modules())
+            return x
+
+    looks = Looks()
+    model = torch.nn.Sequential(looks, torch.nn.Identity())
+    model.register_forward_pre_hook(lambda *given: seen.append(torch_private.running_modules()))
+    model(torch.ones(2))
+    assert seen == [[model], [looks, model]] and torch_private.running_modules() == []
 
 
 def test_assume_constant_result_is_torchs() -> None:

@@ -187,7 +187,8 @@ def run_backward(
             else:  # what waits for backward_dw holds what this step saved, and no more
                 mine = saved if step.later is None else {i: saved[i] for i in step.members}
                 run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
-                results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
+                ops = [seg.ops[i] for i in step.members]
+                results = weight_grads.elsewhere(step, ops, run, mine, dy)
         try:
             for member, name, position in step.params:
                 grads[position] = results[member].params[name]  # type: ignore[index]
@@ -234,8 +235,7 @@ def _op_bwd(
     step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
 ) -> Grads:
     if step.pure:
-        first = once.look is not None
-        return pure.bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0], first)
+        return pure.bwd_by_autograd(step, saved, dy, dside or {}, once.look is not None)
     keywords = step.keywords
     if step.takes_dside:
         keywords = {**keywords, "dside": dside or {}}

@@ -85,7 +85,7 @@ class FirstCall:
         self.given = [
             Version(name, torch_private.alias_of_no_bytes(t), t._version)  # that no memory is held
             for name, t in read
-            if type(t) in PLAIN and not t.is_inference()
+            if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
         ]
 
     def after_bwd(self, step: Step, results: Sequence[Grads], partly: bool) -> None:

@@ -96,13 +96,12 @@ def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> 
         nodes += [behind for behind, _ in node.next_functions]
 
 
-def bwd_by_autograd(
-    op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: Any, first: bool
-) -> Grads:
+def bwd_by_autograd(step: Step, saved: Any, dy: Any, dside: dict[str, Any], first: bool) -> Grads:
     """Backward of a level-1 op: autograd over its `fwd`.
 
     Raises FuseOpsError, the `first` time, where `fwd` reads a tensor that wants a gradient and came by no keyword.
     """
+    op, call = step.target, step.calls[0]
     with torch.enable_grad():
         tensors, out = _again(op, saved, call)
         if first:

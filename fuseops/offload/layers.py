@@ -101,6 +101,7 @@ class LayerScope(Scope):
 
     def close(self) -> None:
         """No layer will run any more."""
+        self.forget_interrupted()
         if self._mover is not None:
             self._mover.close()
 
@@ -108,6 +109,7 @@ class LayerScope(Scope):
 
     def enter(self, module: nn.Module) -> None:
         """Before the forward of a layer."""
+        self.forget_interrupted()
         path, call = self._layers[id(module)], None
         self.called.add(path)
         aside = self._why_layer_aside()
@@ -134,7 +136,17 @@ class LayerScope(Scope):
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
             return
-        ended = stack.pop()
+        self._leave(stack.pop(), output)
+
+    def forget_interrupted(self) -> None:
+        """Leave the layers whose forwards ended without a hook: torch calls none for a KeyboardInterrupt."""
+        stack = self._thread_calls.running
+        running = torch_private.running_modules() if stack else []
+        while stack and stack[-1].module not in running:
+            self._leave(stack.pop(), None)
+
+    def _leave(self, ended: Running, output: Any) -> None:
+        module = ended.module
         ended.inside.close()
         call = ended.call
         if call is None:

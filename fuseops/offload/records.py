@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -93,8 +94,8 @@ class Mover:
             self.tidy()
             self.schedule.backward(call)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():
             self.close()
 
     def close(self) -> None:
