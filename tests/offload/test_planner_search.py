@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,29 @@ from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, carried, profile_of, profiles, transformer
 
 from fuseops.offload.planning.hardware import Hardware
-from fuseops.offload.planning.model import Model
+from fuseops.offload.planning.model import Choice, Model
 from fuseops.offload.planning.plan import plan_profile
-from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve, subsets
+from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import Settings, simulate
+
+
+def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Every one, the smallest first."""
+    listed = list(values)
+    return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
+
+
+def exhaustive(model: Model, limits: Limits) -> Solution:
+    """The best choice of all, by trying every one."""
+    choices = [NOTHING]
+    for drop in subsets(range(len(model.groups))):
+        if any(model.rivals[g] & set(drop) for g in drop):
+            continue
+        taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
+        left = (k for k in range(len(model.items)) if k not in taken)
+        choices += [Choice(frozenset(leave), frozenset(drop)) for leave in subsets(left)]
+    return min((judge(model, limits, choice) for choice in choices), key=lambda s: s.key)
 
 
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:

@@ -294,8 +294,9 @@ def _transposing_rate() -> float:
     return _digits(2 * source.nbytes / _seconds(works, 10) / 1e9)
 
 
-def _launch_seconds(kernels: int = 200) -> float:
+def _launch_seconds() -> float:
     """Of kernels that wait for each other, and not for the host."""
+    kernels = 200
     one, start, stop = torch.ones((), device="cuda"), event(), event()
     for lead in (0, 20_000 * kernels):  # cycles, about 10 us each; the first warms up
         torch_private.occupy_device(lead)

@@ -92,27 +92,16 @@ def solve(model: Model, limits: Limits) -> Solution:
     return found
 
 
-def exhaustive(model: Model, limits: Limits) -> Solution:
-    """The best choice of all, by trying every one: for tests, on a few tensors."""
-    search = _Search(model, limits)
-    best = search.judge(NOTHING)
-    for drop in subsets(range(len(model.groups))):
-        if any(model.rivals[g] & set(drop) for g in drop):
-            continue
-        taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
-        for leave in subsets(k for k in range(len(model.items)) if k not in taken):
-            best = min(
-                best,
-                search.judge(Choice(frozenset(leave), frozenset(drop))),
-                key=lambda s: s.key,
-            )
-    return best
-
-
-def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Every one, the smallest first."""
-    listed = list(values)
-    return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
+def judge(model: Model, limits: Limits, choice: Choice) -> Solution:
+    """What a choice costs, and how far it is from the limits."""
+    prediction = model.predict(choice)
+    excess = sum(
+        max(used - limit, 0)
+        for used, limit in ((prediction.peak, limits.peak), (prediction.host, limits.host))
+        if limit is not None
+    )
+    moved = -prediction.host if limits.peak is None else prediction.host
+    return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
 
 
 class _Search:
@@ -125,17 +114,7 @@ class _Search:
         self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
 
     def judge(self, choice: Choice) -> Solution:
-        prediction = self.model.predict(choice)
-        excess = sum(
-            max(used - limit, 0)
-            for used, limit in (
-                (prediction.peak, self.limits.peak),
-                (prediction.host, self.limits.host),
-            )
-            if limit is not None
-        )
-        moved = -prediction.host if self.limits.peak is None else prediction.host
-        return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
+        return judge(self.model, self.limits, choice)
 
     @property
     def spent(self) -> bool:
