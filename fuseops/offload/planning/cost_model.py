@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
     late: dict[int, float]
 
 
-class Model:
+class CostModel:
     """One profile on one machine under one schedule.
 
     items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
