@@ -21,7 +21,8 @@ from fuseops.fusions.plan import Edge, Miss, SavedTensor, Span
 from fuseops.fusions.run import Run
 from fuseops.fusions.runner import Composed, runner_of
 from fuseops.ops import scopes
-from fuseops.ops.op import Op
+from fuseops.ops.op import Op, numel
+from fuseops.ops.paths import prefix_of
 
 from .fusion_plan import FusionPlan
 from .saved import Where
@@ -103,7 +104,7 @@ class Observer:
         if not isinstance(module, Op):
             return Where(call, path, None)
         ((name, _),) = module._planned()
-        return Where(call, path, f"{module.__dict__.get('_prefix', '')}{name}.")
+        return Where(call, path, f"{prefix_of(module) or ''}{name}.")
 
     def ran(self, gemm: str) -> None:
         """For `Launches`: the run that began last launched a grouped GEMM."""
@@ -295,8 +296,5 @@ def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: se
             shape = op.out_shape(shape)
         following = run.names[stop] if stop < len(run.names) else None
         if f"{prefix}{following}.x" not in kept and not run.ops[stop - 1].alias:
-            size = itemsize
-            for n in shape:
-                size *= n
-            largest = max(largest, size)
+            largest = max(largest, itemsize * numel(shape))
     return largest
