@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import refuse_inplace
+from .checks import check_probs, refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
-from .routing import check_probs
 
 
 class ActivationSaved(NamedTuple):

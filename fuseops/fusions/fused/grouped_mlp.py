@@ -16,9 +16,9 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
-from fuseops.ops.routing import check_offs, check_probs
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake

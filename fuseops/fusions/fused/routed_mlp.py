@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
-from fuseops.ops.checks import check_rows
+from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
-from fuseops.ops.permute import Combine, check_pos
+from fuseops.ops.permute import Combine
 
 from .dswiglu import expected, said
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
