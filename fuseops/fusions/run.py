@@ -258,7 +258,7 @@ class Run:
                     "out= is eager only: compile around the ops that write to buffers."
                 )
             return self._traced(x, env, tokens, live)
-        parametrized = any([op.__dict__["_modules"] for op in self.ops])
+        parametrized = any(op.__dict__["_modules"] for op in self.ops)
         with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
             plan = self.plan(x, env, tokens, live)
             for watcher in scopes.current().watchers:
