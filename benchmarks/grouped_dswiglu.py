@@ -20,7 +20,7 @@ import torch
 from grouped_problems import SHAPES, Call, split
 from torch import Tensor
 
-from fuseops.fusions.fused.dswiglu import THROUGH
+from fuseops.fusions.fused.dswiglu import EPILOGUE
 from fuseops.kernels import activation, configs, grouped, grouped_glu_bwd, grouped_paths
 
 
@@ -75,7 +75,7 @@ def cell(shape: str, gathers: bool, span: float, sweep: bool) -> dict[str, Any]:
     dims = (*t["weight"].shape, gathers)
     return {
         "error_of_dh_a_dprobs": errors,
-        "takes": "one_kernel" if THROUGH.pick(len(t["h"]), dims, t["h"])["THROUGH"] else "two_kernels",
+        "takes": "one_kernel" if EPILOGUE.pick(len(t["h"]), dims, t["h"])["EPILOGUE"] else "two_kernels",
         "us": {name: round(value, 1) for name, value in us.items()},
         "gain": round(us["two_kernels"] / us["one_kernel"], 3),
     }  # fmt: skip

@@ -23,7 +23,7 @@ from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
-from .dswiglu import Down, apart, expected, said, through
+from . import dswiglu
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
@@ -108,7 +108,8 @@ class GroupedMLP(FusedOp):
         return self.gradients(rest, taken, calls, lambda width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
-        return said(expected(self.down(self.inputs(x, t)), None, calls, len(x)))
+        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, len(x))
+        return dswiglu.in_words(why)
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -122,9 +123,11 @@ class GroupedMLP(FusedOp):
             *(fc1.get("bias"), fc2.get("bias")),
         )
 
-    def down(self, s: GroupedMLPSaved) -> Down:
-        """What the backward through fc2 and the activation reads, but for h."""
-        return Down(self.kind, self.form, s.probs if self.scaled else None, s.fc2, s.offs)
+    def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
+        """What the backward through fc2 and the activation reads, but for dy and h."""
+        return dswiglu.Operands(
+            self.kind, self.form, s.probs if self.scaled else None, s.fc2, s.offs
+        )
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """fc1."""
@@ -205,14 +208,14 @@ class GroupedMLP(FusedOp):
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
         rows = len(dy) if dy_index is None else len(dy_index)
-        down = self.down(s)
-        fused = apart(down, dy, h, dy_index, calls, rows) is None
+        operands = self.operands(s)
+        fused = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(
             fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
         )
         da, above = above.x, above._replace(x=None)
         if fused:
-            dh, a, dprobs = through(down, dy, h, dy_index, last)  # type: ignore[arg-type]
+            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)  # type: ignore[arg-type]
         elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
