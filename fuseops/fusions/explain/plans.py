@@ -30,10 +30,11 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped
 
 from . import text
+from .assemble import plan_from
 from .fusion_plan import FusionPlan
 from .gemms import Launches
 from .layout import glob
-from .observe import Observer, plan_from
+from .observe import Observer
 from .rehearse import peak_of_step, unseen
 from .saved import Ledger, storages, tensors_by_owner
 
