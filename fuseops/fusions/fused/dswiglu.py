@@ -32,8 +32,8 @@ EPILOGUE = Space(
 class Operands(NamedTuple):
     """What the backward through fc2 and the activation before it reads, but for dy and h."""
 
-    kind: str  # of the activation, and its form
-    form: tuple[Any, ...]
+    kind: str  # of the activation, and its options
+    options: tuple[Any, ...]
     probs: Tensor | None  # (R,) that the activation multiplies by, if it does
     fc2: Tensor | None  # (E, D, F)
     offs: Tensor | None
@@ -52,7 +52,7 @@ def why_apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     first, _, last = calls
-    if given.kind != "swiglu" or any(given.form):
+    if given.kind != "swiglu" or any(given.options):
         return f"the activation is {given.kind}, in another form than [gate | up]"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"

@@ -74,7 +74,7 @@ class GroupedMLP(FusedOp):
         super().__init__(*members)
         fc1, act, fc2 = cast("tuple[Any, ...]", members)
         self.kind: str = act.kind
-        self.form: tuple[Any, ...] = act.form
+        self.options: tuple[Any, ...] = act.options
         self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
         a = ("h", "offs", "probs") if self.scaled else ("h", "offs")
         dh = (*a, "fc2")
@@ -126,7 +126,7 @@ class GroupedMLP(FusedOp):
     def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
         """What the backward through fc2 and the activation reads, but for dy and h."""
         return dswiglu.Operands(
-            self.kind, self.form, s.probs if self.scaled else None, s.fc2, s.offs
+            self.kind, self.options, s.probs if self.scaled else None, s.fc2, s.offs
         )
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
@@ -158,7 +158,7 @@ class GroupedMLP(FusedOp):
         need_h: bool,
     ) -> bool:
         """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
-        if self.kind != "swiglu" or any(self.form) or s.bias1 is not None:
+        if self.kind != "swiglu" or any(self.options) or s.bias1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
@@ -176,9 +176,9 @@ class GroupedMLP(FusedOp):
 
     def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
         if not self.scaled:
-            return K.act_fwd(h, self.kind, *self.form)
+            return K.act_fwd(h, self.kind, *self.options)
         check_probs(type(self.members[1]).__name__, h, probs)  # type: ignore[arg-type]
-        return K.scaled_act_fwd(h, probs, self.kind, *self.form)  # type: ignore[arg-type]
+        return K.scaled_act_fwd(h, probs, self.kind, *self.options)  # type: ignore[arg-type]
 
     def gradients(
         self,
@@ -248,13 +248,13 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dh, dprobs and the activation, in one pass over h."""
         if not need_dh:
-            return None, K.act_dprobs(da, h, self.kind, *self.form), None
+            return None, K.act_dprobs(da, h, self.kind, *self.options), None
         if not self.scaled:
             if not need_a:
-                return K.act_bwd(da, h, self.kind, *self.form), None, None
+                return K.act_bwd(da, h, self.kind, *self.options), None, None
             probs = torch.ones(h.shape[:-1], device=h.device)  # exact
         dh, dprobs, a = K.scaled_act_bwd(
-            da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
+            da, h, probs, self.kind, need_dprobs, need_a, *self.options  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
 
