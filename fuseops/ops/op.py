@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
     needs      which gradients anyone wants: "x", parameter names, side names
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
-    emit       formats wanted for y; emit_dx: for dx
+    emit       formats wanted for y; emit_dx: for dx. Empty as yet: a step of the plan makes every quantized tensor
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
 
