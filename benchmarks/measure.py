@@ -9,10 +9,12 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +28,15 @@ T = TypeVar("T")
 
 
 def environment(*peers: str) -> dict[str, Any]:
-    """What the figures belong to: when they were measured, and with what; peers: their packages."""
+    """What the figures belong to: when they were measured, how, and with what; peers: their packages."""
+    words = (Path(word).name if "/" in word else word for word in sys.argv)
     found = {
         "date": datetime.date.today().isoformat(),
         "fuseops": fo.__version__,
         "python": platform.python_version(),
         **configs.versions(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": " ".join(["python", *words]),
     }
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)

@@ -208,6 +208,15 @@ def test_a_ratio_stands_with_its_interval() -> None:
     assert tables().summary(rows)[1] == ["a/fwd", "1", "1.034 (1.030-1.041)"]
 
 
+def test_gemms_that_settled_stand_in_the_table_with_their_ratios() -> None:
+    ratio = {"ratio": 1.05, "interval": [1.04, 1.06]}
+    us = {"fuseops": 10.0, "torch": 10.5}
+    cells = {"a/fc1/fwd/uniform": {"us": us, "ratios": {"torch": ratio}}, "a/fc1/fwd/zipf": {}}
+    rows = tables().keyed("settled", tables().compared(cells))
+    assert rows == [["settled", "fuseops", "torch", "over torch"],
+                    ["a/fc1/fwd/uniform", "10", "10.5", "1.050 (1.040-1.060)"]]  # fmt: skip
+
+
 def test_ways_to_train_show_what_was_predicted() -> None:
     way = {"ms": 3.0, "ratio": 1.02, "interval": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
     rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0}})
