@@ -3,11 +3,12 @@
     python benchmarks/grouped_gemm.py --out benchmarks/results/grouped_gemm_h200.json
     python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
-`settled`: with rows split evenly at random, each candidate makes the GEMMs of an expert MLP one after another and over
-again, for `--settle` seconds to warm up and as long again, in turn. So each runs at the clock that the power of its
-own kernels leaves it, as in training. `cells`: other splits, and widths that no tile divides (`edges`), one GEMM
-at a time for `--span` seconds a candidate and round: too short for that, so the clock is that of all candidates
-together. `cool`: single calls after 40 ms of idling and one call. Ratios are a peer's time over ours, round by round.
+`settled`: with rows split evenly at random, each candidate makes the GEMMs of a training step of an expert MLP one
+after another and over again, for `--settle` seconds to warm up and as long again, in turn. So each runs at the clock
+that the power of its own kernels leaves it, as in training. `cells`: other splits and shapes, and widths that no tile
+divides (`edges`), one GEMM at a time for `--span` seconds a candidate and round: too short for that, so the clock is
+that of all candidates together, which flatters the one that takes most power. `cool`: single calls after 40 ms of
+idling and one call. Ratios are a peer's time over ours, round by round.
 
 The tile table is made inside every timed call. Three groups are compared with float32 before, with odd ends, once for
 all splits. TFLOP/s count the rows inside groups. `gathered` reads the rows by index, each token K times, beside a copy
@@ -32,6 +33,8 @@ import torch
 from grouped_problems import EDGES, NEXT, SHAPES, SPLITS, Call, bar, operands, split, wrong
 
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")
+SETTLED = ("mixtral", "deepseek_v3", "qwen3_30b", "sonic_30b")  # whose ratios are nearest to 1
+Sizes = tuple[int, int, int, int]  # groups, rows, N, K
 PARTS = ("host", "settled", "cells", "edges", "gathered", "small_groups", "cool")
 
 
@@ -72,7 +75,8 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begun = options, time.perf_counter()
         self.report: dict[str, Any] = {
-            "environment": measure.environment(), "summary": {}, "skipped": [], "checks": {},
+            "environment": measure.environment(), "summary": {}, "skipped": [], "failed": {},
+            "checks": {},
             **{part: {} for part in PARTS},
         }  # fmt: skip
         for path in options.checked:
@@ -86,10 +90,12 @@ class Run:
             found = make()
         except Exception as error:  # reported, not hidden
             torch.cuda.synchronize()
-            found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        self.report[part] |= {name: found} if name else found
-        shown = found.get("tflops", found)
-        print(f"{time.perf_counter() - self.begun:.1f} s", part, name, shown, flush=True)
+            found = f"{type(error).__name__}: {error}"[:500]
+            self.report["failed"][f"{part} {name}"] = found
+        else:
+            self.report[part] |= {name: found} if name else found
+            found = found.get("tflops", found)
+        print(f"{time.perf_counter() - self.begun:.1f} s", part, name, found, flush=True)
         self.write()
 
     def late(self, what: str) -> bool:
@@ -111,14 +117,14 @@ class Run:
             checks[key] = wrong(kind, t)
         return checks[key] is None
 
-    def layers(self) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    def layers(self) -> Iterator[tuple[str, Sizes]]:
         """shape/layer and (groups, rows, N, K) of what was asked for."""
         for shape, (groups, rows, d, f, _) in SHAPES.items():
             if self.options.only in shape:
                 yield f"{shape}/fc1", (groups, rows, 2 * f, d)
                 yield f"{shape}/fc2", (groups, rows, d, f)
 
-    def edge_widths(self) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    def edge_widths(self) -> Iterator[tuple[str, Sizes]]:
         for name, (n, k) in EDGES.items() if self.options.only in ("", "edges") else ():
             yield name, (32, 65536, n, k)
 
@@ -140,28 +146,35 @@ class Run:
         self.note("host", "", parts.host)
 
     def settled(self) -> None:
-        for _, of_shape in itertools.groupby(self.layers(), lambda layer: layer[0].split("/")[0]):
-            self.note("settled", "", partial(self.mixed, dict(of_shape)))
+        by_shape = itertools.groupby(self.layers(), lambda layer: layer[0].split("/")[0])
+        for shape, of_shape in by_shape:
+            if shape in SETTLED:
+                self.note("settled", "", partial(self.mixed, dict(of_shape)))
 
-    def mixed(self, sizes: dict[str, tuple[int, int, int, int]]) -> dict[str, dict[str, Any]]:
-        """Every GEMM of these layers, at the clock that its candidate settles at."""
-        mixes: dict[str, dict[str, Call]] = {}
-        flops = {}
-        for layer, each in sizes.items():
-            t = operands(*each, split("uniform", *each[:2]))
-            for kind in (kind for kind in KINDS if self.right(layer, kind, t)):
-                name = f"{layer}/{kind}/uniform"
-                flops[name] = parts.flops_of(t)
-                for candidate, call in parts.candidates(kind, t).items():
-                    mixes.setdefault(candidate, {})[name] = call
-        us = measure.mixes_in_turn(mixes, self.options.rounds, self.options.settle)
-        return {name: parts.entry(found, flops[name]) for name, found in us.items()}
+    def mixed(self, sizes: dict[str, Sizes]) -> dict[str, dict[str, Any]]:
+        """The GEMMs of a training step of these layers, then of one that adds weight gradients to float32 ones."""
+        t = {name: operands(*each, split("uniform", *each[:2])) for name, each in sizes.items()}
+        found = {}
+        for last in ("wgrad", "wgrad_into"):
+            mixes: dict[str, dict[str, Call]] = {}
+            for layer, kind in itertools.product(sizes, ("fwd", "dgrad", last)):
+                if self.right(layer, kind, t[layer]):
+                    calls = parts.candidates(kind, t[layer])
+                    for candidate in calls if last == "wgrad" else ("fuseops", "torch"):
+                        mix = mixes.setdefault(candidate, {})
+                        mix[f"{layer}/{kind}/uniform"] = calls[candidate]
+            us = measure.mixes_in_turn(mixes, self.options.rounds, self.options.settle)
+            for name, each in us.items():
+                flops = parts.flops_of(t[name.rsplit("/", 2)[0]])
+                found.setdefault(name, parts.entry(each, flops))
+        return found
 
     def cells(self) -> None:
         for layer, sizes in self.layers():
             t = operands(*sizes, split("uniform", *sizes[:2]))
             kinds = [kind for kind in KINDS if self.right(layer, kind, t)]
-            for kind_of_split, kind in itertools.product(SPLITS[1:], kinds):
+            splits = SPLITS[layer.split("/")[0] in SETTLED :]
+            for kind_of_split, kind in itertools.product(splits, kinds):
                 t["offs"] = split(kind_of_split, *sizes[:2])
                 make = partial(parts.cell, kind, t, self.options, layer.startswith("qwen3_30b"))
                 self.note("cells", f"{layer}/{kind}/{kind_of_split}", make)
