@@ -2,8 +2,9 @@
 
     python benchmarks/grouped_dswiglu.py --out benchmarks/results/grouped_dswiglu_h200.json
 
-Both ways write dh, the activation and dprobs, for rows in order and for tokens by index. Timed in turn, as in
-grouped_gemm.py; `gemm` is the product alone. `takes` is what experts of this shape do.
+Both ways write dh, the activation and dprobs, for rows in order and for tokens by index. They run in turn, for
+`--span` seconds to warm up and as long again in each round; `gemm` is the product alone. `takes` is what experts of
+this shape do; where they take two kernels by index, they may copy the rows and take the one for rows in order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The expert MLP (fc1, SwiGLU times probability, fc2) beside `torch.compile` over `F.grouped_mm`, in bf16.
 
-    python benchmarks/grouped_mlp.py --out benchmarks/results/grouped_mlp_h200.json
+    python benchmarks/grouped_mlp.py --profile --out benchmarks/results/grouped_mlp_h200.json
 
-Rows are sorted by expert already. Candidates run in turn, in balanced order, back to back (hot), each
-eager and as a captured graph; ratios compare eager with eager and graph with graph, in one round. Outputs and all
-gradients are checked first, by expert, against float32. TFLOP/s are useful ones: 6 R D F forward.
+Rows are sorted by expert already. Candidates run in turn, in balanced order, back to back (hot), for `--span` seconds
+to warm up and as long again in each round; ratios are those of each round, with `--graphs` of captured graphs too.
+Outputs and all gradients are compared with float32 first, by expert. TFLOP/s are useful ones: 6 R D F forward.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """A whole MoE layer beside `torch.compile` and, where it is installed, SonicMoE, in bf16.
 
-    python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.json --peers compile sonic sonic_tuned
+    python benchmarks/moe_layer.py --peers compile sonic sonic_tuned --profile --span 0.2 \\
+        --out benchmarks/results/moe_layer_h200.json
 
 The layer is router, top-k softmax, gather, SwiGLU experts and combine over one set of weights. Candidates run in turn,
-in balanced order, back to back (hot); ratios are those of each round. SonicMoE runs with its default and with
-autotuned tiles: the first shape takes minutes, and QUACK_CACHE_AUTOTUNING=1 keeps what was found. Outputs and all
-gradients are checked against float32 first. Saved bytes are what a forward leaves allocated beyond its inputs and its
-output, measured the same way for all. TFLOP/s are useful ones: 6 T K n d forward.
+in balanced order, back to back (hot), for `--span` seconds to warm up and as long again in each round; ratios are
+those of each round, to the peer whose median is least. SonicMoE runs with its default and with autotuned tiles
+(README.md: how to keep what it tunes). Outputs and all gradients are compared with float32 first; the peers round the
+router's logits to bf16, so that they choose other experts for some tokens, and differ by that. Saved bytes are what a
+forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s are useful ones:
+6 T K n d forward.
 """
 
 from __future__ import annotations
