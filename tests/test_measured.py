@@ -39,6 +39,12 @@ def memory_bound(monkeypatch: pytest.MonkeyPatch) -> Any:
     return loaded("memory_bound")
 
 
+@pytest.fixture
+def grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return loaded("grouped_gemm")
+
+
 @given(st.integers(1, 40), st.floats(0.5, 0.99))
 def test_the_interval_of_a_median_is_as_sure_as_it_says(n: int, level: float) -> None:
     """Of n fair coins: the chance of fewer heads than its ends leave out, by exact counting."""
@@ -162,6 +168,35 @@ def test_a_peer_is_faster_by_the_capture_that_does_better(memory_bound: Any) -> 
     times = {"again": [12.5 * c for c in clock], "fuseops": [13 * c for c in clock]}
     times["compile"] = [10 * c for c in clock]
     assert memory_bound.over_peer(times, "compile") == {"ratio": 0.8, "interval": [0.8, 0.8]}
+
+
+def test_gemms_are_held_to_the_bar_of_their_kind_and_split(grouped_gemm: Any) -> None:
+    def record(**ratios: float) -> dict[str, Any]:
+        return {"ratios": {peer: {"ratio": ratio} for peer, ratio in ratios.items()}}
+
+    settled = {
+        "mixtral/fc1/fwd/uniform": record(torch=1.01, dense=0.96),
+        "mixtral/fc2/dgrad/uniform": record(torch=0.99, dense=0.98),
+        "mixtral/fc1/wgrad/uniform": record(torch=1.02, dense=0.5),
+        "mixtral/fc1/wgrad_into/uniform": record(torch=1.29),
+    }
+    cells = {"mixtral/fc1/fwd/zipf": record(dense=0.96), "qwen3_8k/fc1/fwd/zipf": record(dense=0.5)}
+    rate = {"n_1856/fwd": 500.0, "n_2048/fwd": 600.0}
+    edges = {name: {"tflops": {"fuseops": tflops}} for name, tflops in rate.items()}
+    few = {"1024x64": {"us": {}, **record(copy=0.84)}}
+    report = {"settled": settled, "cells": cells, "cool": {}, "edges": edges, "small_groups": few}
+    found = grouped_gemm.summary(report)
+    below = {name: list(row["below"]) for name, row in found.items() if row["below"]}
+    assert below == {
+        "fwd/dense/settled": ["mixtral/fc1/fwd/uniform"],
+        "dgrad/torch/settled": ["mixtral/fc2/dgrad/uniform"],
+        "wgrad_into/torch/settled": ["mixtral/fc1/wgrad_into/uniform"],
+        "products/torch/settled": ["mixtral/fc2/dgrad/uniform"],
+        "products/dense/settled": ["mixtral/fc1/fwd/uniform"],
+        "edges/next": ["n_1856/fwd"],
+        "small/copy": ["1024x64"],
+    }
+    assert found["products/torch/settled"]["least"] == ["mixtral/fc2/dgrad/uniform", 0.99]
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=20), st.floats(1.01, 1.5))
