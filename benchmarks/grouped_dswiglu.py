@@ -15,7 +15,7 @@ from typing import Any
 import layers
 import measure
 import torch
-from grouped_problems import SHAPES, Call, split
+from grouped_problems import SHAPES, split
 from torch import Tensor
 
 from fuseops.fusions.fused.dswiglu import THROUGH
@@ -36,7 +36,7 @@ def operands(shape: str) -> dict[str, Tensor]:
     }
 
 
-def calls(t: dict[str, Tensor], gathers: bool) -> dict[str, Call]:
+def calls(t: dict[str, Tensor], gathers: bool) -> dict[str, measure.Call]:
     """The two ways, and the product alone."""
     dy, index = (t["tokens"], t["index"]) if gathers else (t["dy"], None)
     weight, offs, tiles = t["weight"], t["offs"], t["tiles"]

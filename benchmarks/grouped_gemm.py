@@ -30,7 +30,7 @@ from typing import Any
 import grouped_parts as parts
 import measure
 import torch
-from grouped_problems import EDGES, NEXT, SHAPES, SPLITS, Call, bar, operands, split, wrong
+from grouped_problems import EDGES, NEXT, SHAPES, SPLITS, bar, operands, split, wrong
 
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")
 SETTLED = ("mixtral", "deepseek_v3", "qwen3_30b", "sonic_30b")  # whose ratios are nearest to 1
@@ -156,7 +156,7 @@ class Run:
         t = {name: operands(*each, split("uniform", *each[:2])) for name, each in sizes.items()}
         found = {}
         for last in ("wgrad", "wgrad_into"):
-            mixes: dict[str, dict[str, Call]] = {}
+            mixes: dict[str, dict[str, measure.Call]] = {}
             for layer, kind in itertools.product(sizes, ("fwd", "dgrad", last)):
                 if self.right(layer, kind, t[layer]):
                     calls = parts.candidates(kind, t[layer])

@@ -10,7 +10,7 @@ from typing import Any
 import layers
 import measure
 import torch
-from grouped_problems import SHAPES, Call, operands, ours, peers, split
+from grouped_problems import SHAPES, operands, ours, peers, split
 from torch import Tensor
 
 from fuseops import ops
@@ -35,7 +35,7 @@ def flops_of(t: Operands) -> int:
     return 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
 
 
-def candidates(kind: str, t: Operands, loop: bool = False) -> dict[str, Call]:
+def candidates(kind: str, t: Operands, loop: bool = False) -> dict[str, measure.Call]:
     return {"fuseops": ours(kind, t), **peers(kind, t, loop)}
 
 
@@ -58,7 +58,7 @@ def cell(kind: str, t: Operands, options: argparse.Namespace, loop: bool = False
     return {"path": path, **entry(us, flops_of(t)), "failed": failed}
 
 
-def elapsed_us(call: Call) -> float:
+def elapsed_us(call: measure.Call) -> float:
     start = measure.mark()
     call()
     end = measure.mark()
@@ -69,7 +69,7 @@ def elapsed_us(call: Call) -> float:
 def cool(kind: str, t: Operands, options: argparse.Namespace) -> dict[str, Any]:
     """Single launches, each after 40 ms of idling and one launch to warm up."""
 
-    def shot(call: Call) -> float:
+    def shot(call: measure.Call) -> float:
         torch.cuda.synchronize()
         time.sleep(0.04)
         call()
@@ -162,7 +162,7 @@ def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
     def layer() -> None:
         table(), fwd(), fwd(), dgrad(), wgrad(), dgrad(), wgrad()
 
-    calls: dict[str, Call] = {
+    calls: dict[str, measure.Call] = {
         **{"table": table, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "layer": layer},
         "torch_fwd": peers("fwd", t, False)["torch"],
         "table_and_fwd": ours("fwd", t),
@@ -185,6 +185,6 @@ def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
     }
 
 
-def again(call: Call, times: int) -> None:
+def again(call: measure.Call, times: int) -> None:
     for _ in range(times):
         call()

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import rnd
+from measure import Call, rnd
 from torch import Tensor
 
 from fuseops.kernels import grouped
-
-Call = Callable[[], Any]
 
 # name: groups, rows, model width D, expert width F, experts of a token
 SHAPES = {

@@ -47,8 +47,8 @@ def environment(*peers: str) -> dict[str, Any]:
     return found
 
 
-def rnd(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+def rnd(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).mul_(scale)
 
 
 Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each round
