@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
@@ -104,3 +106,27 @@ def test_te_says_what_is_missing_or_does_not_fit() -> None:
         te.to_fuseops({k: v for k, v in file.items() if k != "weight1"})
     with pytest.raises(fo.FuseOpsError, match=r"bias differ in shape: \[\(2,\), \(5,\)\]"):
         te.to_fuseops({**file, "bias0": torch.ones(2)})
+
+
+def test_peft_adapts_the_weights_of_experts() -> None:
+    """`target_parameters`: outputs and gradients are those of a layer with the adapted weights."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    moe = fo.MoE(8, 6, num_experts=4, top_k=2).double()
+    plain = {name: weight.detach() for name, weight in moe.named_parameters()}
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["fc1.weight", "fc2.weight"])
+    adapted = inject_adapter_in_model(config, copy.deepcopy(moe)).double()
+    factors = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    for factor in factors:  # B begins as zero: A would get no gradient
+        torch.nn.init.normal_(factor)
+
+    wrappers = {name: adapted.get_submodule(name) for name in ("fc1", "fc2")}
+    deltas = {f"{n}.weight": w.get_delta_weight("default") for n, w in wrappers.items()}
+    weights = plain | {name: plain[name] + delta for name, delta in deltas.items()}
+    x = torch.randn(5, 8, dtype=torch.float64)
+    expected = torch.func.functional_call(moe, weights, (x,))
+    got = adapted(x)
+    torch.testing.assert_close(got, expected)
+    grads = torch.autograd.grad(got.square().sum(), factors)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), factors))
