@@ -1,8 +1,9 @@
-"""docs/measured.md says what the committed results say."""
+"""docs/measured.md and the README say what the committed results say."""
 
 import functools
 import importlib.util
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -207,10 +208,32 @@ def test_a_paired_ratio_is_that_of_every_round(clock: list[float], faster: float
     assert all(abs(r - faster) <= 1e-4 for r in (found["ratio"], *found["interval"]))
 
 
-def test_the_page_is_not_stale() -> None:
+def test_no_figure_is_stale() -> None:
     made = tables()
     said = made.PAGE.read_text(encoding="utf-8")
     assert said == made.page(), "stale: python benchmarks/tables.py"
+    readme = made.README.read_text(encoding="utf-8")
+    assert readme == made.readme(readme), "stale: python benchmarks/tables.py"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower layer is said to be slower, wherever the marks stand; what is around them stays."""
+    made = tables()
+    for path in made.RESULTS.glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        if path.stem == "moe_layer_h200":
+            result = json.loads(text)
+            result["summary"]["mixtral/fwd+bwd"]["fuseops"]["ratio"] = 0.875
+            text = json.dumps(result)
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(made, "RESULTS", tmp_path)
+    around = "before\n<!-- headline: by a script -->\nold\n<!-- end -->\nbetween\n"
+    text = made.readme(around + "<!-- figures: by a script -->\n<!-- end -->\nafter")
+    head, rows = text.split("between")
+    assert "old" not in text and text.startswith("before\n<!-- headline") and rows.endswith("after")
+    assert "at 0.88 to 1." in head.replace("\n", " ") and "| 0.88 to 1." in rows
 
 
 def test_a_peer_that_is_faster_is_named() -> None:
