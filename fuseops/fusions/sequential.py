@@ -67,10 +67,8 @@ class Sequential(Composed):
                 name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
-                elif isinstance(piece, Composed):
-                    x = piece(x, **{n: env[n] for n in piece.reads})
                 else:
-                    x = piece(x)
+                    x = piece(x, **{n: env[n] for n in runner.taken[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")

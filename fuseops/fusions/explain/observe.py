@@ -128,10 +128,10 @@ class Observer:
             return
         while self._frames.pop().module is not module:
             pass
-        if self._frames and self._frames[-1].module is getattr(
-            self._frames[-1].call, "module", None
-        ):
-            self._frames[-1].call.x = _seen(output)  # type: ignore[union-attr]
+        frame = self._frames[-1] if self._frames else _Frame(module, "", None)
+        called = frame.call is not None and frame.module is frame.call.module
+        if called and module in frame.module.children():  # not the parametrization of an op
+            frame.call.x = _seen(output)  # type: ignore[union-attr]
 
     def _called(self, module: Composed, path: str, parent: Call | None) -> Call:
         call = Call(module, path, parent)
