@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.explain.html import STYLE
+from fuseops.fusions.explain.html import STYLE, document
 from fuseops.fusions.explain.layout import size
 from fuseops.offload.lanes.simulated import Level
 
@@ -49,14 +49,7 @@ border-radius:8px;padding:8px 12px;margin:0 0 12px}
 
 def page(plan: Decided) -> str:
     """A whole document."""
-    title = f"Offload plan of {escape(plan.profile.model)}"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}{MORE_STYLE}</style>\n</head>\n"
-        f'<body class="fuseops">\n<main>\n<h1>{title}</h1>\n{"".join(_body(plan))}\n</main>\n'
-        "</body>\n</html>\n"
-    )
+    return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
 
 def fragment(plan: Decided) -> str:
