@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.fused.bias_act import BiasAct
 from fuseops.fusions.fused.linear_act import LinearAct
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.testing.catalogue import Wanted, entry
@@ -83,7 +83,7 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
     ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
     ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
 }
-CONDITIONS = [(rule, condition) for rule in TABLES for condition in rule.when]
+CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, 
 
 @pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
 @pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
 def test_an_overridden_op_is_itself_inside_and_never_fused(
     rule: fo.Rule, place: int, how: str
 ) -> None:
