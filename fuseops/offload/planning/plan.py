@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,8 +210,7 @@ def _plan_of(
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
         log.info("%s: %s", profile.model, warning)
-    object.__setattr__(result, "warnings", warnings)
-    return result
+    return replace(result, warnings=warnings)
 
 
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
@@ -240,7 +240,6 @@ def _within(model: CostModel, limits: Limits, hardware: Hardware) -> _Solved:
     """
     peak = asked = limits.peak or 0
     for _ in range(3):
-        model.evaluations = 0
         solution = solve(model, Limits(asked, limits.host))
         found = _Solved.of(model, solution.choice, hardware)
         if found.after.peak <= peak or not solution.fits:
