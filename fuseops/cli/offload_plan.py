@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fuseops import offload
-from fuseops.fusions.explain.layout import size
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan
+from fuseops.words import size
 
 from .arguments import amount, positive
 from .example import example

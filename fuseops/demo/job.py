@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.fusions.explain.layout import size
+from fuseops.words import size
 
 from . import plans, report
 from .checks import Checked, check

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fuseops.fusions.explain import FusionPlan
 from fuseops.fusions.explain.html import document
-from fuseops.fusions.explain.layout import size
+from fuseops.words import size
 
 from .charts import Bar, Curve, bars, curves, smooth
 from .plans import drawings

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fuseops.fusions.plan import Planned
+from fuseops.words import size
 
 from .drawing import svg
 from .layout import (
@@ -22,7 +23,6 @@ from .layout import (
     place,
     saved_rows,
     shape_of,
-    size,
     summary,
 )
 

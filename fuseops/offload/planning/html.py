@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fuseops.fusions.explain.html import STYLE, document
-from fuseops.fusions.explain.layout import size
 from fuseops.offload.lanes.simulated import Level
+from fuseops.words import size
 
 from .decided import Decided
 from .text import HEADER, facts, rows

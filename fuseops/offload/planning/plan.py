@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.explain.layout import size
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.words import size
 
 from . import html, text, trace
 from .cost_model import Choice, CostModel
