@@ -144,6 +144,29 @@ def test_a_target_that_is_not_there_is_a_usage_error(
     assert words in output(capsys, "explain", target, code=2)
 
 
+def test_a_build_that_wants_arguments_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "wants.py"
+    file.write_text("def build(width):\n    raise AssertionError")
+    assert "called without arguments: missing" in output(capsys, "explain", str(file), code=2)
+
+
+def test_a_hardware_file_that_is_not_there_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], model_file: str
+) -> None:
+    command = ("offload-plan", model_file, "--hardware", "no/such.json")
+    assert "hardware profile from no/such.json" in output(capsys, *command, code=2)
+
+
+def test_a_model_without_a_sequential_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plain_torch.py"
+    file.write_text("import torch\ndef build():\n    return torch.nn.Tanh(), (torch.ones(2),), {}")
+    assert "no fuseops.Sequential ran" in output(capsys, "explain", str(file))
+
+
 def test_a_module_that_fails_to_import_another_shows_where(model_file: str) -> None:
     Path(model_file).write_text("import no_such_dependency")
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
