@@ -24,6 +24,7 @@ HEAD = """# Measured
 
 Every table is made from a file in `benchmarks/results` by `python benchmarks/tables.py`; the script of the same name
 wrote the file, and its docstring says what is timed. Candidates run in turns in one process; figures are medians.
+[benchmarks/README.md](../benchmarks/README.md) has the commands, and says how candidates are compared.
 
 - **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
   `below` counts the cells under the bar of that row.
@@ -31,10 +32,13 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
+- **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
+- **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
+  element over the mean magnitude of its tensor.
 - **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
   interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
-What is not built or not met is not here: a file holds what ran.
+A file holds what ran; what missed its bar is counted there, and named in the file.
 """
 OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel", "mixed", "idle")  # and what does less
 PARTS = ("plans", "exact", "fit", "dry", "beyond", "host")  # figures of several depths
@@ -67,7 +71,8 @@ def section(path: Path) -> str:
 
 def provenance(result: Mapping[str, Any]) -> str:
     facts = result.get("environment", result)
-    return ", ".join(f"{k} {v}" for k, v in facts.items() if type(v) in (str, int)) + "."
+    said = (f"{k} {v}" for k, v in facts.items() if type(v) in (str, int) and k != "command")
+    return ", ".join(said) + "."
 
 
 def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
@@ -86,8 +91,32 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
+        elif name in ("settled", "cells") and (rows := compared(value)):
+            yield table(keyed(name, rows))
+        elif name == "cells" and isinstance(value, list):
+            yield table(keyed("two GPUs", outcomes(value)))
         elif name in PARTS and isinstance(value, dict):
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
+
+
+def compared(cells: Any) -> dict[str, dict[str, Any]]:
+    """Single calls that ran at their own clock: microseconds, and ratios with their intervals."""
+    found = {}
+    for name, c in cells.items() if isinstance(cells, dict) else ():
+        if "gain" in c:
+            found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
+        elif "ratios" in c and name.endswith("/uniform"):
+            found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
+    return found
+
+
+def outcomes(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """What came of each combination, and the largest error, by model."""
+    found: dict[str, dict[str, str]] = {}
+    for c in cells:
+        error = f" {c['largest_error']:.1e}" if c.get("largest_error") else ""
+        found.setdefault(c["cell"], {})[c["port"]] = c["outcome"] + error
+    return found
 
 
 def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
