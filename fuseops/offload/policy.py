@@ -29,6 +29,7 @@ class Candidate(NamedTuple):
         return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes(), also)
 
     def matches(self, glob: str) -> bool:
+        """Whether the glob matches one of the names."""
         return any(matches(glob, name) for name in (self.name, *self.also))
 
 
