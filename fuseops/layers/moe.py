@@ -107,7 +107,7 @@ class MoE(Sequential):
             "add": ops.Add("shared") if shared else None,
         }
         super().__init__({name: op for name, op in children.items() if op is not None})
-        self.register_load_state_dict_post_hook(_leave_meta)
+        self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
