@@ -360,3 +360,10 @@ def test_a_fused_op_defines_what_the_kind_of_its_rule_asks_for(kind: str, missin
     rule = fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), Doubled, kind)
     with pytest.raises(fo.FuseOpsError, match=f"'doubled' is a {kind} rule.*define {missing}"):
         run_doubled(rule)
+
+
+def test_an_error_inside_a_condition_names_the_rule() -> None:
+    rule = fo.Rule("broken", (fo.ops.SReLU,), LinearAct, when=(lambda ops, c: c.nope,))  # type: ignore[attr-defined]
+    with fo.rules(rule), pytest.raises(AttributeError) as raised:
+        fo.Sequential(fo.ops.SReLU())(torch.randn(2, 4))
+    assert any("rule 'broken'" in note for note in raised.value.__notes__)

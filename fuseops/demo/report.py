@@ -97,7 +97,7 @@ def _loss(report: Report) -> str:
     return curves(
         [
             Curve("training text", "train", smooth(report.history.train)),
-            Curve("held-out text", "judged", judged),
+            Curve("a part of the held-out text", "judged", judged),
             Curve(
                 f"byte bigrams, held-out text: {report.bigram:.3f}",
                 "bigram",

@@ -76,9 +76,12 @@ def summary(plans: Sequence[Planned]) -> str:
     ran = sum(not is_outside(p) for p in every)
     fused = sum(len(p.fused) for p in every)
     misses = sum(len(p.misses) for p in every)
+    what = f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}"
+    if not ran:
+        what = "no fuseops.Sequential ran, so no rule could fire"
     return (
-        f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}; "
-        f"{size(sum(p.saved_bytes for p in plans))} saved for the backward beyond the parameters"
+        f"{what}; {size(sum(p.saved_bytes for p in plans))} saved for the backward beyond the "
+        "parameters"
     )
 
 

@@ -34,9 +34,16 @@ MORE_STYLE = """
 .fuseops .plan .stall{fill:var(--miss)}
 .fuseops .key{font-size:12px;color:var(--soft);margin:8px 0 0}
 .fuseops .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 14px}
-.fuseops .decided td{padding-right:18px}
+.fuseops .decided :is(td,th){padding-right:14px}
+.fuseops .decided :is(td,th):last-child{padding-right:0}
 .fuseops .decided .mono{overflow-wrap:break-word}
-.fuseops .decided td:nth-child(4){min-width:14em}
+.fuseops .decided td:nth-child(4){min-width:12em}
+@media(max-width:760px){
+.fuseops .decided :is(td,th):nth-child(n+5){display:none}
+.fuseops .decided :is(td,th){padding-right:8px}
+.fuseops .decided .mono{overflow-wrap:anywhere;min-width:7em}
+.fuseops .decided :is(td,th):nth-child(4){min-width:0;padding-right:0}
+}
 .fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
 .fuseops th.number{text-align:right}
 .fuseops .wide{overflow-x:auto}

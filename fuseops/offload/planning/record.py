@@ -139,7 +139,7 @@ class _Recording(Scope):
         reason = why_keep(t, named, facts)
         if reason is not None or facts.mark == marks.OFFLOAD:
             return reason
-        return policy.why_keep(Candidate.of(t, named.name, named.op), quota)
+        return policy.why_keep(Candidate.of(t, named.name, named.op, named.also), quota)
 
 
 class Recorder:
