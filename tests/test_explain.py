@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
 
 EXPERTS, ROWS, D, F = 4, 12, 16, 24
@@ -296,7 +296,7 @@ def test_a_miss_has_its_reason(case: str) -> None:
     assert reason in model.explain(rows(), **side)
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in TABLES])
+@pytest.mark.parametrize("rule", [rule.name for rule in BUILTIN_RULES])
 def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     model = {
         "routed_mlp": routed_mlp,
@@ -729,3 +729,24 @@ def test_a_wide_drawing_shrinks_to_its_page() -> None:
         for pattern in (r'width="(\d+)"', r"max-width:max\(100%,(\d+)px\);height:auto")
     )
     assert "viewBox" in drawing and 0.6 * width < least < width
+
+
+class Shifted(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 1
+
+
+def test_what_a_parametrization_gives_is_not_what_the_next_op_gets() -> None:
+    """It runs as a module inside the Sequential, and its output, a weight, has another shape."""
+    moe = fo.MoE(8, 6, num_experts=4, top_k=2)
+    x = torch.randn(5, 8)
+    expected = moe.plan(x)
+    for name in ("fc1", "fc2"):
+        nn.utils.parametrize.register_parametrization(moe[name], "weight", Shifted())
+    plan = moe.plan(x)
+    assert [(span.ops, span.rule) for span in plan.forward] == [
+        (span.ops, span.rule) for span in expected.forward
+    ]
+    weights = moe["fc1"].weight.nbytes + moe["fc2"].weight.nbytes  # made by the parametrization
+    assert plan.saved_bytes == expected.saved_bytes + weights
+    assert plan.peak_bytes == expected.peak_bytes + weights

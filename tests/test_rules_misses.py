@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.fused.bias_act import BiasAct
 from fuseops.fusions.fused.linear_act import LinearAct
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.testing.catalogue import Wanted, entry
+from fuseops.testing.shadowed import expansions
 
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
 POS = torch.tensor([[3], [0], [-1], [4], [1], [2]], dtype=torch.int32)
@@ -81,14 +83,16 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
     ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
     ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
 }
-CONDITIONS = [(rule, condition) for rule in TABLES for condition in rule.when]
+CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
 
 
 @pytest.mark.parametrize(
     ("rule", "condition"), CONDITIONS, ids=[f"{r.name}-{c.__name__}" for r, c in CONDITIONS]
 )
 def test_every_condition_gives_its_reason(rule: fo.Rule, condition: Any) -> None:
-    model, recipe, reason = REFUSED[rule.name, condition.__name__]
+    key = rule.name, condition.__name__
+    assert key in REFUSED, f"add a line to REFUSED: {key}, with a model that it refuses"
+    model, recipe, reason = REFUSED[key]
     side = {name: ROUTING[name] for name in model.reads}
     seen: list[str | None] = []
 
@@ -223,14 +227,15 @@ def overridden(op: Op[Any], how: str) -> Op[Any]:
 
 
 def exemplar(rule: fo.Rule) -> fo.Sequential:
-    ops: dict[str, Callable[[], fo.Sequential]] = {
-        "routed_mlp": lambda: routed()[:4],  # Combine is optional
-        "grouped_mlp": mlp,
-        "norm_linear": normed,
-        "linear_act": lambda: fo.Sequential(fo.ops.Linear(6, 6, bias=False), fo.ops.SiLU()),
-        "bias_act": lambda: fo.Sequential(fo.ops.Bias(6), fo.ops.SiLU()),
-    }
-    return ops[rule.name]()
+    """The shortest spelling of its pattern, of ops with the first option that the catalogue names for each."""
+    made: list[Op[Any]] = []
+    width = 6
+    for op in list(expansions(rule))[-1]:
+        made.append(
+            entry(op).make(Wanted(lambda *options: options[0], width, 8, groups=3, top_k=1))
+        )
+        width = made[-1].out_shape((6, width))[-1]
+    return fo.Sequential(*made)
 
 
 def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, Tensor]) -> Any:
@@ -241,7 +246,7 @@ def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, 
 
 @pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
 @pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
 def test_an_overridden_op_is_itself_inside_and_never_fused(
     rule: fo.Rule, place: int, how: str
 ) -> None:
@@ -355,3 +360,10 @@ def test_a_fused_op_defines_what_the_kind_of_its_rule_asks_for(kind: str, missin
     rule = fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), Doubled, kind)
     with pytest.raises(fo.FuseOpsError, match=f"'doubled' is a {kind} rule.*define {missing}"):
         run_doubled(rule)
+
+
+def test_an_error_inside_a_condition_names_the_rule() -> None:
+    rule = fo.Rule("broken", (fo.ops.SReLU,), LinearAct, when=(lambda ops, c: c.nope,))  # type: ignore[attr-defined]
+    with fo.rules(rule), pytest.raises(AttributeError) as raised:
+        fo.Sequential(fo.ops.SReLU())(torch.randn(2, 4))
+    assert any("rule 'broken'" in note for note in raised.value.__notes__)

@@ -41,15 +41,6 @@ def unsaved(step: Step | None) -> str:
     return f"; by saves_for it reads no {', '.join(fields)}, and has not saved it" if fields else ""
 
 
-def check_begun(name: str, op: Op[Any]) -> None:
-    """Raise FuseOpsError for an op whose `__init__` left out that of `torch.nn.Module`."""
-    if "_parameters" not in op.__dict__:
-        kind = type(op).__name__
-        raise FuseOpsError(
-            f"op {name!r} ({kind}) is no module yet: call super().__init__() first in {kind}.__init__."
-        )
-
-
 def check_declared(name: str, op: Op[Any]) -> None:
     """Raise FuseOpsError for an op that would lose a gradient, by what it declares: of a tensor that `fwd` does not
     take by keyword, so that it could only read it from `self`, or of a side output that its `bwd` does not ask for.
@@ -59,7 +50,7 @@ def check_declared(name: str, op: Op[Any]) -> None:
         names = getattr(op, declared)
         if isinstance(names, str):
             raise FuseOpsError(
-                f"{what}: {declared} is a tuple of names, ({names!r},), not {names!r}."
+                f"{type(op).__name__}.{declared} is the string {names!r}, expected a tuple of names: ({names!r},)."
             )
     lost = set(op.writes) - op.integers
     if lost and not op.pure and not op.signature.bwd_dside:

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.explain.layout import size
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.words import size
 
 from . import html, text, trace
+from .cost_model import Choice, CostModel
 from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
-from .model import Choice, Model
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
 from .simulate import DEFAULT, Settings, Simulation, simulate
@@ -164,13 +165,13 @@ class _Solved(NamedTuple):
     free  bytes that could leave without a stall
     """
 
-    model: Model
+    model: CostModel
     choice: Choice
     after: Simulation
     free: int = 0
 
     @classmethod
-    def of(cls, model: Model, choice: Choice, hardware: Hardware) -> _Solved:
+    def of(cls, model: CostModel, choice: Choice, hardware: Hardware) -> _Solved:
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
         after = simulate(model.profile, leave, hardware, model.settings, recompute=drop)
@@ -209,14 +210,13 @@ def _plan_of(
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
         log.info("%s: %s", profile.model, warning)
-    object.__setattr__(result, "warnings", warnings)
-    return result
+    return replace(result, warnings=warnings)
 
 
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
     found = free = _free(profile, hardware, settings, limits.host)
     if limits.peak is not None:
-        found = _within(Model(profile, hardware, settings), limits, hardware)
+        found = _within(CostModel(profile, hardware, settings), limits, hardware)
         if free.after.peak <= limits.peak:
             found = min(found, free, key=lambda s: s.cost(limits))
     return found._replace(free=free.after.moved)
@@ -227,20 +227,19 @@ def _free(profile: Profile, hardware: Hardware, settings: Settings, host: int | 
     not, that copies out and back at once are slower.
     """
     for slower in SLOWER:
-        model = Model(profile, hardware.slower(slower), settings)
+        model = CostModel(profile, hardware.slower(slower), settings)
         found = _Solved.of(model, solve(model, Limits(None, host)).choice, hardware)
         if found.after.stall <= STALL:
             return found
     return _Solved.of(model, NOTHING, hardware)
 
 
-def _within(model: Model, limits: Limits, hardware: Hardware) -> _Solved:
+def _within(model: CostModel, limits: Limits, hardware: Hardware) -> _Solved:
     """The least stall within the limits. What bundles cost beyond the model's prediction is taken
     off the budget.
     """
     peak = asked = limits.peak or 0
     for _ in range(3):
-        model.evaluations = 0
         solution = solve(model, Limits(asked, limits.host))
         found = _Solved.of(model, solution.choice, hardware)
         if found.after.peak <= peak or not solution.fits:
@@ -283,7 +282,7 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
         )
 
 
-def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
+def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     if peak is not None and after.peak > peak:
         yield (
