@@ -95,7 +95,7 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table(keyed(name, rows))
         elif name == "cells" and isinstance(value, list):
             yield table(keyed("two GPUs", outcomes(value)))
-        elif name in PARTS and isinstance(value, dict):
+        elif name in PARTS and isinstance(value, dict) and value:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 
 
@@ -192,7 +192,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, list):
         return " ".join(map(cell, value))
     if isinstance(value, dict) and "interval" in value:
