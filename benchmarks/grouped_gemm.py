@@ -81,7 +81,7 @@ class Run:
             "checks": {},
             **{part: {} for part in PARTS},
         }  # fmt: skip
-        for path in options.checked:
+        for path in filter(Path.exists, options.checked):
             self.report["checks"] |= json.loads(path.read_text())["checks"]
 
     def note(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> None:
