@@ -2,26 +2,24 @@
 
     python benchmarks/grouped_dswiglu.py --out benchmarks/results/grouped_dswiglu_h200.json
 
-Both ways write dh, the activation and dprobs, for rows in order and for tokens by index. Timed in turn, as in
-grouped_gemm.py; `gemm` is the product alone. `takes` is what experts of this shape do.
+Both ways write dh, the activation and dprobs, for rows in order and for tokens by index. They run in turn, for
+`--span` seconds to warm up and as long again in each round; `gemm` is the product alone. `takes` is what experts of
+this shape do; where they take two kernels by index, they may copy the rows and take the one for rows in order.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import layers
 import measure
 import torch
-from grouped_problems import SHAPES, Call, split
+from grouped_problems import SHAPES, split
 from torch import Tensor
 
-from fuseops.fusions.fused.dswiglu import THROUGH
-from fuseops.kernels import activation, configs, grouped, grouped_glu_bwd, grouped_paths
+from fuseops.fusions.fused.dswiglu import EPILOGUE
+from fuseops.kernels import activation, grouped, grouped_glu_bwd
 
 
 def operands(shape: str) -> dict[str, Tensor]:
@@ -38,8 +36,8 @@ def operands(shape: str) -> dict[str, Tensor]:
     }
 
 
-def calls(t: dict[str, Tensor], gathers: bool, sweep: bool) -> Iterator[tuple[str, Call]]:
-    """The two ways, and in a sweep every configuration of the one kernel."""
+def calls(t: dict[str, Tensor], gathers: bool) -> dict[str, measure.Call]:
+    """The two ways, and the product alone."""
     dy, index = (t["tokens"], t["index"]) if gathers else (t["dy"], None)
     weight, offs, tiles = t["weight"], t["offs"], t["tiles"]
 
@@ -53,57 +51,51 @@ def calls(t: dict[str, Tensor], gathers: bool, sweep: bool) -> Iterator[tuple[st
     def one() -> tuple[Tensor, ...]:
         return grouped_glu_bwd.grouped_dswiglu(dy, weight, t["h"], offs, tiles, t["probs"], index)
 
-    yield from {"gemm": gemm, "two_kernels": two, "one_kernel": one}.items()
-    space = grouped_paths.SWIGLU_BWD_SPACES["gather" if gathers else "pingpong"]
-    for config in space.candidates((len(weight), *weight.shape[1:]), 2) if sweep else ():
-
-        def forced(config: configs.Config = config) -> tuple[Tensor, ...]:
-            with configs.forced(space, config):
-                return one()
-
-        yield " ".join(f"{name}={value}" for name, value in config.items()), forced
+    return {"gemm": gemm, "two_kernels": two, "one_kernel": one}
 
 
-def cell(shape: str, gathers: bool, span: float, sweep: bool) -> dict[str, Any]:
+def cell(shape: str, gathers: bool, options: argparse.Namespace) -> dict[str, Any]:
     t = operands(shape)
-    found = dict(calls(t, gathers, sweep))
+    found = calls(t, gathers)
     errors = [
-        ((a.float() - b.float()).norm() / b.float().norm()).item()
-        for a, b in zip(found["one_kernel"](), found["two_kernels"](), strict=True)
+        measure.relative_error(one, two.float())
+        for one, two in zip(found["one_kernel"](), found["two_kernels"](), strict=True)
     ]
-    us = measure.hot(found, span)
+    us = measure.in_turn(found, options.rounds, options.span)
     dims = (*t["weight"].shape, gathers)
     return {
         "error_of_dh_a_dprobs": errors,
-        "takes": "one_kernel" if THROUGH.pick(len(t["h"]), dims, t["h"])["THROUGH"] else "two_kernels",
-        "us": {name: round(value, 1) for name, value in us.items()},
-        "gain": round(us["two_kernels"] / us["one_kernel"], 3),
+        "takes": "one_kernel" if EPILOGUE.pick(len(t["h"]), dims, t["h"])["EPILOGUE"] else "two_kernels",
+        "us": measure.medians(us),
+        "gain": measure.paired(us["one_kernel"], us["two_kernels"]),
     }  # fmt: skip
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """What one kernel gains where it is taken, and where it is not."""
+    found: dict[str, Any] = {}
+    for way in ("one_kernel", "two_kernels"):
+        gains = {n: c["gain"]["ratio"] for n, c in cells.items() if c.get("takes") == way}
+        if gains:
+            least, most = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
+            found[f"experts take {way}"] = {
+                "cells": len(gains),
+                "geomean": measure.geomean(gains.values()),
+                "least": [least, gains[least]],
+                "most": [most, gains[most]],
+            }
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), help="shapes")
-    parser.add_argument("--span", type=float, default=0.3, help="seconds a cell is timed")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all cells")
-    parser.add_argument("--sweep", action="store_true", help="time every configuration")
+    names = {
+        f"{s}/{way}": (s, way == "by_index") for s in SHAPES for way in ("in_order", "by_index")
+    }
+    layers.add_options(parser, names)
     options = parser.parse_args()
-    begun = time.perf_counter()
-    report: dict[str, Any] = {"environment": measure.environment(), "cells": {}, "skipped": []}
-    torch.manual_seed(0)
-    for shape in options.only:
-        for gathers in (False, True):
-            name = f"{shape}/{'by_index' if gathers else 'in_order'}"
-            if time.perf_counter() - begun > options.budget:
-                report["skipped"].append(name)
-                continue
-            report["cells"][name] = cell(shape, gathers, options.span, options.sweep)
-            print(name, report["cells"][name], flush=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-    gains = [c["gain"] for c in report["cells"].values()]
-    report["summary"] = {"gain_geomean": measure.geomean(gains)}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"environment": measure.environment()}
+    layers.run_cells(options, report, lambda name: cell(*names[name], options), summary)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Grouped GEMMs beside `F.grouped_mm`, dense cuBLAS of equal flops and a loop over experts, in bf16.
 
     python benchmarks/grouped_gemm.py --out benchmarks/results/grouped_gemm_h200.json
-    python benchmarks/grouped_gemm.py --out sweep.json --sweep      # every configuration beside the peers
     python benchmarks/grouped_gemm.py --out checks.json --check     # no times; then --checked checks.json
 
-A cell is one GEMM of one shape and one split. Its candidates run in turn, in balanced order, back to
-back, for `--span` seconds and as long to warm up (hot: the GPU is at its power limit, as in training),
-and the median of the rounds counts; cool shots, of fc1 with uniform splits, follow 40 ms of idling and one
-launch. The tile table is made inside every timed call. Three groups are compared
-with float32 before, with odd ends, once for all splits. TFLOP/s count the rows inside groups. Gathered
-cells read the rows by index, each token K times, beside a copy of the rows and the plain GEMM. Host
-time is that of a call that waits for nothing, with the tile table made before, as in a layer.
+`settled`: with rows split evenly at random, each candidate makes the GEMMs of a training step of an expert MLP one
+after another and over again, for `--settle` seconds to warm up and as long again, in turn. So each runs at the clock
+that the power of its own kernels leaves it, as in training. `cells`: other splits and shapes, and widths that no tile
+divides (`edges`), one GEMM at a time for `--span` seconds a candidate and round: too short for that, so the clock is
+that of all candidates together, which flatters the one that takes most power. `cool`: single calls after 40 ms of
+idling and one call. Ratios are a peer's time over ours, round by round.
+
+The tile table is made inside every timed call. Three groups are compared with float32 before, with odd ends, once for
+all splits. TFLOP/s count the rows inside groups. `gathered` reads the rows by index, each token K times, beside a copy
+of the rows and the plain GEMM. Host time is that of a call that waits for nothing, with the tile table made
+before, as in a layer.
 """
 
 from __future__ import annotations
@@ -18,355 +21,207 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grouped_parts as parts
 import measure
 import torch
-from grouped_problems import EDGES, SHAPES, SPLITS, Call, bar, operands, ours, peers, split, wrong
-from torch import Tensor
-
-from fuseops import ops
-from fuseops.kernels import configs, grouped, grouped_paths, permute
-
-
-def elapsed_us(call: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def cool(calls: dict[str, Call], shots: int) -> dict[str, float]:
-    """Median microseconds of single launches, each after 40 ms of idling and one launch to warm up."""
-
-    def shot(call: Call) -> float:
-        torch.cuda.synchronize()
-        time.sleep(0.04)
-        call()
-        return elapsed_us(call)
-
-    us = measure.in_rounds({name: partial(shot, call) for name, call in calls.items()}, shots, 0)
-    return measure.medians(us)
-
-
-def candidates(kind: str, t: dict[str, Tensor], sweep: bool) -> Iterator[tuple[str, Call]]:
-    """Our call; in a sweep one for every configuration of every path that can take the operands."""
-    call = ours(kind, t)
-    if not sweep:
-        yield "fuseops", call
-        return
-    n, k = (t["w"].shape[1:]) if kind != "dgrad" else t["w"].shape[:0:-1]
-    products = kind in ("fwd", "dgrad")
-    spaces = grouped_paths.MM_SPACES if products else grouped_paths.WGRAD_SPACES
-    for path in ("pingpong", "tma"):
-        for number, config in enumerate(spaces[path].candidates((len(t["w"]), n, k), 2)):
-
-            def run(space: Any = spaces[path], config: Any = config, path: str = path) -> Any:
-                with grouped_paths.on_path(path), configs.forced(space, config):
-                    return call()
-
-            yield f"{path}{number}", run
-
-
-def cell(kind: str, t: dict[str, Tensor], span: float, problem: str | None,
-         sweep: bool = False, loop: bool = False) -> dict[str, Any]:  # fmt: skip
-    """One GEMM: microseconds and TFLOP/s of every candidate; problem: why they may not be believed."""
-    calls, failed = {}, {}
-    for name, call in [*candidates(kind, t, sweep), *peers(kind, t, loop).items()]:
-        try:
-            call()
-            torch.cuda.synchronize()
-            calls[name] = call
-        except Exception as error:  # reported, not hidden
-            failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    us = measure.hot(calls, span)
-    flops = 2 * int(t["offs"][-1]) * t["w"].shape[1] * t["w"].shape[2]
-    path = (
-        grouped_paths.mm_path(t["x"], t["w"])
-        if kind in ("fwd", "dgrad")
-        else grouped_paths.wgrad_path(t["dy"], t["x"])
-    )
-    return {
-        "wrong": problem,
-        "path": path,
-        "us": {name: round(v, 1) for name, v in us.items()},
-        "tflops": {name: round(flops / v / 1e6, 1) for name, v in us.items()},
-        "failed": failed,
-    }
-
-
-def gathered(shape: str, span: float) -> dict[str, Any]:
-    """The four GEMMs of an expert MLP that read tokens by index: hot microseconds with the gather
-    inside, after a copy of the rows, and of the plain GEMM on rows copied before.
-    """
-    groups, rows, d, f, k = SHAPES[shape]
-    offs, tokens = split("uniform", groups, rows), rows // k
-    tiles = grouped.group_tiles(offs, rows)
-    index = torch.arange(tokens, device="cuda").repeat(k)[torch.randperm(rows, device="cuda")].int()
-    x, w1, w2 = (
-        measure.rnd(tokens, d),
-        measure.rnd(groups, 2 * f, d, scale=0.02),
-        measure.rnd(groups, d, f, scale=0.02),
-    )
-    copied, dh, a = x[index], measure.rnd(rows, 2 * f), measure.rnd(rows, f)
-    back = w2.transpose(1, 2)
-    mm, wgrad = grouped.grouped_mm, grouped.grouped_wgrad
-    copy = lambda: permute.gather_rows(x, index, offs)  # noqa: E731
-    found: dict[str, Any] = {}
-    for name, width, plain, inside in (
-        ("fc1/fwd", 2 * f, lambda x: mm(x, w1, offs, tiles),
-         lambda: mm(x, w1, offs, tiles, None, index)),
-        ("fc2/dgrad", f, lambda x: mm(x, back, offs, tiles),
-         lambda: mm(x, back, offs, tiles, None, index)),
-        ("fc1/wgrad", 2 * f, lambda x: wgrad(dh, x, offs, tiles),
-         lambda: wgrad(dh, x, offs, tiles, None, index)),
-        ("fc2/wgrad", f, lambda x: wgrad(x, a, offs, tiles),
-         lambda: wgrad(x, a, offs, tiles, index)),
-    ):  # fmt: skip
-        calls = {
-            "fuseops": inside,
-            "copy_and_plain": lambda plain=plain: plain(copy()),
-            "plain": lambda plain=plain: plain(copied),
-        }
-        error = (inside().float() - plain(copied).float()).norm() / plain(copied).float().norm()
-        us = measure.hot(calls, span)
-        found[name] = {
-            "error_against_plain": error.item(),
-            "us": {n: round(v, 1) for n, v in us.items()},
-            "tflops": {n: round(2 * rows * d * width / v / 1e6, 1) for n, v in us.items()},
-        }
-    return found
-
+from grouped_problems import EDGES, NEXT, SHAPES, SPLITS, bar, operands, split, wrong
 
 KINDS = ("fwd", "dgrad", "wgrad", "wgrad_into")
+SETTLED = ("mixtral", "deepseek_v3", "qwen3_30b", "sonic_30b")  # whose ratios are nearest to 1
+Sizes = tuple[int, int, int, int]  # groups, rows, N, K
+PARTS = ("host", "settled", "cells", "edges", "gathered", "small_groups", "cool")
 
 
-def layers() -> Iterator[tuple[str, int, int, int, int]]:
-    """(shape/layer, groups, rows, N, K)"""
-    for shape, (groups, rows, d, f, _) in SHAPES.items():
-        yield f"{shape}/fc1", groups, rows, 2 * f, d
-        yield f"{shape}/fc2", groups, rows, d, f
-
-
-def small_groups(span: float) -> dict[str, Any]:
-    """1024 groups of 64 rows against a copy of the same bytes, and 64 groups of 1024 rows."""
-    found: dict[str, Any] = {}
-    for groups, size in ((1024, 64), (64, 1024)):
-        offs = (torch.arange(1, groups + 1, device="cuda") * size).int()
-        t = operands(groups, groups * size, 1536, 2048, offs)
-        nbytes = sum(t[name].numel() * 2 for name in ("x", "w", "dy"))
-        source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda").random_()
-        calls = dict(candidates("fwd", t, sweep=True)) | {"fuseops": ours("fwd", t)}
-        calls |= {"copy": source.clone}
-        if groups < 1024:  # F.grouped_mm refuses 1024 groups
-            calls |= peers("fwd", t, False)
-        us = measure.hot(calls, span)
-        found[f"{groups}x{size}"] = {
-            "us": us,
-            "share_of_copy": us["copy"] / us["fuseops"],
-            "tflops": {name: 2 * groups * size * 1536 * 2048 / v / 1e6 for name, v in us.items()},
-        }
-    return found
-
-
-def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
-    """Microseconds a call on the host, and in graph replay: 8 groups, 64 rows, 512 x 512.
-
-    layer: the table and the six GEMMs of an expert MLP, by GEMM; module: GroupedLinear, whose forward and
-    backward are the table and three GEMMs.
-    """
-    offs = torch.full((8,), 8, device="cuda").cumsum(0).int()
-    t = operands(8, 64, 512, 512, offs)
-    x, w, dy = t["x"], t["w"], t["dy"]
-    tiles = grouped.group_tiles(offs, 64)
-    module = ops.GroupedLinear(8, 512, 512, bias=False, device="cuda", dtype=x.dtype)
-    wanted = x.clone().requires_grad_()
-
-    def fwd() -> Tensor:
-        return grouped.grouped_mm(x, w, offs, tiles)
-
-    def dgrad() -> Tensor:
-        return grouped.grouped_mm(dy, w.transpose(1, 2), offs, tiles)
-
-    def wgrad() -> Tensor:
-        return grouped.grouped_wgrad(dy, x, offs, tiles)
-
-    def table() -> Tensor:
-        return grouped.group_tiles(offs, 64)
-
-    def layer() -> None:
-        table(), fwd(), fwd(), dgrad(), wgrad(), dgrad(), wgrad()
-
-    calls: dict[str, Call] = {
-        **{"table": table, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "layer": layer},
-        "torch_fwd": peers("fwd", t, False)["torch"],
-        "table_and_fwd": ours("fwd", t),
-        "module_fwd": measure.inference(lambda: module(x, offs=offs)),
-        "module_step": measure.training_step(
-            lambda: module(wanted, offs=offs), dy, [wanted, module.weight]
-        ),
-    }
-
-    def waiting_for_nothing(call: Call) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeat):
-            call()
-        return (time.perf_counter() - start) / repeat * 1e6
-
-    timers = {name: partial(waiting_for_nothing, call) for name, call in calls.items()}
-    spans = measure.in_rounds(timers, rounds, heat=1)  # the first round compiles
-    record: dict[str, Any] = {
-        "host_us": {name: round(statistics.median(us), 2) for name, us in spans.items()},
-        "host_least_us": {name: round(min(us), 2) for name, us in spans.items()},
-        "graph_us": {},
-    }
-    for us in (record["host_us"], record["host_least_us"]):
-        us["layer"] = round(us["layer"] / 6, 2)
-    for name in ("table", "fwd", "dgrad", "wgrad", "torch_fwd", "table_and_fwd"):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                calls[name]()
-        graph.replay()
-        record["graph_us"][name] = round(
-            statistics.median(elapsed_us(graph.replay) / 20 for _ in range(9)), 2
-        )
-    return record
-
-
-def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Ratios over `F.grouped_mm` and dense by kind, hot and cool: geometric mean, least, those below
-    their bar.
+def summary(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Ratios to the peers by kind and state: geometric mean, least, those below their bar; then the rate of widths
+    that no tile divides over that of the next that one does, and of small groups over a copy of the same bytes.
     """
     found: dict[str, Any] = {}
     kinds = {**{kind: (kind,) for kind in KINDS}, "products": ("fwd", "dgrad")}
-    for kind, peer, state in itertools.product(kinds, ("torch", "dense"), ("cells", "cool")):
-        ratios = {
-            name: record["us"][peer] / record["us"]["fuseops"]
+    for state, kind, peer in itertools.product(
+        ("settled", "cells", "cool"), kinds, ("torch", "dense")
+    ):
+        found[f"{kind}/{peer}/{state}"] = {
+            name: (record["ratios"][peer]["ratio"], bar(name, peer))
             for name, record in report[state].items()
-            if name.split("/")[2] in kinds[kind] and {peer, "fuseops"} <= record["us"].keys()
+            if name.split("/")[2] in kinds[kind] and peer in record.get("ratios", ())
         }
-        if ratios:
-            least = min(ratios, key=lambda name: ratios[name])
-            found[f"{kind}/{peer}{'' if state == 'cells' else '/cool'}"] = {
-                "geomean": measure.geomean(ratios.values()),
-                "least": [least, round(ratios[least], 3)],
-                "below": {n: round(r, 3) for n, r in ratios.items() if r < bar(n, kind, peer)},
-            }
-    return found
+    rates = {n: r["tflops"]["fuseops"] for n, r in report["edges"].items() if "tflops" in r}
+    pairs = {n: "/".join([NEXT.get(n.split("/")[0], ""), n.split("/")[1]]) for n in rates}
+    found["edges/next"] = {n: (rates[n] / rates[m], 0.85) for n, m in pairs.items() if m in rates}
+    few = {n: r["ratios"]["copy"]["ratio"] for n, r in report["small_groups"].items() if "us" in r}
+    found["small/copy"] = {n: (ratio, 0.85) for n, ratio in few.items() if n == "1024x64"}
+    return {name: row(ratios) for name, ratios in found.items() if ratios}
+
+
+def row(ratios: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    least = min(ratios, key=lambda name: ratios[name][0])
+    return {
+        "geomean": measure.geomean(ratio for ratio, _ in ratios.values()),
+        "least": [least, round(ratios[least][0], 3)],
+        "below": {name: round(ratio, 3) for name, (ratio, bar) in ratios.items() if ratio < bar},
+    }
+
+
+class Run:
+    """What was found so far; each part is printed and written at once, until the time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begun = options, time.perf_counter()
+        self.report: dict[str, Any] = {
+            "environment": measure.environment(), "summary": {}, "skipped": [], "failed": {},
+            "checks": {},
+            **{part: {} for part in PARTS},
+        }  # fmt: skip
+        for path in options.checked:
+            self.report["checks"] |= json.loads(path.read_text())["checks"]
+
+    def note(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> None:
+        """Keep what `make` finds as this record of the part; without a name, as all of its records."""
+        if self.late(f"{part} {name}"):
+            return
+        try:
+            found = make()
+        except Exception as error:  # reported, not hidden
+            torch.cuda.synchronize()
+            found = f"{type(error).__name__}: {error}"[:500]
+            self.report["failed"][f"{part} {name}"] = found
+        else:
+            self.report[part] |= {name: found} if name else found
+            found = found.get("tflops", found)
+        print(f"{time.perf_counter() - self.begun:.1f} s", part, name, found, flush=True)
+        self.write()
+
+    def late(self, what: str) -> bool:
+        """Whether it is too late to begin this."""
+        late = time.perf_counter() - self.begun > self.options.budget
+        if late:
+            self.report["skipped"].append(what)
+        return late
+
+    def write(self) -> None:
+        self.report["summary"] = summary(self.report)
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def right(self, name: str, kind: str, t: parts.Operands) -> bool:
+        """Whether this GEMM may be timed: compared once, whatever the split."""
+        key, checks = f"{name}/{kind}", self.report["checks"]
+        if key not in checks:
+            checks[key] = wrong(kind, t)
+        return checks[key] is None
+
+    def layers(self) -> Iterator[tuple[str, Sizes]]:
+        """shape/layer and (groups, rows, N, K) of what was asked for."""
+        for shape, (groups, rows, d, f, _) in SHAPES.items():
+            if self.options.only in shape:
+                yield f"{shape}/fc1", (groups, rows, 2 * f, d)
+                yield f"{shape}/fc2", (groups, rows, d, f)
+
+    def edge_widths(self) -> Iterator[tuple[str, Sizes]]:
+        for name, (n, k) in EDGES.items() if self.options.only in ("", "edges") else ():
+            yield name, (32, 65536, n, k)
+
+    # --- the parts
+
+    def check(self) -> None:
+        """Compare everything with float32."""
+        for name, sizes in itertools.chain(self.layers(), self.edge_widths()):
+            if self.late(f"check {name}"):
+                continue
+            t = operands(*sizes, split("uniform", *sizes[:2]))
+            for kind in KINDS:
+                self.right(name, kind, t)
+            self.write()
+        checks = self.report["checks"]
+        print("wrong:", {key: why for key, why in checks.items() if why}, "of", len(checks))
+
+    def host(self) -> None:
+        self.note("host", "", parts.host)
+
+    def settled(self) -> None:
+        by_shape = itertools.groupby(self.layers(), lambda layer: layer[0].split("/")[0])
+        for shape, of_shape in by_shape:
+            if shape in SETTLED:
+                self.note("settled", "", partial(self.mixed, dict(of_shape)))
+
+    def mixed(self, sizes: dict[str, Sizes]) -> dict[str, dict[str, Any]]:
+        """The GEMMs of a training step of these layers, then of one that adds weight gradients to float32 ones."""
+        t = {name: operands(*each, split("uniform", *each[:2])) for name, each in sizes.items()}
+        found = {}
+        for last in ("wgrad", "wgrad_into"):
+            mixes: dict[str, dict[str, measure.Call]] = {}
+            for layer, kind in itertools.product(sizes, ("fwd", "dgrad", last)):
+                if self.right(layer, kind, t[layer]):
+                    calls = parts.candidates(kind, t[layer])
+                    for candidate in calls if last == "wgrad" else ("fuseops", "torch"):
+                        mix = mixes.setdefault(candidate, {})
+                        mix[f"{layer}/{kind}/uniform"] = calls[candidate]
+            us = measure.mixes_in_turn(mixes, self.options.rounds, self.options.settle)
+            for name, each in us.items():
+                flops = parts.flops_of(t[name.rsplit("/", 2)[0]])
+                found.setdefault(name, parts.entry(each, flops))
+        return found
+
+    def cells(self) -> None:
+        for layer, sizes in self.layers():
+            t = operands(*sizes, split("uniform", *sizes[:2]))
+            kinds = [kind for kind in KINDS if self.right(layer, kind, t)]
+            splits = SPLITS[layer.split("/")[0] in SETTLED :]
+            for kind_of_split, kind in itertools.product(splits, kinds):
+                t["offs"] = split(kind_of_split, *sizes[:2])
+                make = partial(parts.cell, kind, t, self.options, layer.startswith("qwen3_30b"))
+                self.note("cells", f"{layer}/{kind}/{kind_of_split}", make)
+
+    def edges(self) -> None:
+        for name, sizes in self.edge_widths():
+            t = operands(*sizes, split("uniform", *sizes[:2]))
+            for kind in (kind for kind in KINDS[:3] if self.right(name, kind, t)):
+                self.note("edges", f"{name}/{kind}", partial(parts.cell, kind, t, self.options))
+
+    def gathered(self) -> None:
+        for shape in (shape for shape in SHAPES if self.options.only in shape):
+            self.note("gathered", shape, partial(parts.gathered, shape, self.options))
+
+    def small_groups(self) -> None:
+        self.note("small_groups", "", partial(parts.small_groups, self.options))
+
+    def cool(self) -> None:
+        for layer, sizes in self.layers():
+            if layer.endswith("fc1"):
+                t = operands(*sizes, split("uniform", *sizes[:2]))
+                for kind in KINDS[:3]:
+                    make = partial(parts.cool, kind, t, self.options)
+                    self.note("cool", f"{layer}/{kind}/uniform", make)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--only", default="", help="layers whose name contains this; or edges, gathered, host"
-    )
-    parser.add_argument("--span", type=float, default=0.1, help="seconds a cell is timed")
-    parser.add_argument("--shots", type=int, default=5, help="cool shots of uniform cells")
-    parser.add_argument("--budget", type=float, default=200.0, help="seconds for the cells")
+    parser.add_argument("--only", default="", help="shapes whose name contains this, or edges")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--settle", type=float, default=0.15, help="seconds of a mix in a round")
+    parser.add_argument("--span", type=float, default=0.006, help="seconds of a GEMM in a round")
+    parser.add_argument("--shots", type=int, default=2, help="cool calls of uniform splits")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds; no new cell after it")
     parser.add_argument("--check", action="store_true", help="compare with float32, time nothing")
     parser.add_argument(
-        "--checked", type=Path, nargs="+", help="what --check wrote: compare the rest"
+        "--checked", type=Path, nargs="*", default=(), help="what --check wrote: not compared again"
     )
-    parser.add_argument("--sweep", action="store_true", help="time every configuration")
     options = parser.parse_args()
-    begun = time.perf_counter()
-    report: dict[str, Any] = {
-        "environment": measure.environment(),
-        "checks": {},
-        "cells": {},
-        "gathered": {},
-        "edges": {},
-        "cool": {},
-        "skipped": [],
-    }
     torch.manual_seed(0)
-
-    def late() -> bool:
-        return time.perf_counter() - begun > options.budget
-
-    def note(place: str, name: str, make: Callable[..., Any], *args: Any) -> None:
-        if late():
-            report["skipped"].append(name)
-            return
-        try:
-            report[place][name] = make(*args)
-        except Exception as error:
-            torch.cuda.synchronize()
-            report[place][name] = {"wrong": f"{type(error).__name__}: {error}"[:500], "us": {}}
-        record = report[place][name]
-        print(
-            name,
-            record.get("wrong") or "",
-            record.get("tflops") or record,
-            record.get("failed") or "",
-            flush=True,
-        )
-
-    checks: dict[str, str | None] = report["checks"]
-    for path in options.checked or ():
-        if path.exists():
-            checks |= json.loads(path.read_text())["checks"]
-
-    def one(key: str, kind: str, t: dict[str, Tensor], *flags: bool) -> dict[str, Any]:
-        """A cell; its operands are compared once for all splits, with ends of groups at odd rows."""
-        if key not in checks:
-            checks[key] = wrong(kind, t)
-        problem = checks[key]
-        if options.check:
-            return {"wrong": problem}
-        return cell(kind, t, options.span, problem, options.sweep, *flags)
-
-    if not options.check:
-        report["host"] = host()
-        print(json.dumps(report["host"]), flush=True)
-    chosen = [layer for layer in layers() if options.only in layer[0]]
-    for layer, *sizes in chosen:
-        if late():
-            report["skipped"].append(layer)
-            continue
-        t = operands(*sizes, split("uniform", *sizes[:2]))
-        for kind_of_split, kind in itertools.product(
-            SPLITS[:1] if options.sweep or options.check else SPLITS, KINDS
-        ):
-            t["offs"] = split(kind_of_split, *sizes[:2])
-            name = f"{layer}/{kind}/{kind_of_split}"
-            note("cells", name, one, f"{layer}/{kind}", kind, t, layer.startswith("qwen3_30b"))
-    if options.only in ("", "edges"):
-        for name, (n, k) in EDGES.items():
-            t = operands(32, 65536, n, k, split("uniform", 32, 65536))
-            for kind in KINDS[:3]:
-                note("edges", f"{name}/{kind}", one, f"{name}/{kind}", kind, t)
-    if options.check:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print("wrong:", {key: why for key, why in checks.items() if why}, "of", len(checks))
-        return
-    if options.only in ("", "gathered"):
-        for shape in SHAPES:
-            note("gathered", shape, gathered, shape, options.span)
-    if options.only in ("", "edges"):
-        report["small_groups"] = small_groups(options.span)
-        print(json.dumps(report["small_groups"]), flush=True)
-    for layer, *sizes in chosen:
-        if "fc2" in layer or late():
-            continue
-        t = operands(*sizes, split("uniform", *sizes[:2]))
-        for kind in KINDS[:3]:
-            calls = {"fuseops": ours(kind, t), **peers(kind, t, False)}
-            note("cool", f"{layer}/{kind}", lambda calls=calls: {"us": cool(calls, options.shots)})
-    report["summary"] = summary(report)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"]))
+    run = Run(options)
+    for part in ("check",) if options.check else options.parts:
+        getattr(run, part)()
+    run.write()
+    print(json.dumps(run.report["summary"]))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """The expert MLP (fc1, SwiGLU times probability, fc2) beside `torch.compile` over `F.grouped_mm`, in bf16.
 
-    python benchmarks/grouped_mlp.py --out benchmarks/results/grouped_mlp_h200.json
+    python benchmarks/grouped_mlp.py --profile --out benchmarks/results/grouped_mlp_h200.json
 
-Rows are sorted by expert already. Candidates run in turn, in balanced order, back to back (hot), each
-eager and as a captured graph; ratios compare eager with eager and graph with graph, in one round. Outputs and all
-gradients are checked first, by expert, against float32. TFLOP/s are useful ones: 6 R D F forward.
+Rows are sorted by expert already. Candidates run in turn, in balanced order, back to back (hot), for `--span` seconds
+to warm up and as long again in each round; ratios are those of each round, with `--graphs` of captured graphs too.
+Outputs and all gradients are compared with float32 first, by expert. TFLOP/s are useful ones: 6 R D F forward.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+import layers
 import measure
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,6 @@ class Problem:
         return {
             "fuseops": lambda: self.mlp(self.x, self.routing),
             "compile": lambda: compiled(*self.leaves, self.offs),
-            "torch": lambda: peer(*self.leaves, self.offs),
         }
 
 
@@ -84,7 +83,7 @@ def exact(p: Problem, e: int) -> tuple[slice, list[Tensor]]:
 
 def errors(p: Problem, forward: measure.Call) -> dict[str, float]:
     """Worst relative error over some experts, of y and every gradient."""
-    measure.training_step(forward, p.dy, p.leaves)()
+    layers.training_step(forward, p.dy, p.leaves)()
     y, grads = forward().detach(), [leaf.grad for leaf in p.leaves]
     worst = dict.fromkeys(("y", "x", "probs", "fc1", "fc2"), 0.0)
     for e in sorted({0, 1, len(p.offs) // 2, len(p.offs) - 1}):
@@ -102,33 +101,13 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     p = Problem(*sizes)
     forwards = p.forwards()
     record: dict[str, Any] = {"errors": {n: errors(p, f) for n, f in forwards.items()}}
-    plan = p.mlp.plan(p.x, p.routing)
-    if not options.eager:
-        del forwards["torch"]
-    steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
-    record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
-    record["held_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
-    record["peak_bytes"] = {n: measure.peak_bytes(s, p.leaves) for n, s in steps.items()}
-    given = sum(t.nbytes for t in (p.x, p.probs, p.offs))  # saved, but there before the step
-    record["plan_peak_over_real"] = round(
-        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
-    )
-    if options.warm:
-        return record
-    record["us"], record["tflops"], record["ratios"] = {}, {}, {}
-    ways = {"fwd": {n: measure.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
-    for what, calls in ways.items():
-        if options.graphs:
-            graphs = {f"{n}_graph": measure.captured(calls[n]) for n in ("fuseops", "compile")}
-            calls = {**calls, **graphs}
-        flops = p.flops * (1 if what == "fwd" else 3)
-        us = measure.in_turn(calls, options.rounds, measure.repeats(flops, options.span))
-        record["us"][what] = measure.medians(us)
-        record["tflops"][what] = {n: round(flops / t / 1e6) for n, t in record["us"][what].items()}
-        record["ratios"][what] = ratios(us)
-        del calls
-    if options.profile:
-        record["kernels"] = {n: measure.kernels(steps[n]) for n in ("fuseops", "compile")}
+    steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
+    plan, given = p.mlp.plan(p.x, p.routing), (p.x, p.probs, p.offs)
+    record |= layers.memory(plan, forwards, steps, p.leaves, given)
+    if not options.warm:
+        record |= layers.times(forwards, steps, tuple(forwards), p.flops, ratios, options)
+        if options.profile:
+            record["kernels"] = {n: layers.kernels(step) for n, step in steps.items()}
     return record
 
 
@@ -159,12 +138,11 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    measure.add_options(parser, SHAPES)
-    parser.add_argument("--eager", action="store_true", help="eager torch beside them")
+    layers.add_options(parser, SHAPES)
+    layers.add_step_options(parser)
     options = parser.parse_args()
     report = {"environment": measure.environment()}
-    measure.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
+    layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import rnd
+from measure import Call, rnd
 from torch import Tensor
 
 from fuseops.kernels import grouped
-
-Call = Callable[[], Any]
 
 # name: groups, rows, model width D, expert width F, experts of a token
 SHAPES = {
@@ -26,6 +22,7 @@ SHAPES = {
     "sonic_30b": (64, 131072, 4096, 1024, 4),
 }
 SPLITS = ("uniform", "zipf", "two_empty")
+# widths N, K that no tile divides, and the next that one does
 EDGES = {"n_1856": (1856, 2048), "n_2048": (2048, 2048), "k_1856": (2048, 1856),
          "n_2880": (2880, 3072), "n_3072": (3072, 3072), "k_2880": (3072, 2880)}  # fmt: skip
 NEXT = {"n_1856": "n_2048", "k_1856": "n_2048", "n_2880": "n_3072", "k_2880": "n_3072"}
@@ -84,11 +81,11 @@ def peers(kind: str, t: dict[str, Tensor], loop: bool) -> dict[str, Call]:
     return found
 
 
-def bar(name: str, kind: str, peer: str) -> float:
-    """What a ratio has to reach: 1.3 for float32 sums over `F.grouped_mm`, 0.97 of dense (0.88 with
-    Zipf's law) for products of groups of 1024 rows or more on average, 1 otherwise.
+def bar(name: str, peer: str) -> float:
+    """What the ratio of shape/layer/kind/split has to reach: 1.3 for float32 sums over `F.grouped_mm`, 0.97 of
+    dense (0.88 with Zipf's law) for products of groups of 1024 rows or more on average, 1 otherwise.
     """
-    shape, *_, kind_of_split = name.split("/")
+    shape, _, kind, kind_of_split = name.split("/")
     groups, rows, *_ = SHAPES[shape]
     if peer == "torch":
         return 1.3 if kind == "wgrad_into" else 1.0

@@ -1,25 +1,24 @@
-"""What benchmarks share: what ran them, timing in turn, captured graphs, memory held, time by kernel."""
+"""What benchmarks share: what ran them, timing in turn, ratios round by round with their interval."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
-import json
+import itertools
 import math
 import os
 import platform
-import re
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import fuseops as fo
 from fuseops.kernels import configs
@@ -28,124 +27,132 @@ Call = Callable[[], Any]
 T = TypeVar("T")
 
 
-def environment() -> dict[str, Any]:
-    """What the figures belong to: when they were measured, and with what."""
+def environment(*peers: str) -> dict[str, Any]:
+    """What the figures belong to: when they were measured, how, and with what; peers: their packages."""
+    words = (Path(word).name if "/" in word else word for word in sys.argv)
     found = {
         "date": datetime.date.today().isoformat(),
         "fuseops": fo.__version__,
         "python": platform.python_version(),
         **configs.versions(),
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": " ".join(["python", *words]),
     }
-    if not torch.cuda.is_available():
-        return found | {"cpu": f"{platform.machine()}, {os.cpu_count()} cores"}
-    device = torch.cuda.get_device_properties(0)
-    return found | {"gpu": device.name, "sms": device.multi_processor_count}
-
-
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
-    for name in packages:
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        found |= {"gpu": device.name, "sms": device.multi_processor_count}
+    for name in peers:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
 
 
-def rnd(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
-
-
-def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:
-    """Forward and backward; gradients are made anew every time."""
-
-    def step() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        forward().backward(dy)
-
-    return step
-
-
-def inference(forward: Call) -> Call:
-    def step() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    return step
-
-
-def captured(call: Call) -> Call:
-    """A CUDA graph of the call, which has run before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def rnd(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).mul_(scale)
 
 
 Rounds = dict[str, list[float]]  # microseconds of a call, by candidate, in each round
 
 
+def orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """`balanced` orders of the names, one after another, without end."""
+    names = list(names)
+    return itertools.cycle([names[place] for place in order] for order in balanced(len(names)))
+
+
 def in_rounds(timers: Mapping[str, Callable[[], T]], rounds: int, heat: int) -> dict[str, list[T]]:
     """What each timer gives, once in every round, in `balanced` order. The first `heat` rounds only heat."""
     found: dict[str, list[T]] = {name: [] for name in timers}
-    names, orders = list(timers), balanced(len(timers))
-    for i in range(heat + rounds):
-        for name in (names[place] for place in orders[i % len(orders)]):
+    for number, order in enumerate(itertools.islice(orders(timers), heat + rounds)):
+        for name in order:
             reading = timers[name]()
-            if i >= heat:
+            if number >= heat:
                 found[name].append(reading)
     return found
 
 
-def in_turn(calls: dict[str, Call], rounds: int, repeat: int) -> Rounds:
-    """Microseconds of a call, hot: as many calls to warm up as are timed.
+def in_turn(calls: Mapping[str, Call], rounds: int, span: float) -> Rounds:
+    """Microseconds of a call, hot: in every round each is called for `span` seconds, and timed for as long.
 
     A GPU at its power limit owes its clock to what ran before: an H200 that was idle for 30 ms runs the next
     40 ms up to 12 % faster, then slower than it settles at, and goes on swinging by 3 % for 0.3 to 0.6 s. So nobody
     follows the same candidate in every round, the GPU has work when the one before ends, the clock starts late, and a
     first round only heats. Medians of rounds of 0.1 s came out 4 % apart, of 0.35 s less than 1 %.
     """
+    return mixes_in_turn({name: {"": call} for name, call in calls.items()}, rounds, span)[""]
+
+
+def mixes_in_turn(
+    mixes: Mapping[str, Mapping[str, Call]], rounds: int, span: float
+) -> dict[str, Rounds]:
+    """The same of candidates that are several calls each, made one after another and over again, as in a training
+    step: the microseconds of each call by its name, at the clock that the mix of its candidate settles at.
+    """
+    laps = {name: repeats(lambda mix=mix: run(mix), span) for name, mix in mixes.items()}
     end = torch.cuda.Event()
 
-    def span(call: Call) -> tuple[Any, Any]:
+    def marks(name: str) -> list[Any]:
         nonlocal end
-        call()
+        mix, found = mixes[name], []
+        next(iter(mix.values()))()
         end.synchronize()  # from here on the host is no further ahead than it gets by itself
-        for _ in range(repeat):
-            call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeat):
-            call()
-        end.record()
-        return start, end
+        for _ in range(laps[name]):
+            run(mix)
+        found.append(mark())
+        for lap in range(1, laps[name] + 1):
+            for call in mix.values():
+                call()
+                if len(mix) > 1 or lap == laps[name]:  # nothing between the calls of one
+                    found.append(mark())
+        end = found[-1]
+        return found
 
-    spans = in_rounds({name: partial(span, call) for name, call in calls.items()}, rounds, heat=1)
+    spans = in_rounds({name: partial(marks, name) for name in mixes}, rounds, heat=1)
     end.synchronize()
-    return {
-        name: [start.elapsed_time(end) * 1e3 / repeat for start, end in found]
-        for name, found in spans.items()
-    }
+    found: dict[str, Rounds] = {}
+    for name, mix in mixes.items():
+        for place, part in enumerate(mix):
+            found.setdefault(part, {})[name] = [
+                sum(a.elapsed_time(b) for a, b in list(itertools.pairwise(span))[place :: len(mix)])
+                * 1e3
+                / laps[name]
+                for span in spans[name]
+            ]
+    return found
 
 
-def hot(calls: dict[str, Call], span: float, rounds: int = 6) -> dict[str, float]:
-    """Median microseconds of each `in_turn`, all of them timed for `span` seconds, at least one call a round."""
-    for call in calls.values():
+def run(mix: Mapping[str, Call]) -> None:
+    for call in mix.values():
         call()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for call in calls.values():
+
+
+def mark() -> Any:
+    """An event on the device, now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def host_us(call: Call, repeat: int) -> float:
+    """Microseconds of a call on the host, which waits for nothing."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeat):
         call()
-    torch.cuda.synchronize()
-    each = time.perf_counter() - begun
-    repeat = min(max(round(span / (rounds * each)), 1), 100)
-    return {name: statistics.median(us) for name, us in in_turn(calls, rounds, repeat).items()}
+    return (time.perf_counter() - start) / repeat * 1e6
+
+
+def repeats(call: Call, span: float) -> int:
+    """How many calls take so many seconds, at least one: by the faster of two, after a first."""
+    took = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - begun)
+    return max(round(span / min(took[1:])), 1)
 
 
 def balanced(n: int) -> list[list[int]]:
@@ -157,70 +164,17 @@ def balanced(n: int) -> list[list[int]]:
     return rows if n % 2 == 0 else rows + [row[::-1] for row in rows]
 
 
-def medians(us: Rounds) -> dict[str, float]:
-    return {name: round(statistics.median(found), 1) for name, found in us.items()}
+def medians(us: Rounds, digits: int = 1) -> dict[str, float]:
+    return {name: round(statistics.median(found), digits) for name, found in us.items()}
 
 
-def paired(mine: list[float], peer: list[float], digits: int = 3) -> dict[str, Any]:
+def paired(mine: list[float], peer: list[float]) -> dict[str, Any]:
     """How many times as fast as the peer: the median of the ratios of the rounds that both ran, and its interval."""
     ratios = [theirs / ours for theirs, ours in zip(peer, mine, strict=False)]
     return {
-        "ratio": round(statistics.median(ratios), digits),
-        "interval": [round(end, digits) for end in median_interval(ratios)],
+        "ratio": round(statistics.median(ratios), 4),
+        "interval": [round(end, 4) for end in median_interval(ratios)],
     }
-
-
-def repeats(flops: int, seconds: float) -> int:
-    """How many calls of so many flops fill the time, at 600 TFLOP/s."""
-    return max(round(seconds / flops * 6e14), 1)
-
-
-def held_bytes(forward: Call) -> int:
-    """Bytes that a forward leaves allocated for its backward, beyond its inputs and its output."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    y = forward()
-    held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    del y
-    return held
-
-
-def peak_bytes(step: Call, leaves: Iterable[Tensor]) -> int:
-    """Bytes that a training step allocates at the most, new gradients of the leaves too."""
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def kernels(step: Call, steps: int = 5) -> list[dict[str, Any]]:
-    """Every kernel of a step in order, with its median microseconds; those above 5 us.
-
-    The first step under the profiler waits for it to start, and is not counted.
-    """
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps + 1):
-            step()
-        torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type.name == "CUDA"]
-    events.sort(key=lambda e: e.time_range.start)
-    each = len(events) // (steps + 1)
-    del events[:each]
-    listed = []
-    for place in range(each):
-        same = events[place::each]
-        us = statistics.median(e.time_range.elapsed_us() for e in same)
-        if us > 5:
-            name = re.sub(r"[^A-Za-z0-9_:<>, ]", "", same[0].name)[:100]
-            listed.append({"kernel": name, "us": round(us, 1)})
-    span = events[-1].time_range.end - events[0].time_range.start
-    busy = sum(e.time_range.elapsed_us() for e in events)
-    total = {"launches": each, "us": round(busy / steps, 1), "span_us": round(span / steps, 1)}
-    return [*listed, {"kernel": "all", **total}]
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -244,58 +198,3 @@ def median_interval(values: Iterable[float], level: float = 0.95) -> tuple[float
 
 def geomean(values: Iterable[float]) -> float:
     return round(math.exp(statistics.fmean(map(math.log, values))), 3)
-
-
-@contextlib.contextmanager
-def fresh_memory() -> Any:
-    """Frees what a cell held, compiled code and its graphs included."""
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def run_cells(
-    options: argparse.Namespace,
-    report: dict[str, Any],
-    cell: Callable[[str], dict[str, Any]],
-    summary: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    """One cell for each name of `options.only` within `options.budget` seconds, printed, and written to
-    `options.out` after each: a run that is cut off leaves what it has.
-    """
-    begun = time.perf_counter()
-    report |= {"cells": {}, "skipped": []}
-    torch.manual_seed(0)
-    for name in options.only:
-        if time.perf_counter() - begun > options.budget:
-            report["skipped"].append(name)
-            continue
-        try:
-            with fresh_memory():
-                record = cell(name)
-        except Exception as error:  # reported, not hidden
-            record = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        report["cells"][name] = record
-        shown = {k: v for k, v in record.items() if k != "kernels"}
-        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
-        report["summary"] = summary(report["cells"])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"]))
-
-
-def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """What every benchmark of cells is told."""
-    names = list(names)
-    parser.add_argument("--only", nargs="*", default=names, choices=names)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument(
-        "--span", type=float, default=0.3, help="seconds timed of a candidate in a round"
-    )
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
-    parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
-    parser.add_argument("--profile", action="store_true", help="time by kernel")
-    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")

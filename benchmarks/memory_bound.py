@@ -1,8 +1,7 @@
 """Every memory-bound kernel beside torch.compile, Liger-Kernel and eager torch, as a share of copy
 bandwidth.
 
-    python benchmarks/memory_bound.py --out benchmarks/results/memory_bound_h200.json [--only
-    rmsnorm] [--tune]
+    python benchmarks/memory_bound.py --out benchmarks/results/memory_bound_h200.json [--only rmsnorm]
 
 Several processes compile all cases at once, which takes most of the time. Then the cases are timed one
 after another, each in the process that compiled it, while the others wait for their turn.
@@ -11,13 +10,13 @@ Bandwidth: candidates are captured into CUDA graphs over rotated buffers (togeth
 so nothing is L2-hot) and replayed in turn, in balanced order; medians. ``copy`` moves the
 same bytes in the same run: the faster of an elementwise kernel and the driver's copy, which at some
 sizes loses a third of the bandwidth. Our kernel is captured twice: the two differ in where their
-results lie, which changes times by some tenths of a percent. A peer counts as faster where the 95 %
-interval of the median of our time over its time, round by round, lies above 1 for both. Small shapes:
-microseconds a call, eager on the host and under graph replay. A case whose results differ from its
-reference is reported as wrong, without times. ``--tune`` first writes the fastest configurations of
-this GPU to the user's cache; ``--warm`` only fills the compilers' caches. ``mixed`` reads and writes the bytes
-of the case in its proportion, ``idle`` is its launches without work (``floors.py``), ``launch_us`` one of one
-program; the floor of a case is ``mixed``, and one of these for each launch beyond the first.
+results lie, which changes times by some tenths of a percent. ``ratios`` are a peer's time over ours, round by
+round, of the capture that does better; a peer counts as faster where the 95 % interval of their median lies
+below 1. Small shapes: microseconds a call, eager on the host and under graph replay, in turn. A case whose
+results differ from its reference is reported as wrong, without times. ``--warm`` only fills the compilers' caches.
+``mixed`` reads and writes the bytes of the case in its proportion, ``idle`` is its launches without work
+(``floors.py``), ``launch_us`` one of one program; the floor of a case is ``mixed``, and one of these for each launch
+beyond the first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,6 @@ import torch
 from memory_cases import Call, Case, cases
 from torch.utils._pytree import tree_leaves
 
-from fuseops.kernels import configs
 from fuseops.kernels.launch import Launch, recording
 from fuseops.kernels.registry import arch_of
 
@@ -127,14 +125,10 @@ def timed(replays: dict[str, Replay], rounds: int) -> measure.Rounds:
     return times
 
 
-def over_peer(times: measure.Rounds, peer: str) -> list[float]:
-    """Our time over the peer's in the same rounds, of the capture that does better: where its median lies."""
-    found = [
-        measure.paired(times[peer], times[name], digits=4)["interval"]
-        for name in ("fuseops", "again")
-        if name in times
-    ]
-    return min(found)
+def over_peer(times: measure.Rounds, peer: str) -> dict[str, Any]:
+    """How many times as fast as the peer the capture is that does better, by where its median lies."""
+    ours = (times[name] for name in ("fuseops", "again") if name in times)
+    return max((measure.paired(us, times[peer]) for us in ours), key=lambda r: r["interval"])
 
 
 def launches(case: Case, args: tuple) -> list[Launch]:
@@ -183,11 +177,8 @@ def bandwidth(
     medians = {name: statistics.median(t) for name, t in times.items()}
     quartiles = {name: statistics.quantiles(t, n=4)[::2] for name, t in times.items()}
     ours = medians.get("fuseops")
-    over = {
-        peer: over_peer(times, peer)
-        for peer in calls
-        if peer in times and peer != "fuseops" and ours
-    }
+    peers = [name for name in calls if name in times and name != "fuseops" and ours]
+    ratios = {peer: over_peer(times, peer) for peer in peers}
     medians["copy"] = min(medians["memcpy"], medians["copy_kernel"])
     floor = medians["mixed"] + (len(kernels) - 1) * options.launch_us
     return record | {
@@ -200,8 +191,8 @@ def bandwidth(
         "share_of_copy": ours and round(medians["copy"] / ours, 3),
         "share_of_floor": ours and round(floor / ours, 3),
         "bar": 0.75 if case.name.endswith("_both") else 0.9,
-        "over_peers": over,
-        "faster_peers": [peer for peer, (least, _) in over.items() if least > 1],
+        "ratios": ratios,
+        "faster_peers": [peer for peer, ratio in ratios.items() if ratio["interval"][1] < 1],
         "absent": absent,
     }
 
@@ -211,28 +202,22 @@ def small(
 ) -> dict[str, Any]:
     """Launch cost: microseconds a call on the host (no waiting) and under graph replay."""
     args = (*case.make(*shape), *case.tail)
-    host: dict[str, float | str] = {}
-    graph: dict[str, float] = {}
+    host, graph, failed = {}, {}, {}
     for name, call in calls.items():
         if isinstance(call, str):
             continue
         try:
             for _ in range(5):
                 call(*args)
-            spans = []
-            for _ in range(options.rounds):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(50):
-                    call(*args)
-                spans.append((time.perf_counter() - start) / 50 * 1e6)
-            host[name] = round(statistics.median(spans), 1)
-            replay = Replay(call, [args] * 20)
-            graph[name] = round(statistics.median(replay.time() for _ in range(options.rounds)), 2)
+            host[name] = partial(measure.host_us, partial(call, *args), 50)
+            graph[name] = Replay(call, [args] * 20).time
         except Exception as error:
-            host[name] = f"{type(error).__name__}: {str(error)[:100]}"
+            failed[name] = f"{type(error).__name__}: {str(error)[:100]}"
     names = {"case": case.name, "rows": shape[0], "columns": shape[1]}
-    return names | {"host_us": host, "graph_us": graph}
+    return names | {
+        "host_us": measure.medians(measure.in_rounds(host, options.rounds, heat=0)) | failed,
+        "graph_us": measure.medians(measure.in_rounds(graph, options.rounds, heat=0), digits=2),
+    }
 
 
 def compiled(cell: Cell) -> Calls:
@@ -277,17 +262,6 @@ def launch_us() -> float:
     return round(statistics.median(replay.time() for _ in range(9)), 2)
 
 
-def tune(case: Case, rows: int, n: int) -> dict[str, Any]:
-    """Store the fastest configuration of every kernel of this case."""
-    sets = [(*case.make(rows, n), *case.tail) for _ in range(4)]
-
-    def time_us(_: Callable[[], Any]) -> float:
-        replay = Replay(case.op, sets)
-        return statistics.median(replay.time() for _ in range(5))
-
-    return configs.tune(lambda: case.op(*sets[0]), time_us)
-
-
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """What is wrong, below its bar, or slower than a peer."""
     cells = {f"{r['case']} {r['rows']}x{r['columns']}": r for r in report["bandwidth"]}
@@ -323,9 +297,6 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile"
     )
-    parser.add_argument(
-        "--tune", action="store_true", help="tune this GPU first and keep the result in its cache"
-    )
     parser.add_argument("--warm", action="store_true", help="compile, time nothing")
     options = parser.parse_args()
     begun = time.time()
@@ -333,13 +304,10 @@ def main() -> None:
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # each of the jobs
     report: dict[str, Any] = {
-        "environment": measure.environment(), "summary": {}, "skipped": [], "bandwidth": [],
-        "small": [], "tuned": {},
+        "environment": measure.environment("liger-kernel"), "summary": {}, "skipped": [],
+        "bandwidth": [], "small": [],
     }  # fmt: skip
     every = cells(options)
-    for part, case, shape in every if options.tune else ():
-        if part == "bandwidth":
-            report["tuned"].update(tune(case, *shape))
     report["launch_us"] = options.launch_us = launch_us()
     pipes = [begin(options, list(range(first, len(every), options.jobs)))
              for first in range(min(options.jobs, len(every)))]  # fmt: skip

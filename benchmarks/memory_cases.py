@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from measure import rnd
 from torch import Tensor
 
 from fuseops.kernels import activation, bias, casts, norm, permute, quantize, router, routing
@@ -39,10 +40,6 @@ class Case(NamedTuple):
     liger: Callable[[], Call] | None = None
     tail: tuple = ()
     shapes: tuple[tuple[int, int], ...] = SHAPES
-
-
-def rnd(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda").to(dtype)
 
 
 def x(r: int, n: int) -> tuple:

@@ -1,12 +1,15 @@
 """A whole MoE layer beside `torch.compile` and, where it is installed, SonicMoE, in bf16.
 
-    python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.json --peers compile sonic sonic_tuned
+    python benchmarks/moe_layer.py --peers compile sonic sonic_tuned --profile --span 0.2 \\
+        --out benchmarks/results/moe_layer_h200.json
 
 The layer is router, top-k softmax, gather, SwiGLU experts and combine over one set of weights. Candidates run in turn,
-in balanced order, back to back (hot); ratios are those of each round. SonicMoE runs with its default and with
-autotuned tiles: the first shape takes minutes, and QUACK_CACHE_AUTOTUNING=1 keeps what was found. Outputs and all
-gradients are checked against float32 first. Saved bytes are what a forward leaves allocated beyond its inputs and its
-output, measured the same way for all. TFLOP/s are useful ones: 6 T K n d forward.
+in balanced order, back to back (hot), for `--span` seconds to warm up and as long again in each round; ratios are
+those of each round, to the peer whose median is least. SonicMoE runs with its default and with autotuned tiles
+(README.md: how to keep what it tunes). Outputs and all gradients are compared with float32 first; the peers round the
+router's logits to bf16, so that they choose other experts for some tokens, and differ by that. Saved bytes are what a
+forward leaves allocated beyond its inputs and its output, measured the same way for all. TFLOP/s are useful ones:
+6 T K n d forward.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ import functools
 import importlib
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+import layers
 import measure
 import torch
 import torch.nn.functional as F
@@ -102,17 +105,6 @@ def sonic(p: Problem, tuned: bool) -> measure.Call:
     return forward
 
 
-def tune_fewer_tiles() -> None:
-    """Leave half to three quarters of SonicMoE's tiles out: clusters of 1 x 2, and swapped operands."""
-    module = importlib.import_module("quack.gemm_config")
-    every = module._get_sm90_configs
-
-    def fewer(*args: Any, **kwargs: Any) -> list[Any]:
-        return [c for c in every(*args, **kwargs) if c.cluster_m == 2 and not c.swap_ab]
-
-    module._get_sm90_configs = fewer
-
-
 @functools.cache
 def _tiles() -> Any:
     """A function that sets whether SonicMoE's GEMMs are autotuned."""
@@ -149,7 +141,7 @@ def exact(p: Problem) -> list[Tensor]:
 
 def errors(p: Problem, forward: measure.Call, right: list[Tensor]) -> dict[str, float]:
     """Relative errors of y and every gradient."""
-    measure.training_step(forward, p.dy, p.leaves)()
+    layers.training_step(forward, p.dy, p.leaves)()
     got = [forward().detach(), *(leaf.grad for leaf in p.leaves)]
     for leaf in p.leaves:
         leaf.grad = None
@@ -175,30 +167,13 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
             del forwards[name]
         record["warm_s"][name] = round(time.perf_counter() - begun, 1)
     del right
-    steps = {n: measure.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
-    plan = p.moe.plan(p.x)
-    record["plan_saved_bytes"], record["plan_peak_bytes"] = plan.saved_bytes, plan.peak_bytes
-    record["saved_bytes"] = {n: measure.held_bytes(f) for n, f in forwards.items()}
-    record["peak_bytes"] = {n: measure.peak_bytes(s, p.leaves) for n, s in steps.items()}
-    given = sum(t.nbytes for t in (p.x,))  # saved, but there before the step
-    record["plan_peak_over_real"] = round(
-        plan.peak_bytes / (record["peak_bytes"]["fuseops"] + given), 4
-    )
-    if options.warm:
-        return record
-    ways = {"fwd": {n: measure.inference(f) for n, f in forwards.items()}, "fwd+bwd": steps}
-    record["us"], record["tflops"], record["ratios"] = {}, {}, {}
-    for what, calls in ways.items():
-        if options.graphs:
-            calls = {**calls, "fuseops_graph": measure.captured(calls["fuseops"])}
-        flops = p.flops * (1 if what == "fwd" else 3)
-        us = measure.in_turn(calls, options.rounds, measure.repeats(flops, options.span))
-        record["us"][what] = measure.medians(us)
-        record["tflops"][what] = {n: round(flops / t / 1e6) for n, t in record["us"][what].items()}
-        record["ratios"][what] = ratios(us)
-        del calls
-    if options.profile:
-        record["kernels"] = {n: measure.kernels(s) for n, s in steps.items() if n != "compile"}
+    steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
+    record |= layers.memory(p.moe.plan(p.x), forwards, steps, p.leaves, (p.x,))
+    if not options.warm:
+        record |= layers.times(forwards, steps, ("fuseops",), p.flops, ratios, options)
+        if options.profile:
+            profiled = {n: step for n, step in steps.items() if n != "compile"}
+            record["kernels"] = {n: layers.kernels(step) for n, step in profiled.items()}
     return record
 
 
@@ -228,21 +203,13 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    measure.add_options(parser, SHAPES)
+    layers.add_options(parser, SHAPES)
+    layers.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
-    parser.add_argument("--fewer-tiles", action="store_true", help="tune SonicMoE in less time")
     options = parser.parse_args()
-    if options.fewer_tiles:
-        tune_fewer_tiles()
-    report = {
-        "environment": {
-            **measure.environment(),
-            **measure.versions_of(("sonic-moe", "quack-kernels")),
-        },
-        "sonic_tiles": "clusters 2 x 1, operands not swapped" if options.fewer_tiles else "all",
-    }
-    measure.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
+    packages = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
+    report = {"environment": measure.environment(*packages)}
+    layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment
+from measure import environment, orders
 from offload_report import GIB, Row, bars, say, summary, table
 from offload_stacks import SHAPES, AsyncHooks, Stack, stack
 from torch import Tensor
@@ -211,21 +211,20 @@ class Bench:
     # --- parts
 
     def rounds(self, stop: float, ways: list[str], least: int = 3, steps: int = 0) -> Any:
-        """Rounds of these ways until the clock says `stop`, but so many at least; what is known after
-        each. Who comes first changes from round to round.
+        """Rounds of these ways, in balanced order, until the clock says `stop`, but so many at least; what is
+        known after each.
         """
         self.visit("nothing", steps)  # hot, as in training
         found: dict[str, list[Row]] = {way: [] for way in ways}
         launched: dict[str, Callable[[], Row]] = {}
-        number = 0
-        while number < least or time.perf_counter() < stop:
-            turn = number % len(ways)
+        for number, order in enumerate(orders(ways)):
+            if number >= least and time.perf_counter() >= stop:
+                break
             before, launched = launched, {}
-            for way in ways[turn:] + ways[:turn]:
+            for way in order:
                 launched[way] = self.visit(way, steps)
             for way, read in before.items():
                 found[way].append(read())
-            number += 1
             if before:
                 yield self.summary(found)
         for way, read in launched.items():

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from measure import median_interval
+from measure import paired
 
 from fuseops.offload import OffloadPlan
 
@@ -23,11 +23,9 @@ def summary(
 
     plan    that it followed; before: bytes on the device before a step
     """
-    ratios = [a["ms"] / b["ms"] for a, b in zip(mine, base, strict=False)]
     found: dict[str, Any] = {
         "rounds": len(mine),
-        "ratio": statistics.median(ratios),
-        "interval": median_interval(ratios),
+        **paired([r["ms"] for r in base], [r["ms"] for r in mine]),
         "ms": statistics.median(r["ms"] for r in mine),
         "peak_gib": max(r["peak_gib"] for r in mine),
         "resident_gib": mine[-1]["resident_gib"],

@@ -1,71 +1,57 @@
 """Python overhead of a Sequential: eight Linear(16, 16), batch 16, forward and backward on one CPU thread.
 
-    python benchmarks/overhead.py [--rounds 40] [--out FILE]
+    python benchmarks/overhead.py --out benchmarks/results/overhead.json
 
-Interleaved with plain `nn.Sequential`; prints medians in microseconds and their ratio.
+In turn with plain `nn.Sequential`; medians in microseconds, and how many times as long ours takes.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import measure
 import torch
-from measure import environment
 from torch import nn
 
 import fuseops as fo
 
 
-def step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
-        model(x).sum().backward()
-
-    return run
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
 
 
-def timed(run: Callable[[], None], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
-def measure(rounds: int, calls: int) -> dict[str, float]:
-    """Median microseconds a step of each, candidates interleaved round by round."""
+def timed(rounds: int, calls: int) -> dict[str, Any]:
+    """Median microseconds a step of each, and their ratio round by round."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     ours = fo.Sequential(*(fo.ops.Linear(16, 16) for _ in range(8)))
     ours.load_state_dict(plain.state_dict())
     x = torch.randn(16, 16)
-    runs = {"nn.Sequential": step(plain, x), "fuseops.Sequential": step(ours, x)}
-    for run in runs.values():
-        timed(run, calls)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(timed(run, calls))
-    result = {name: statistics.median(values) for name, values in times.items()}
-    result["ratio"] = result["fuseops.Sequential"] / result["nn.Sequential"]
-    return result
+    models = {"nn.Sequential": plain, "fuseops.Sequential": ours}
+    timers = {
+        name: partial(measure.host_us, partial(step, model, x), calls)
+        for name, model in models.items()
+    }
+    us = measure.in_rounds(timers, rounds, heat=1)
+    return measure.medians(us) | {"ratio": measure.paired(*us.values())}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    result = {**environment(), "microseconds": measure(args.rounds, args.calls)}
-    text = json.dumps(result, indent=2)
+    options = parser.parse_args()
+    found = {**measure.environment(), "microseconds": timed(options.rounds, options.calls)}
+    text = json.dumps(found, indent=2)
     print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    if options.out:
+        options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ def environment(backend: str) -> dict[str, Any]:
         "backend": backend,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else None,
         "error": "largest distance of an element, over the mean magnitude of its tensor",
-        "command": " ".join(["python", *sys.argv]),
     }
 
 

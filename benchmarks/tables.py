@@ -1,24 +1,30 @@
-"""docs/measured.md from the committed results, so that no figure is typed by hand.
+"""docs/measured.md and the figures of the README from the committed results, so that none is typed by hand.
 
-python benchmarks/tables.py            # write it
-python benchmarks/tables.py --check    # exit 1 where it is stale
+python benchmarks/tables.py            # write them
+python benchmarks/tables.py --check    # exit 1 where one is stale
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measured.md"
+RESULTS, PAGE, README = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "docs" / "measured.md",
+    ROOT / "README.md",
+)
 HEAD = """# Measured
 
 Every table is made from a file in `benchmarks/results` by `python benchmarks/tables.py`; the script of the same name
 wrote the file, and its docstring says what is timed. Candidates run in turns in one process; figures are medians.
+[benchmarks/README.md](../benchmarks/README.md) has the commands, and says how candidates are compared.
 
 - **summary**: of the cells in the file. Ratios are peer's time over ours, so above 1 is faster than the peer;
   `below` counts the cells under the bar of that row.
@@ -26,10 +32,13 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
+- **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
+- **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
+  element over the mean magnitude of its tensor.
 - **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
   interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
-What is not built or not met is not here: a file holds what ran.
+A file holds what ran; what missed its bar is counted there, and named in the file.
 """
 OURS = ("fuseops", "again", "copy", "memcpy", "copy_kernel", "mixed", "idle")  # and what does less
 PARTS = ("plans", "exact", "fit", "dry", "beyond", "host")  # figures of several depths
@@ -41,6 +50,7 @@ WAY = {
     "lower_over_predicted": "peak lower / predicted",
     "rounds": "rounds",
 }
+NEAR = 0.9  # of the bandwidth of a copy
 Rows = list[list[str]]
 
 
@@ -61,7 +71,8 @@ def section(path: Path) -> str:
 
 def provenance(result: Mapping[str, Any]) -> str:
     facts = result.get("environment", result)
-    return ", ".join(f"{k} {v}" for k, v in facts.items() if type(v) in (str, int)) + "."
+    said = (f"{k} {v}" for k, v in facts.items() if type(v) in (str, int) and k != "command")
+    return ", ".join(said) + "."
 
 
 def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
@@ -80,8 +91,32 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
+        elif name in ("settled", "cells") and (rows := compared(value)):
+            yield table(keyed(name, rows))
+        elif name == "cells" and isinstance(value, list):
+            yield table(keyed("two GPUs", outcomes(value)))
         elif name in PARTS and isinstance(value, dict):
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
+
+
+def compared(cells: Any) -> dict[str, dict[str, Any]]:
+    """Single calls that ran at their own clock: microseconds, and ratios with their intervals."""
+    found = {}
+    for name, c in cells.items() if isinstance(cells, dict) else ():
+        if "gain" in c:
+            found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
+        elif "ratios" in c and name.endswith("/uniform"):
+            found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
+    return found
+
+
+def outcomes(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """What came of each combination, and the largest error, by model."""
+    found: dict[str, dict[str, str]] = {}
+    for c in cells:
+        error = f" {c['largest_error']:.1e}" if c.get("largest_error") else ""
+        found.setdefault(c["cell"], {})[c["port"]] = c["outcome"] + error
+    return found
 
 
 def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -172,15 +207,141 @@ def table(rows: Rows) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
+def measured(name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def readme(text: str) -> str:
+    """The README with its figures between the marks `<!-- name: ... -->` and `<!-- end -->`."""
+    for name, made in (("headline", headline()), ("figures", "\n".join(table(figures())))):
+        block = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = block.sub(lambda found, made=made: f"{found[1]}\n{made}\n\n{found[2]}", text)
+    return text
+
+
+def headline() -> str:
+    layer, mlp, moved = moe_layer(), grouped_mlp(), offload("moe")
+    return (
+        f"On one H200, a training step of a MoE layer runs at {layer} the speed of the best of SonicMoE and\n"
+        f"`torch.compile`, that of an expert MLP at {mlp} the speed of `torch.compile`. In a stack of MoE\n"
+        f"blocks, {moved} ([figures](#measured))."
+    )
+
+
+def figures() -> Rows:
+    return [["what", "beside", "measured"], *moe_figures(), *kernel_figures(), *offload_figures()]
+
+
+def moe_figures() -> Iterator[list[str]]:
+    layer, shapes = measured("moe_layer_h200"), len(measured("grouped_mlp_h200")["cells"])
+    saved = [cell["saved_bytes"] for cell in layer["cells"].values()]
+    sonic = f"SonicMoE {layer['environment']['sonic-moe']}"
+    yield [
+        f"MoE layer, forward and backward, {len(saved)} shapes",
+        f"the best of {sonic} (default and autotuned tiles) and `torch.compile`",
+        f"{moe_layer()} its speed",
+    ]
+    yield [
+        "the same, bytes saved for the backward",
+        "SonicMoE; `torch.compile`",
+        f"{span(share(saved, 'sonic'))} of SonicMoE's; {span(share(saved, 'compile'))} of compile's",
+    ]
+    yield [
+        f"expert MLP, forward and backward, {shapes} shapes",
+        "`torch.compile` over `F.grouped_mm`",
+        f"{grouped_mlp()} its speed",
+    ]
+
+
+def kernel_figures() -> Iterator[list[str]]:
+    summary = measured("grouped_gemm_h200")["summary"]
+    gemm = [summary[f"{kind}/torch"] for kind in ("fwd", "dgrad", "wgrad")]
+    means = ", ".join(f"{found['geomean']:.2f}" for found in gemm)
+    least = min(found["least"][-1] for found in gemm)
+    yield [
+        "grouped GEMM: forward, gradients of input and weight",
+        "`F.grouped_mm`",
+        f"{means} times its speed (geometric means; least {least:.2f})",
+    ]
+    cells = measured("memory_bound_h200")["bandwidth"]
+    near = sum(cell.get("share_of_copy", 0) >= NEAR for cell in cells)
+    behind = sum(bool(cell.get("faster_peers")) for cell in cells)
+    yield [
+        f"memory-bound kernels, {len(cells)} cases",
+        "`torch.compile`, Liger-Kernel, eager torch",
+        f"a peer is faster in {behind}; {near} reach {NEAR} of the bandwidth of a copy",
+    ]
+
+
+def offload_figures() -> Iterator[list[str]]:
+    """Beside other ways to train, where the file holds them."""
+    dense, moe = measured("offload_dense_h200"), measured("offload_moe_h200")
+    if slow := dense.get("others", {}).get("checkpoint"):
+        plan = min(
+            dense["rounds"].values(), key=lambda plan: abs(plan["peak_gib"] - slow["peak_gib"])
+        )
+        before = dense["rounds"]["nothing"]["peak_gib"]
+        yield [
+            f"12 dense blocks that take {before:.1f} GiB, within {plan['peak_gib']:.1f}",
+            f"`torch.utils.checkpoint` of every block: {slow['peak_gib']:.1f} GiB, {slow['ratio']:.2f} times the step",
+            f"{plan['ratio']:.2f} times the step",
+        ]
+    if hooks := moe.get("others", {}).get("async hooks"):
+        yield [
+            "32 MoE blocks, saved tensors to the host",
+            f"hooks with `record_stream`: {hooks['peak_gib']:.1f} GiB, {hooks['ratio']:.2f} times the step",
+            offload("moe"),
+        ]
+
+
+def moe_layer() -> str:
+    found = measured("moe_layer_h200")["summary"]
+    return times(
+        [row["fuseops"]["ratio"] for name, row in found.items() if name.endswith("/fwd+bwd")]
+    )
+
+
+def grouped_mlp() -> str:
+    cells = measured("grouped_mlp_h200")["cells"].values()
+    return times([cell["ratios"]["fwd+bwd"]["eager"]["ratio"] for cell in cells])
+
+
+def offload(model: str) -> str:
+    """What left the device for how much of the step: by the plan that moves most."""
+    rounds = measured(f"offload_{model}_h200")["rounds"]
+    plan = max(rounds.values(), key=lambda way: way.get("moved_gib", 0))
+    return (
+        f"a peak of {plan['peak_gib']:.1f} instead of {rounds['nothing']['peak_gib']:.1f} GiB costs "
+        f"{100 * (plan['ratio'] - 1):.1f} % of a step"
+    )
+
+
+def share(saved: Sequence[Mapping[str, int]], peer: str) -> list[float]:
+    return [cell["fuseops"] / cell[peer] for cell in saved if peer in cell]
+
+
+def span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def times(ratios: Sequence[float]) -> str:
+    return f"{span(ratios)} times"
+
+
 def main() -> int:
-    text = page()
+    texts = {PAGE: page(), README: readme(README.read_text(encoding="utf-8"))}
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
-    if stale:
-        print(f"{PAGE.relative_to(ROOT)} is stale: python benchmarks/tables.py", file=sys.stderr)
-    return int(stale)
+    stale = [
+        p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text
+    ]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is stale: python benchmarks/tables.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

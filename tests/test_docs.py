@@ -1,11 +1,14 @@
 """The code of the documentation pages runs as it stands."""
 
 import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fuseops as fo
@@ -38,14 +41,67 @@ class Stack(nn.Module):
 def test_every_op_and_rule_has_its_line() -> None:
     ops, rules = (DOCS / "ops.md").read_text("utf-8").split("## Rules")
     first = [line.split("|")[1] for line in ops.splitlines() if line.startswith("| `")]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(o.__name__ for o in exported())
+    listed, public = re.findall(r"`(\w+)`", " ".join(first)), {o.__name__ for o in exported()}
+    assert set(listed) == public, f"give {public - set(listed)} a line in docs/ops.md"
+    assert len(listed) == len(public)
     assert re.findall(r"^\| `([a-z_]+)` \| (\w+)", rules, re.MULTILINE) == [
         (rule.name, rule.kind) for rule in TABLES
     ]
 
 
-def test_grouped_linear() -> None:
-    run("grouped_linear.md", {})
+@pytest.mark.parametrize("page", ["grouped_linear.md", "moe.md"])
+def test_the_code_of_a_page_runs(page: str) -> None:
+    run(page, {})
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun sets for a run of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {**where, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.cxx
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore")  # of transformers and torch, not ours
+def test_a_model_of_transformers_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    run("adopt.md", namespace)
+    assert namespace["plan"].after.moved > 0
+    assert "routed_mlp (joint)" in namespace["moe"].explain(namespace["x"])
+    trained = {n for n, p in namespace["adapted"].named_parameters() if p.requires_grad}
+    assert any("mlp.fc1" in name for name in trained) and all("lora_" in name for name in trained)
+
+
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Of every heading, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
 def test_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

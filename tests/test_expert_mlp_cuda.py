@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.fused.dswiglu import THROUGH
+from fuseops.fusions.fused import dswiglu
 from fuseops.fusions.fused.grouped_mlp import EPILOGUE
 from fuseops.kernels import configs
 from fuseops.kernels.registry import watching
@@ -118,7 +118,7 @@ def test_the_gradient_through_the_activation_equals_a_pass_over_it(name: str) ->
     x, found, ran = torch.randn_like(dy), [], []
     for choice in (0, 1):
         leaf = x.clone().requires_grad_()
-        with configs.forced(THROUGH, {"THROUGH": choice}), watching() as launched:
+        with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": choice}), watching() as launched:
             step(model, leaf, args, dy)
         ran.append("grouped_dswiglu" in {op.name for op, *_ in launched})
         found.append([leaf.grad, *(p.grad for p in model.parameters())])

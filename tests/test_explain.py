@@ -729,3 +729,24 @@ def test_a_wide_drawing_shrinks_to_its_page() -> None:
         for pattern in (r'width="(\d+)"', r"max-width:max\(100%,(\d+)px\);height:auto")
     )
     assert "viewBox" in drawing and 0.6 * width < least < width
+
+
+class Shifted(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 1
+
+
+def test_what_a_parametrization_gives_is_not_what_the_next_op_gets() -> None:
+    """It runs as a module inside the Sequential, and its output, a weight, has another shape."""
+    moe = fo.MoE(8, 6, num_experts=4, top_k=2)
+    x = torch.randn(5, 8)
+    expected = moe.plan(x)
+    for name in ("fc1", "fc2"):
+        nn.utils.parametrize.register_parametrization(moe[name], "weight", Shifted())
+    plan = moe.plan(x)
+    assert [(span.ops, span.rule) for span in plan.forward] == [
+        (span.ops, span.rule) for span in expected.forward
+    ]
+    weights = moe["fc1"].weight.nbytes + moe["fc2"].weight.nbytes  # made by the parametrization
+    assert plan.saved_bytes == expected.saved_bytes + weights
+    assert plan.peak_bytes == expected.peak_bytes + weights

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.integrations import hf, te
@@ -73,6 +76,52 @@ def test_wrong_arguments_are_refused() -> None:
         hf.to_hf({"mlp.fc1.weight": torch.ones(3, 2)})
 
 
+def layers_of_experts() -> list[tuple[nn.Module, fo.MoE]]:
+    """Layers of transformers, and an `fo.MoE` with the options that docs/moe.md gives for each."""
+    from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_experts_per_tok": 2}
+    small: dict[str, Any] = {**sizes, "moe_intermediate_size": 8}
+    qwen = [Qwen3MoeConfig(**small, num_experts=8, norm_topk_prob=norm) for norm in (True, False)]
+    mixtral = MixtralConfig(**sizes, intermediate_size=8, num_local_experts=8)
+    groups: dict[str, Any] = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    deepseek = DeepseekV3Config(**small, n_routed_experts=8, **groups, routed_scaling_factor=2.5)
+    like_deepseek = fo.MoE(
+        16, 8, 8, 2, score="sigmoid", scale=2.5, expert_bias=True, groups=4, top_groups=2, shared_experts=2
+    )  # fmt: skip
+    return [
+        *[
+            (Qwen3MoeSparseMoeBlock(c), fo.MoE(16, 8, 8, 2, normalize=c.norm_topk_prob))
+            for c in qwen
+        ],
+        (MixtralSparseMoeBlock(mixtral), fo.MoE(16, 8, 8, 2)),
+        (DeepseekV3MoE(deepseek), like_deepseek),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_layer_of_experts_is_replaced_whole(which: int) -> None:
+    """The same outputs from the same weights, which come back under their own keys."""
+    torch.manual_seed(0)
+    stock, moe = layers_of_experts()[which]
+    stock, moe = stock.double().eval(), moe.double().eval()
+    for tensor in stock.state_dict().values():  # transformers leaves them empty
+        torch.nn.init.normal_(tensor)
+    file = {f"layers.1.mlp.{name}": tensor for name, tensor in stock.state_dict().items()}
+    ours = hf.to_fuseops({**file, "layers.0.mlp.gate.weight": torch.ones(1)}, moe=True)
+    assert "layers.0.mlp.gate.weight" in ours  # of a layer without experts
+    assert same(hf.to_hf(ours), file | {"layers.0.mlp.gate.weight": torch.ones(1)})
+    moe.load_state_dict({k.removeprefix("layers.1.mlp."): v for k, v in ours.items() if ".1." in k})
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    y, expected = moe(x), stock(x)
+    rounded = 8 * torch.finfo(torch.float32).eps * expected.abs().max()  # scores of transformers
+    assert (y - expected).abs().max() <= rounded
+    assert same(hf.to_hf(moe.state_dict()), {k: v.double() for k, v in stock.state_dict().items()})
+
+
 # --- TransformerEngine
 
 
@@ -104,3 +153,27 @@ def test_te_says_what_is_missing_or_does_not_fit() -> None:
         te.to_fuseops({k: v for k, v in file.items() if k != "weight1"})
     with pytest.raises(fo.FuseOpsError, match=r"bias differ in shape: \[\(2,\), \(5,\)\]"):
         te.to_fuseops({**file, "bias0": torch.ones(2)})
+
+
+def test_peft_adapts_the_weights_of_experts() -> None:
+    """`target_parameters`: outputs and gradients are those of a layer with the adapted weights."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    moe = fo.MoE(8, 6, num_experts=4, top_k=2).double()
+    plain = {name: weight.detach() for name, weight in moe.named_parameters()}
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["fc1.weight", "fc2.weight"])
+    adapted = inject_adapter_in_model(config, copy.deepcopy(moe)).double()
+    factors = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    for factor in factors:  # B begins as zero: A would get no gradient
+        torch.nn.init.normal_(factor)
+
+    wrappers = {name: adapted.get_submodule(name) for name in ("fc1", "fc2")}
+    deltas = {f"{n}.weight": w.get_delta_weight("default") for n, w in wrappers.items()}
+    weights = plain | {name: plain[name] + delta for name, delta in deltas.items()}
+    x = torch.randn(5, 8, dtype=torch.float64)
+    expected = torch.func.functional_call(moe, weights, (x,))
+    got = adapted(x)
+    torch.testing.assert_close(got, expected)
+    grads = torch.autograd.grad(got.square().sum(), factors)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), factors))

@@ -14,6 +14,8 @@ from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.testing.catalogue import Wanted, entry
+from fuseops.testing.shadowed import expansions
 
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
 POS = torch.tensor([[3], [0], [-1], [4], [1], [2]], dtype=torch.int32)
@@ -88,7 +90,9 @@ CONDITIONS = [(rule, condition) for rule in TABLES for condition in rule.when]
     ("rule", "condition"), CONDITIONS, ids=[f"{r.name}-{c.__name__}" for r, c in CONDITIONS]
 )
 def test_every_condition_gives_its_reason(rule: fo.Rule, condition: Any) -> None:
-    model, recipe, reason = REFUSED[rule.name, condition.__name__]
+    key = rule.name, condition.__name__
+    assert key in REFUSED, f"add a line to REFUSED: {key}, with a model that it refuses"
+    model, recipe, reason = REFUSED[key]
     side = {name: ROUTING[name] for name in model.reads}
     seen: list[str | None] = []
 
@@ -223,14 +227,15 @@ def overridden(op: Op[Any], how: str) -> Op[Any]:
 
 
 def exemplar(rule: fo.Rule) -> fo.Sequential:
-    ops: dict[str, Callable[[], fo.Sequential]] = {
-        "routed_mlp": lambda: routed()[:4],  # Combine is optional
-        "grouped_mlp": mlp,
-        "norm_linear": normed,
-        "linear_act": lambda: fo.Sequential(fo.ops.Linear(6, 6, bias=False), fo.ops.SiLU()),
-        "bias_act": lambda: fo.Sequential(fo.ops.Bias(6), fo.ops.SiLU()),
-    }
-    return ops[rule.name]()
+    """The shortest spelling of its pattern, of ops with the first option that the catalogue names for each."""
+    made: list[Op[Any]] = []
+    width = 6
+    for op in list(expansions(rule))[-1]:
+        made.append(
+            entry(op).make(Wanted(lambda *options: options[0], width, 8, groups=3, top_k=1))
+        )
+        width = made[-1].out_shape((6, width))[-1]
+    return fo.Sequential(*made)
 
 
 def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, Tensor]) -> Any:

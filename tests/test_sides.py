@@ -472,3 +472,50 @@ def test_a_routed_mixture_is_the_loop_over_tokens() -> None:
             hidden = nn.functional.silu(gate) * up * weights[t, k]
             expected = expected + seq.fc2.weight[e] @ hidden
         torch.testing.assert_close(y[t], expected)
+
+
+class WeighModule(nn.Module):
+    """The same as `Weigh`, of a plain module."""
+
+    reads = ("w",)
+
+    def forward(self, x: Tensor, *, w: Tensor) -> Tensor:
+        return x * w
+
+
+class Wrapper(nn.Module):
+    """Hands on what it is given, as the layers of PEFT do."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor, **side: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x, **side)
+        return y
+
+
+@pytest.mark.parametrize("make", [WeighModule, lambda: Wrapper(Wrapper(Weigh()))])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_plain_module_takes_the_side_inputs_that_it_reads(make: Any, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = fo.Sequential(Linear(4, 4), make(), Publish("v"), SiLU())
+    assert model.reads == ("w",)
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    expected = torch.nn.functional.silu(2 * model[0](x) * w)
+    grads = torch.autograd.grad(expected.sum(), (x, w))
+    y = run(x, w=w)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, w)), grads)
+
+
+def test_what_a_plain_module_reads_may_be_published_before_it_and_change() -> None:
+    model = fo.Sequential(Tap("w"), SiLU(), WeighModule())
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), torch.nn.functional.silu(x) * x)
+    with pytest.raises(fo.SideInputError, match="needs side inputs"):
+        model[1:](x)
+    model[2].reads = ()  # read anew
+    with pytest.raises(fo.SideInputError, match="nobody reads the Tap"):
+        model(x)

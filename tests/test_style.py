@@ -199,6 +199,18 @@ def test_files_are_short() -> None:
     assert not long, f"over {MAX_LINES} lines, split by subject:\n" + "\n".join(long)
 
 
+@pytest.mark.parametrize(
+    "folder",
+    ["ops", "fusions", "fusions/explain", "offload", "offload/planning", "kernels"],
+    ids=str,
+)
+def test_a_large_folder_says_where_everything_is(folder: str) -> None:
+    init = PACKAGE / folder / "__init__.py"
+    words = set(re.findall(r"\w+", ast.get_docstring(parse(init)) or ""))
+    missing = {file.stem for file in init.parent.glob("*.py")} - words - {"__init__"}
+    assert not missing, f"give {sorted(missing)} a place in the docstring of {init}"
+
+
 def test_no_block_pointers() -> None:
     # Triton is removing them; tensor descriptors do the same and compile from sm_80 on.
     found = [f for f in FILES if "make_block_ptr" in f.read_text(encoding="utf-8")]

@@ -3,6 +3,10 @@
 import argparse
 from pathlib import Path
 
+from fuseops.fusions.explain import plans
+from fuseops.fusions.explain.html import page
+from fuseops.fusions.explain.text import report
+
 from .show import as_json
 from .target import UsageError, load
 
@@ -19,10 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = load(args.target)
-    from fuseops.fusions.explain import plans
-    from fuseops.fusions.explain.html import page
-    from fuseops.fusions.explain.text import report
-
     found = plans(target.model, *target.args, **target.side)
     if args.html is not None:
         try:

@@ -11,6 +11,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of, set_path, stripped
 from fuseops.ops.scopes import Override
 from fuseops.recipes import Recipe
 
@@ -69,16 +70,13 @@ def set_root(model: nn.Module) -> None:
     """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
     for path, module in model.named_modules(remove_duplicate=True):
         if isinstance(module, (Composed, Op)):
-            parts = [part for part in path.split(".") if part and part not in WRAPPERS]
-            if isinstance(module, Op) and module.__dict__.get("_path") != ".".join(parts):
-                module.__dict__.pop("_runner", None)  # it knows the op by its old name
-            module.__dict__["_path"] = ".".join(parts)
-            module.__dict__["_prefix"] = "".join(
-                f"{part}." for part in (parts[:-1] if isinstance(module, Op) else parts)
-            )
-
-
-WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+            path = stripped(path)
+            home = path  # of the names: an op's are relative to what it is a child of
+            if isinstance(module, Op):
+                home = path.rpartition(".")[0]
+                if path_of(module) != path:
+                    module.__dict__.pop("_runner", None)  # it knows the op by its old name
+            set_path(module, path, f"{home}." if home else "")
 
 
 def _override(**said: Any) -> Override:

@@ -55,7 +55,9 @@ def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
         candidates += [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
         near += [
-            Candidate(rule, i, i + max(matches[i].prefix, 1)).miss(matches[i].why, place.offset)
+            Candidate(rule, i, i + max(matches[i].prefix, 1)).miss(
+                matches[i].obstacle.why, place.offset
+            )
             for i in _nearest(matches)
         ]
     return Scan(tuple(candidates), tuple(near), place.offset)
@@ -70,11 +72,11 @@ def _nearest(matches: Sequence[Match]) -> list[int]:
     if not any(m.length for m in matches):
         longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
         starts += [longest] if matches and matches[longest].prefix > 0 else []
-    told = {matches[start].why for start in starts}
+    told = {matches[start].obstacle.why for start in starts}
     for start, m in enumerate(matches):
-        if (": " in m.why or "same name" in m.why) and m.why not in told:
+        if m.obstacle.nearly and m.obstacle.why not in told:
             starts.append(start)
-            told.add(m.why)
+            told.add(m.obstacle.why)
     return starts
 
 
@@ -187,7 +189,6 @@ def check_strict(
     else:
         names = settings.strict or frozenset()
         misses = [m for m in found if m.rule in names and m not in scanned.near]
-    for miss in misses[:1]:
-        raise FusionMissError(
-            f"rule {miss.rule!r} did not fire at {miss.span[0]}:{miss.span[1]}: {miss.reason}"
-        )
+    if misses:
+        rule, (start, stop), reason = misses[0]
+        raise FusionMissError(f"rule {rule!r} did not fire at {start}:{stop}: {reason}")

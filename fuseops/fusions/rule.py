@@ -129,8 +129,17 @@ def _overridden(cls: type, wanted: type) -> str | None:
     return next(changed, None)
 
 
-def obstacle(op: Any, element: Any) -> str | None:
-    """None if `op` is what `element` of a pattern wants, else what stands in the way."""
+class Obstacle(NamedTuple):
+    """What stands in the way of a match."""
+
+    why: str
+    nearly: bool = (
+        False  # an op of the wanted type or name, which its user will look for in a fused span
+    )
+
+
+def _obstacle(op: Any, element: Any, at: str) -> Obstacle | None:
+    """None if `op` is what `element` of a pattern wants.  at: what a sentence calls the op."""
     closest = None
     wanted = types_of(element)
     for t in wanted:
@@ -138,11 +147,16 @@ def obstacle(op: Any, element: Any) -> str | None:
             changed = _overridden(type(op), t)
             if changed is None:
                 return None
-            closest = f"{type(op).__name__} overrides {changed}"
+            closest = f"{at}: {type(op).__name__} overrides {changed}"
         elif type(op).__name__ == t.__name__:
-            closest = f"is {t.__name__}: same name, other class object"
-    names = " | ".join(t.__name__ for t in wanted)
-    return closest or f"is {type(op).__name__}, wanted {names}"
+            closest = f"{at} is {t.__name__}: same name, other class object"
+    if closest:
+        return Obstacle(closest, nearly=True)
+    return Obstacle(f"{at} is {type(op).__name__}, wanted {_names(wanted)}")
+
+
+def _names(wanted: Sequence[type]) -> str:
+    return " | ".join(t.__name__ for t in wanted)
 
 
 class Place(NamedTuple):
@@ -158,39 +172,36 @@ class Match(NamedTuple):
 
     length: int  # ops matched in all, 0 if the pattern does not match here
     prefix: int  # ops matched before the obstacle
-    why: str  # the obstacle
+    obstacle: Obstacle
 
 
 def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
     """Match the rule at `start`, a position in the run."""
-    best = Match(0, -1, "")
+    best = Match(0, -1, Obstacle(""))
 
     def walk(element: int, position: int) -> int | None:
         nonlocal best
         if element == len(rule.pattern):
             return position - start
         wanted = rule.pattern[element]
-        why = _why_not(ops, position, wanted, place)
-        if why is None and (length := walk(element + 1, position + 1)) is not None:
+        obstacle = _obstacle_at(ops, position, wanted, place)
+        if obstacle is None and (length := walk(element + 1, position + 1)) is not None:
             return length
         if isinstance(wanted, Maybe):
             return walk(element + 1, position)
-        if why is not None and position - start > best.prefix:
-            best = Match(0, position - start, why)
+        if obstacle is not None and position - start > best.prefix:
+            best = Match(0, position - start, obstacle)
         return None
 
     length = walk(0, start)
-    return best if length is None else Match(length, length, "")
+    return best if length is None else Match(length, length, Obstacle(""))
 
 
-def _why_not(ops: Sequence[Any], position: int, wanted: Any, place: Place) -> str | None:
+def _obstacle_at(ops: Sequence[Any], position: int, wanted: Any, place: Place) -> Obstacle | None:
     if position >= len(ops):
-        names = " | ".join(t.__name__ for t in types_of(wanted))
-        return f"{place.end}, wanted {names}"
-    why = obstacle(ops[position], wanted)
-    if why is None and place.opaque[position] is not None:
-        why = f"{type(ops[position]).__name__} {place.opaque[position]}"
-    if why is None:
-        return None
-    at = place.offset + position
-    return f"op {at} {why}" if why.startswith("is ") else f"op {at}: {why}"
+        return Obstacle(f"{place.end}, wanted {_names(types_of(wanted))}")
+    at = f"op {place.offset + position}"
+    found = _obstacle(ops[position], wanted, at)
+    if found is None and (opaque := place.opaque[position]) is not None:
+        return Obstacle(f"{at}: {type(ops[position]).__name__} {opaque}", nearly=True)
+    return found

@@ -7,7 +7,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
-from fuseops.ops.op import Op, Shape
+from fuseops.ops.op import Op, Shape, numel
+from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.torch_private import is_dtensor
 
@@ -142,14 +143,11 @@ class Run:
         facts = entry.facts
         shape = self._through(0, start, tuple(x.shape), x)
         out = self._through(start, stop, shape, x)
-        rows = 1
-        for size in shape[:-1]:
-            rows = rows * size
         return Conditions(
             shape=shape,
             k=shape[-1] if shape else 1,
             n=out[-1] if out else 1,
-            rows=rows,
+            rows=numel(shape[:-1]),
             dtype=facts.compute or x.dtype,
             device=x.device,
             capability=divmod(arch_of(x.device), 10) if x.is_cuda else None,
@@ -232,7 +230,7 @@ class Run:
                 # dynamo traces no add_note, and shows the error itself
                 if torch.compiler.is_compiling():
                     raise
-                path = self.ops[i].__dict__.get("_path")
+                path = path_of(self.ops[i])
                 at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
                 error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
                 raise
@@ -260,30 +258,16 @@ class Run:
                     "out= is eager only: compile around the ops that write to buffers."
                 )
             return self._traced(x, env, tokens, live)
-        for op in self.ops:
-            if op.__dict__["_modules"]:  # parametrizations: computed once a forward
-                with parametrize.cached():
-                    return self._eager(x, env, tokens, live, path, scratch, out)
-        return self._eager(x, env, tokens, live, path, scratch, out)
-
-    def _eager(
-        self,
-        x: Any,
-        env: dict[str, Any],
-        tokens: Tokens,
-        live: tuple[str, ...],
-        path: str,
-        scratch: dict[str, Any],
-        out: Buffers | None = None,
-    ) -> Any:
-        plan = self.plan(x, env, tokens, live)
-        for watcher in scopes.current().watchers:
-            watcher(plan)
-        if out is not None:
-            self._check_buffers(plan, out, x, env, path)
-        for seg in plan.segments:
-            x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
-        return x
+        parametrized = any(op.__dict__["_modules"] for op in self.ops)
+        with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
+            plan = self.plan(x, env, tokens, live)
+            for watcher in scopes.current().watchers:
+                watcher(plan)
+            if out is not None:
+                self._check_buffers(plan, out, x, env, path)
+            for seg in plan.segments:
+                x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
+            return x
 
     def _check_buffers(
         self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
@@ -305,7 +289,7 @@ class Run:
         buffers.check(op, out, x, shape, _inputs(seg, env))
 
     def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
-        """`_eager` as dynamo traces it."""
+        """A call as dynamo traces it."""
         # guards on widths, as every op checks its own
         self._through(0, len(self.ops), tuple(x.shape), x)
         key = tuple(key_of(self.asked, x, env, tokens, live))

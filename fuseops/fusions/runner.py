@@ -37,7 +37,12 @@ class Runner:
         self.children = tuple(module for _, module in children)
         self.pieces: list[tuple[str, Run | nn.Module]] = _pieces(children, alone, apart)
         self.reads, self.writes = _side_names(self.pieces)
-        self.nested = tuple((m, m.reads) for m in self.children if isinstance(m, Composed))
+        self.taken = [side_names_of(piece) for _, piece in self.pieces]
+        self.nested = tuple(
+            (module, names)
+            for (_, module), names in zip(self.pieces, self.taken, strict=True)
+            if isinstance(module, Composed) or (names and isinstance(module, nn.Module))
+        )
         self.said = [
             (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad)
             for op in self.children
@@ -63,7 +68,7 @@ class Runner:
                 return False
             if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
                 return False
-        return all(nested.reads == known for nested, known in self.nested)
+        return all(side_names_of(nested) == known for nested, known in self.nested)
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
@@ -73,7 +78,7 @@ class Runner:
         if returns in self._live:
             return self._live[returns]
         self._check_published(returns)
-        reads = [frozenset(getattr(piece, "reads", ())) for _, piece in self.pieces]
+        reads = [frozenset(names) for names in self.taken]
         live = tuple(
             [tuple(sorted(frozenset(returns).union(*reads[k + 1 :]))) for k in range(len(reads))]
         )
@@ -82,9 +87,7 @@ class Runner:
         return live
 
     def _check_published(self, returns: tuple[str, ...]) -> None:
-        read = {name for _, piece in self.pieces for name in getattr(piece, "reads", ())} | set(
-            returns
-        )
+        read = {name for names in self.taken for name in names} | set(returns)
         inner = {
             n
             for _, piece in self.pieces
@@ -138,7 +141,7 @@ def _side_names(
     reads: dict[str, None] = {}
     written: dict[str, str] = {}
     for at, piece in pieces:
-        reads |= dict.fromkeys(name for name in getattr(piece, "reads", ()) if name not in written)
+        reads |= dict.fromkeys(name for name in side_names_of(piece) if name not in written)
         for name in getattr(piece, "writes", ()) if isinstance(piece, Run) else ():
             if name in written:
                 raise SideInputError(
@@ -150,6 +153,15 @@ def _side_names(
                 )
             written[name] = at
     return tuple(reads), frozenset(written)
+
+
+def side_names_of(piece: Any) -> tuple[str, ...]:
+    """The side inputs that a piece takes by keyword: its `reads`, or those of the layer that it wraps, as PEFT's do."""
+    reads = getattr(piece, "reads", None)
+    if reads is not None:
+        return tuple(reads)
+    wrapped = getattr(piece, "base_layer", None)
+    return () if wrapped is None else side_names_of(wrapped)
 
 
 def runner_of(module: Any) -> Runner:

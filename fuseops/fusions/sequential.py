@@ -12,6 +12,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import names as naming
 from fuseops.ops import op as op_module
 from fuseops.ops.op import Op
+from fuseops.ops.paths import prefix_of
 from fuseops.ops.structure import Add, Tap
 
 from . import buffers, weight_grads
@@ -66,10 +67,8 @@ class Sequential(Composed):
                 name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
-                elif isinstance(piece, Composed):
-                    x = piece(x, **{n: env[n] for n in piece.reads})
                 else:
-                    x = piece(x)
+                    x = piece(x, **{n: env[n] for n in runner.taken[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
@@ -103,10 +102,9 @@ def _enter(module: Sequential) -> tuple[str, bool]:
     """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
     if torch.compiler.is_compiling():
         return "", False  # the partitioner decides what is saved there: it has no names
-    if not naming.thread.observers:
-        return module.__dict__.get("_prefix", ""), False
-    if "_prefix" in module.__dict__:
-        return module.__dict__["_prefix"], False
+    prefix = prefix_of(module)
+    if prefix is not None or not naming.thread.observers:
+        return prefix or "", False
     outermost = naming.thread.outermost
     if outermost is None:
         naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
@@ -151,7 +149,7 @@ def _run_alone(
     if out:
         name = type(op).__name__
         outs = buffers.by_op(name, {f"{name}.{what}": t for what, t in out.items()}, (name,))[name]
-    y = run(x, env, tokens, tuple(op.writes), op.__dict__.get("_prefix", ""), {}, outs)
+    y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, outs)
     return (y, *(env[name] for name in op.writes)) if op.writes else y
 
 

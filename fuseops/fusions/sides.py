@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of
 from fuseops.ops.routing import Routing
 
 RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
@@ -49,7 +50,7 @@ def reads_and_writes(
 
 
 def described(module: Any) -> str:
-    path = module.__dict__.get("_path")
+    path = path_of(module)
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 

@@ -2,6 +2,13 @@
 
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
+
+    launchers       activation, add_mm, bias, casts, norm, permute, quantize, router, router_losses, routing, wide_mm
+    grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
+                    grouped_why (in words), grouped_launch, grouped_autograd
+    all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
+    tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
+    device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 """
 
 from . import grouped_autograd as grouped_autograd

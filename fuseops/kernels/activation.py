@@ -173,27 +173,40 @@ def scaled_act_bwd(
     return dx, dprobs, y
 
 
+@kernel_op(
+    twin=reference.act_dprobs, cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu")
+)
+def act_dprobs(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
+) -> Tensor:
+    """dprobs float32 of scaled_act_fwd alone, which does not depend on probs."""
+    form, n = _form(x, kind, interleave, alpha, limit, offset)
+    x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
+    dprobs = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    config = SCALED_BWD.pick(len(x2), (n,), x)
+    launch(
+        device("activation").act_dprobs_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
+        dy2, x2, dprobs, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config,
+    )  # fmt: skip
+    return dprobs
+
+
 def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape: float) -> Tensor:
     form, n = _form(x, kind, interleave, *shape)
     x2, y = as_rows(x), x.new_empty(*x.shape[:-1], n)
     scale = x if probs is None else _probs_of(probs, x)
     config = (GATE_FWD if kind in GATES else FWD).pick(len(x2), (n,), x)
     grid = tiles.tile_grid(len(x2), n, config)
-    kernel = device("activation").act_fwd_kernel
     launch(
-        kernel,
-        grid,
-        x2,
-        scale,
-        y,
-        len(x2),
-        n,
-        x2.stride(0),
-        SCALED=probs is not None,
-        **form,
-        **overlap(x.device),
-        **config,
-    )
+        device("activation").act_fwd_kernel, grid, x2, scale, y, len(x2), n, x2.stride(0),
+        SCALED=probs is not None, **form, **overlap(x.device), **config,
+    )  # fmt: skip
     return y
 
 
@@ -240,27 +253,3 @@ def _probs_of(probs: Tensor, x: Tensor) -> Tensor:
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@kernel_op(
-    twin=reference.act_dprobs, cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu")
-)
-def act_dprobs(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
-    """dprobs float32 of scaled_act_fwd alone, which does not depend on probs."""
-    form, n = _form(x, kind, interleave, alpha, limit, offset)
-    x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
-    dprobs = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    config = SCALED_BWD.pick(len(x2), (n,), x)
-    launch(
-        device("activation").act_dprobs_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
-        dy2, x2, dprobs, len(x2), n, dy2.stride(0), x2.stride(0), **form, **config,
-    )  # fmt: skip
-    return dprobs

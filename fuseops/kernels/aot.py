@@ -275,21 +275,21 @@ def problem_of(row: Row, result: dict[str, Any]) -> str | None:
     return None
 
 
-def read_table(path: Path = TABLE) -> dict[str, dict[str, Any]]:
+def read_table() -> dict[str, dict[str, Any]]:
     """The committed rows by key."""
-    return json.loads(path.read_text())["rows"] if path.exists() else {}
+    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
 
 
-def table_version(path: Path = TABLE) -> str:
+def table_version() -> str:
     """The triton that compiled the table."""
-    return str(json.loads(path.read_text())["triton"])
+    return str(json.loads(TABLE.read_text())["triton"])
 
 
-def write_table(table: dict[str, dict[str, Any]], path: Path = TABLE) -> None:
+def write_table(table: dict[str, dict[str, Any]]) -> None:
     """One line a row, sorted, so that a change of one kernel is a small diff."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
     version = json.dumps(configs.versions()["triton"])
-    path.write_text(f'{{"schema_version": 1, "triton": {version}, "rows": {{\n{lines}\n}}}}\n')
+    TABLE.write_text(f'{{"schema_version": 1, "triton": {version}, "rows": {{\n{lines}\n}}}}\n')
 
 
 def stale(current: dict[str, Row], table: dict[str, dict[str, Any]]) -> dict[str, str]:

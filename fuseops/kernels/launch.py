@@ -242,9 +242,7 @@ def overlap(where: torch.device) -> dict[str, Any]:
     From Hopper on (programmatic dependent launch). The kernel starts with ``overlapped(PDL)``, and so
     waits for all that earlier launches wrote before it touches memory.
     """
-    if INTERPRET or current_arch(where) < 90:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    return chain(where)[1]
 
 
 @functools.cache

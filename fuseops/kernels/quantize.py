@@ -174,16 +174,9 @@ def quantize_tensor(
     partial = x.new_empty(count, dtype=torch.float32)
     first, then = chain(x.device)
     launch(
-        device("quantize").amax_kernel,
-        (count,),
-        x,
-        partial,
-        rows,
-        n,
-        x.stride(0),
-        **first,
-        **config,
-    )
+        device("quantize").amax_kernel, (count,),
+        x, partial, rows, n, x.stride(0), **first, **config,
+    )  # fmt: skip
     inv = _scales(partial, scale, amax, count, 1, dtype, pow2)
     together = _together(rows, layout)
     if layout != "col" and not together:

@@ -82,19 +82,6 @@ def row_loop_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A program owns a block of columns and walks over its rows, loads STAGES steps ahead.
-
-    Four warps hold 16 bytes a lane of one row: sums over rows stay in a thread.
-    """
-    n = pow2(dims[-1], most=2048 // itemsize)
-    choices = ((8, 3, 4), (8, 5, 2))
-    return [
-        {**_tile(rows, n, 4), "STAGES": stages, "PER_SM": per_sm}
-        for rows, stages, per_sm in choices
-    ]
-
-
 def column_tile(
     width: int, itemsize: int, nbytes: int, stages: int, per_sm: int, warps: int, most: int = 2048
 ) -> Config:
@@ -103,11 +90,6 @@ def column_tile(
     return {
         **_tile(max(nbytes // itemsize // n, 1), n, warps), "STAGES": stages, "PER_SM": per_sm
     }  # fmt: skip
-
-
-def column_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """The first candidate."""
-    return column_candidates(dims, itemsize)[0]
 
 
 def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:

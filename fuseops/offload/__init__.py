@@ -8,6 +8,13 @@ decides:
         loss = model(x).sum()
     loss.backward()
     print(moved.report())
+
+    scopes        scopes; nesting (enter and leave in order), modules (which one runs)
+    which stay    labels (the names), marks, policy, reasons; globs and arguments (what users pass)
+    a scheduler   scheduler, layers (its hooks), recompute; schedule (when bytes move), order, transfers
+    a tensor      records (what stands for it in the graph), storages; report
+    lanes/        what copies bytes: streams, the CPU, a simulated clock
+    planning/     what to move, decided beforehand
 """
 
 from .marks import mark_module as mark_module

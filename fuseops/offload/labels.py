@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.config import WRAPPERS
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops import names
 from fuseops.ops.op import Op
+from fuseops.ops.paths import prefix_of, stripped
 
 from . import modules
 from .globs import matches
@@ -36,10 +36,7 @@ class Named(NamedTuple):
 
 def paths_under(root: nn.Module) -> dict[int, str]:
     """The path of every module by id, without the prefixes of wrappers."""
-    paths = {}
-    for path, module in root.named_modules():
-        paths[id(module)] = ".".join(part for part in path.split(".") if part not in WRAPPERS)
-    return paths
+    return {id(module): stripped(path) for path, module in root.named_modules()}
 
 
 class Labels:
@@ -108,7 +105,7 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return (module,)
     if not isinstance(module, Sequential):
         return ()
-    prefix = module.__dict__.get("_prefix")
+    prefix = prefix_of(module)
     if prefix is None:
         prefix = (names.thread.outermost or {}).get(id(module), "")
     children = (

@@ -1,4 +1,11 @@
-"""The op catalogue. One file a family; `op.py` is the contract."""
+"""The op catalogue: one file a family.
+
+the contract      op; scopes (settings of a call), names and paths (of saved tensors)
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure
+tokens, experts   routing, router, permute, inject
+what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs)
+grouped weights   packing (one Parameter a group), grouped_state_dict
+"""
 
 from .activations import GELU as GELU
 from .activations import ReLU as ReLU

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import refuse_inplace
+from .checks import check_probs, refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
-from .routing import check_probs
 
 
 class ActivationSaved(NamedTuple):
@@ -35,54 +34,54 @@ class Activation(Op[ActivationSaved]):
     floats = True
     kind: str
     # what the kernels take behind `kind`: interleave, alpha, limit, offset
-    form: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
-        return after_activation(self, shape, self.kind, self.form)
+        return after_activation(self, shape, self.kind, self.options)
 
     def fwd(self, x: Tensor) -> Out:
-        return Out(K.act_fwd(x, self.kind, *self.form), ActivationSaved(x))
+        return Out(K.act_fwd(x, self.kind, *self.options), ActivationSaved(x))
 
     def bwd(self, saved: ActivationSaved, dy: Tensor) -> Grads:
-        return Grads(K.act_bwd(dy, saved.x, self.kind, *self.form))  # type: ignore[arg-type]
+        return Grads(K.act_bwd(dy, saved.x, self.kind, *self.options))  # type: ignore[arg-type]
 
 
 class ScaledActivation(Op[ScaledActivationSaved]):
     """y = act(x) * probs, one probability a row, with one rounding.   x (R, F) or (R, 2F), probs (R,) -> (R, F)
 
-    A member of the family sets `kind` and `form`, as of `Activation`.
+    A member of the family sets `kind` and `options`, as of `Activation`.
     """
 
     reads = ("probs",)
     saves_for = {"x": ("x", "probs"), "probs": ("x",)}
     floats = True
     kind: str
-    form: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = ()
 
     def out_shape(self, shape: Shape) -> Shape:
-        return after_activation(self, shape, self.kind, self.form)
+        return after_activation(self, shape, self.kind, self.options)
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
         check_probs(type(self).__name__, x, probs)
         return Out(
-            K.scaled_act_fwd(x, probs, self.kind, *self.form), ScaledActivationSaved(x, probs)
+            K.scaled_act_fwd(x, probs, self.kind, *self.options), ScaledActivationSaved(x, probs)
         )
 
     def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs = saved
         # probs itself is not saved then, and its gradient does not read it
         if "x" not in call.needs:
-            return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.form)})  # type: ignore[arg-type]
+            return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.options)})  # type: ignore[arg-type]
         wanted = "probs" in call.needs
-        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.form)  # type: ignore[arg-type]
+        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.options)  # type: ignore[arg-type]
         return Grads(dx, side={"probs": dprobs} if wanted else None)
 
 
-def after_activation(op: Op[Any], shape: Shape, kind: str, form: tuple[Any, ...]) -> Shape:
+def after_activation(op: Op[Any], shape: Shape, kind: str, options: tuple[Any, ...]) -> Shape:
     """Shape after an activation.  Raises ShapeError for a width that has no gate and up."""
     if kind not in K.GATES:
         return shape
-    step = 2 * max(form[0] if form else 0, 1)
+    step = 2 * max(options[0] if options else 0, 1)
     if not shape or shape[-1] % step:
         raise ShapeError(
             f"{type(op).__name__} expects [gate | up] on the last axis, a multiple of {step}, got shape "

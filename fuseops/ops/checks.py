@@ -1,7 +1,11 @@
-"""What ops refuse alike: inputs of a wrong width or of too many axes; and `inplace`."""
+"""What ops refuse alike: inputs and side inputs of a wrong shape or dtype; and `inplace`.
+
+None of it waits for the device; what `offs` may hold is checked in `splits`.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, ShapeError
@@ -23,6 +27,34 @@ def check_rows(op: Op[Any], x: Tensor) -> None:
         raise ShapeError(
             f"{type(op).__name__} expects x of two axes (rows, features), got shape {tuple(x.shape)}: "
             "flatten the others."
+        )
+
+
+def check_offs(offs: Tensor, groups: int) -> None:
+    """Raise unless `offs` is what can be checked without a host synchronisation."""
+    if offs.shape != (groups,) or offs.dtype is not torch.int32:
+        raise ShapeError(
+            f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
+            f"got {offs.dtype} of shape {tuple(offs.shape)}. Routing.from_counts(tokens_per_expert) builds it."
+        )
+
+
+def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
+    """Raise ShapeError unless there is one probability, a fraction, a row of x."""
+    if probs.shape != x.shape[:-1] or not probs.is_floating_point():
+        raise ShapeError(
+            f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, of a float dtype, got {probs.dtype} of "
+            f"shape {tuple(probs.shape)}."
+        )
+
+
+def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
+    """Raise ShapeError unless pos has a line for each token."""
+    if pos.dim() != 2 or tokens not in (None, pos.shape[0]) or pos.dtype is not torch.int32:
+        wanted = "tokens" if tokens is None else tokens
+        raise ShapeError(
+            f"{op} expects pos int32 of shape ({wanted}, k): the row of each copy of a token; got {pos.dtype} of shape "
+            f"{tuple(pos.shape)}. Routing.from_topk(experts, weights) builds it."
         )
 
 

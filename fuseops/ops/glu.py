@@ -11,24 +11,24 @@ class _Gated:
     """Constructor of a gated activation."""
 
     kind: str
-    form: tuple[Any, ...]
+    options: tuple[Any, ...]
 
     def __init__(self, *, interleave: int = 0) -> None:
         """interleave: 0, gate and up are the halves of the last axis, the gate first (`torch.nn.functional.glu` has it
         second); b, they alternate in blocks of b columns (1 in the weights of gpt-oss).
         """
         super().__init__()
-        self._form(interleave)
+        self._set_options(interleave)
 
-    def _form(self, interleave: int, *rest: float) -> None:
+    def _set_options(self, interleave: int, *rest: float) -> None:
         if interleave < 0:
             raise FuseOpsError(
                 f"{type(self).__name__}: interleave is {interleave}, expected 0 or the columns of a block."
             )
-        self.form = (interleave, *rest)
+        self.options = (interleave, *rest)
 
     def extra_repr(self) -> str:
-        return f"interleave={self.form[0]}" if self.form[0] else ""
+        return f"interleave={self.options[0]}" if self.options[0] else ""
 
 
 class _GELUGated(_Gated):
@@ -54,10 +54,10 @@ class _Clamped(_Gated):
         if not limit > 0:
             raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
         super().__init__()
-        self._form(interleave, float(alpha), float(limit), float(offset))
+        self._set_options(interleave, float(alpha), float(limit), float(offset))
 
     def extra_repr(self) -> str:
-        interleave, alpha, limit, offset = self.form
+        interleave, alpha, limit, offset = self.options
         return f"limit={limit}, alpha={alpha}, offset={offset}" + (
             f", interleave={interleave}" if interleave else ""
         )

@@ -16,12 +16,11 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.recipes import Quantized, gemm
 
-from .checks import check_width
-from .layouts import load_either
+from .checks import check_offs, check_probs, check_width
+from .grouped_state_dict import load_either
 from .linear import gemm_layouts, saved_operand
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
-from .routing import check_offs, check_probs
 from .splits import check_splits
 from .tiles import tiles_of
 

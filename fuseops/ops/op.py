@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
+from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 else:
     S = TypeVar("S", bound=tuple[Any, ...])
 Shape = tuple[int, ...]
+
+
+def numel(shape: Shape) -> int:
+    """Elements of a tensor of this shape, in traced code too, where sizes are symbols."""
+    count = 1
+    for size in shape:
+        count = count * size
+    return count
 
 
 class Out(NamedTuple):
@@ -60,7 +69,7 @@ class Call(NamedTuple):
 
     needs      which gradients anyone wants: "x", parameter names, side names
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
-    emit       formats wanted for y; emit_dx: for dx
+    emit       formats wanted for y; emit_dx: for dx. Empty as yet: a step of the plan makes every quantized tensor
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
 
@@ -256,7 +265,7 @@ class Op(nn.Module, Generic[S]):
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """An op called alone is a sequence of one."""
-        return [(self.__dict__.get("_path", "").rpartition(".")[2] or "0", self)]
+        return [((path_of(self) or "").rpartition(".")[2] or "0", self)]
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)

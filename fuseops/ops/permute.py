@@ -17,8 +17,8 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_rows
-from .op import Call, Grads, Op, Out, Shape
+from .checks import check_pos, check_rows
+from .op import Call, Grads, Op, Out, Shape, numel
 from .splits import check_splits
 
 
@@ -123,7 +123,7 @@ class Permute(Op[PermuteSaved]):
         return f"{self.top_k}"
 
     def out_shape(self, shape: Shape) -> Shape:
-        return (rows_of(shape) * self.top_k, *shape[-1:])
+        return (numel(shape[:-1]) * self.top_k, *shape[-1:])
 
     def fwd(self, x: Tensor, *, index: Tensor, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
@@ -154,7 +154,7 @@ class Combine(Op[CombineSaved]):
         return f"{self.top_k}"
 
     def out_shape(self, shape: Shape) -> Shape:
-        return (rows_of(shape) // self.top_k, *shape[-1:])
+        return (numel(shape[:-1]) // self.top_k, *shape[-1:])
 
     def fwd(self, x: Tensor, *, pos: Tensor, offs: Tensor) -> Out:
         check_rows(self, x)
@@ -164,21 +164,3 @@ class Combine(Op[CombineSaved]):
 
     def bwd(self, saved: CombineSaved, dy: Tensor) -> Grads:
         return Grads(K.scatter_rows(dy, saved.pos, saved.offs, saved.rows))  # type: ignore[arg-type]
-
-
-def rows_of(shape: Shape) -> int:
-    """How many rows there are, whatever axes they are spread over."""
-    rows = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return rows
-
-
-def check_pos(op: str, pos: Tensor, tokens: int | None) -> None:
-    """Raise ShapeError unless pos has a line for each token."""
-    if pos.dim() != 2 or tokens not in (None, pos.shape[0]) or pos.dtype is not torch.int32:
-        wanted = "tokens" if tokens is None else tokens
-        raise ShapeError(
-            f"{op} expects pos int32 of shape ({wanted}, k): the row of each copy of a token; got {pos.dtype} of shape "
-            f"{tuple(pos.shape)}. Routing.from_topk(experts, weights) builds it."
-        )

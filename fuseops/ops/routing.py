@@ -157,24 +157,6 @@ def _of_rows(weights: Tensor, pos: Tensor, index: Tensor) -> Tensor:
     return flat.new_zeros(rows + 1).scatter(0, row, flat)[:rows]
 
 
-def check_offs(offs: Tensor, groups: int) -> None:
-    """Raise unless `offs` is what can be checked without a host synchronisation."""
-    if offs.shape != (groups,) or offs.dtype is not torch.int32:
-        raise ShapeError(
-            f"offs must be int32 of shape ({groups},): the cumulative row end of every group, empty ones included; "
-            f"got {offs.dtype} of shape {tuple(offs.shape)}. Routing.from_counts(tokens_per_expert) builds it."
-        )
-
-
-def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
-    """Raise ShapeError unless there is one probability, a fraction, a row of x."""
-    if probs.shape != x.shape[:-1] or not probs.is_floating_point():
-        raise ShapeError(
-            f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, of a float dtype, got {probs.dtype} of "
-            f"shape {tuple(probs.shape)}."
-        )
-
-
 def _wide(probs: Tensor) -> Tensor:
     """Probabilities in float32, wherever the router works in half; float64 is not rounded."""
     return probs.to(torch.promote_types(probs.dtype, torch.float32))

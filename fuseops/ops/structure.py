@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import ShapeError
 
-from .op import Call, Grads, Op, Out, Shape
+from .op import Call, Grads, Op, Out, Shape, numel
 
 
 class NothingSaved(NamedTuple):
@@ -134,15 +134,9 @@ class Reshape(Op[ReshapeSaved]):
         return ", ".join(map(str, self.shape))
 
     def out_shape(self, shape: Shape) -> Shape:
-        sizes, total = list(self.shape), 1
-        for size in shape:
-            total = total * size
-        if -1 in sizes:
-            known = 1
-            for size in sizes:
-                known = known * (1 if size == -1 else size)
-            sizes[sizes.index(-1)] = total // known if known else 0
-        return tuple(sizes)
+        known = numel(tuple(size for size in self.shape if size != -1))
+        rest = numel(shape) // known if known else 0
+        return tuple(rest if size == -1 else size for size in self.shape)
 
     def fwd(self, x: Tensor) -> Out:
         return Out(x.reshape(self.shape), ReshapeSaved(x.shape))

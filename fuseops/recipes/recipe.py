@@ -1,6 +1,7 @@
 """Recipes: which operand of which GEMM gets which format. A recipe is a value; equal recipes give equal plans."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +22,28 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class _Float8(Recipe):
+    fwd: torch.dtype = E4M3
+    bwd: torch.dtype = E5M2
+    blocks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("fwd", "bwd"):
+            dtype = getattr(self, name)
+            if dtype not in (E4M3, E5M2):
+                raise FuseOpsError(
+                    f"{type(self).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
+                )
+
+    def roles(self, granularity: str) -> Roles:
+        forward, backward = (
+            Format(dtype, granularity, blocks=self.blocks) for dtype in (self.fwd, self.bwd)
+        )
+        return Roles(input=forward, weight=forward, grad_output=backward)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Float8):
     """FP8 with one float32 scale a tensor (a group, when grouped), taken from the tensor's own amax.
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
@@ -29,19 +51,9 @@ class Float8CurrentScaling(Recipe):
     fwd: format of inputs and weights; bwd: of gradients.
     """
 
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E5M2
-
-    def __post_init__(self) -> None:
-        _check_formats(self, fwd=self.fwd, bwd=self.bwd)
-
-    def roles(self, granularity: str) -> Roles:
-        forward = Format(self.fwd, granularity)
-        return Roles(input=forward, weight=forward, grad_output=Format(self.bwd, granularity))
-
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_Float8):
     """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for every square of
     128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
@@ -51,21 +63,5 @@ class Float8BlockScaling(Recipe):
     fwd: format of inputs and weights; bwd: of gradients.
     """
 
-    fwd: torch.dtype = E4M3
     bwd: torch.dtype = E4M3
-
-    def __post_init__(self) -> None:
-        _check_formats(self, fwd=self.fwd, bwd=self.bwd)
-
-    def roles(self, granularity: str) -> Roles:
-        forward = Format(self.fwd, granularity, blocks=True)
-        backward = Format(self.bwd, granularity, blocks=True)
-        return Roles(input=forward, weight=forward, grad_output=backward)
-
-
-def _check_formats(recipe: Recipe, **given: torch.dtype) -> None:
-    for name, dtype in given.items():
-        if dtype not in (E4M3, E5M2):
-            raise FuseOpsError(
-                f"{type(recipe).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
-            )
+    blocks = True

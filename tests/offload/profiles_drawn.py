@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
+from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Curve, Hardware
-from fuseops.offload.planning.model import Model
 from fuseops.offload.planning.places import RELEASE, SEND
 from fuseops.offload.planning.profile import LayerCall, Op, Profile, Recompute, Saved
 
@@ -119,7 +119,7 @@ def transformer(layers: int, each: int, seed: int = 0) -> Profile:
     )
 
 
-def carried(model: Model) -> float:
+def carried(model: CostModel) -> float:
     """Bytes that would leave without a stall if tensors could be cut: each is sent in its turn until
     its release is due. No choice of whole ones can leave more.
     """

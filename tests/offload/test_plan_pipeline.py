@@ -42,6 +42,10 @@ def profile_for(pipeline: Pipeline, layers: int = 1, size: int = 10 * MB) -> Pro
     )
 
 
+def profile_of_rank(profile: Profile, pipeline: Pipeline, rank: int) -> Profile:
+    return rank_profile(profile, pipeline, rank, starts(profile, pipeline))
+
+
 @given(pipelines())
 def test_every_micro_batch_goes_through_every_stage_and_back(pipeline: Pipeline) -> None:
     seen: set[Turn] = set()
@@ -71,7 +75,7 @@ def test_nothing_begins_before_what_it_needs(pipeline: Pipeline) -> None:
 def test_the_bubble_is_that_of_the_formula(ranks: int, chunks: int) -> None:
     """(ranks - 1) / (micro_batches * chunks) of the work itself."""
     pipeline = Pipeline(ranks, 8, chunks)
-    profile = rank_profile(profile_for(pipeline), pipeline, 0)
+    profile = profile_of_rank(profile_for(pipeline), pipeline, 0)
     bubble = sum(op.seconds for op in profile.ops if op.name == "bubble")
     work = profile.seconds - bubble
     assert bubble / work == pytest.approx((ranks - 1) / (8 * chunks))
@@ -80,14 +84,14 @@ def test_the_bubble_is_that_of_the_formula(ranks: int, chunks: int) -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_of_1f1b_holds_as_many_micro_batches_as_ranks_follow(rank: int) -> None:
     pipeline = Pipeline(4, 8)
-    profile = rank_profile(profile_for(pipeline), pipeline, rank)
+    profile = profile_of_rank(profile_for(pipeline), pipeline, rank)
     assert profile.peak == BASE // 4 + (4 - rank) * 10 * MB
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_of_interleaved_1f1b_holds_more(rank: int) -> None:
     pipeline = Pipeline(4, 8, 2)
-    profile = rank_profile(profile_for(pipeline), pipeline, rank)
+    profile = profile_of_rank(profile_for(pipeline), pipeline, rank)
     chunks_held = 2 * (4 - rank - 1) + (2 - 1) * 4 + 1
     assert profile.peak == BASE // 4 + chunks_held * 10 * MB
 
@@ -96,7 +100,7 @@ def test_a_rank_of_interleaved_1f1b_holds_more(rank: int) -> None:
 def test_every_rank_runs_on_the_schedule_in_order(pipeline: Pipeline, layers: int) -> None:
     """Law 19 for pipelines: whatever leaves, every access is ordered; and bytes add up."""
     for rank in range(pipeline.ranks):
-        profile = rank_profile(profile_for(pipeline, layers), pipeline, rank)
+        profile = profile_of_rank(profile_for(pipeline, layers), pipeline, rank)
         done = simulate(profile, range(len(profile.saved)), LINK, Settings(lag=1, small=0))
         assert done.levels[-1].nbytes == profile.ops[-1].resident
         assert done.peak <= profile.peak

@@ -17,8 +17,8 @@ import torch
 from profiles_drawn import carried
 
 from fuseops import offload
+from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Hardware
-from fuseops.offload.planning.model import Model
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
@@ -41,7 +41,7 @@ def test_a_plan_moves_all_that_55_gb_a_second_carry_for_free(name: str) -> None:
     plan = plan_profile(profile, LINK)
     assert plan.after.stall <= 1e-6 and not plan.bytes_of("recompute")
     assert plan.bytes_of("offload") == plan.free == plan.before.peak - plan.after.peak
-    assert plan.free >= 0.99 * carried(Model(profile, LINK, plan.settings))
+    assert plan.free >= 0.99 * carried(CostModel(profile, LINK, plan.settings))
 
 
 @pytest.mark.parametrize("name, other", ["ab", "ba"])

@@ -5,24 +5,44 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles_drawn import LINK, MB, carried, profile_of, profiles, transformer
 
+from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.hardware import Hardware
-from fuseops.offload.planning.model import Model
 from fuseops.offload.planning.plan import plan_profile
-from fuseops.offload.planning.planner import Limits, Solution, exhaustive, solve, subsets
+from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import Settings, simulate
 
 
+def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Every one, the smallest first."""
+    listed = list(values)
+    return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
+
+
+def exhaustive(model: CostModel, limits: Limits) -> Solution:
+    """The best choice of all, by trying every one."""
+    choices = [NOTHING]
+    for drop in subsets(range(len(model.groups))):
+        if any(model.rivals[g] & set(drop) for g in drop):
+            continue
+        taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
+        left = (k for k in range(len(model.items)) if k not in taken)
+        choices += [Choice(frozenset(leave), frozenset(drop)) for leave in subsets(left)]
+    return min((judge(model, limits, choice) for choice in choices), key=lambda s: s.key)
+
+
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:
     """What the planner found and what is best. tight: 0 the lowest peak there is, 1 no limit."""
-    model = Model(profile, LINK, Settings(lag=lag, ahead=1, small=0))
+    model = CostModel(profile, LINK, Settings(lag=lag, ahead=1, small=0))
     lowest = exhaustive(model, Limits(0)).prediction.peak
     limits = Limits(
         int(lowest + tight * (profile.peak - lowest)),
@@ -79,7 +99,7 @@ def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None
     limits = Limits(None if share is None else int(profile.peak * share))
     took = []
     for _ in range(3):  # the best of three, of processor time: others on the machine are no fault
-        model = Model(profile, LINK, Settings())
+        model = CostModel(profile, LINK, Settings())
         start = time.process_time()
         assert solve(model, limits).fits
         took.append(time.process_time() - start)
@@ -88,7 +108,7 @@ def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None
 
 def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
     profile = transformer(24, 10)
-    model = Model(profile, LINK, Settings())
+    model = CostModel(profile, LINK, Settings())
     found = solve(model, Limits())
     assert found.prediction.stall == 0 and not found.choice.drop
     forward = profile.clock[max(call.leave for call in profile.calls)]
@@ -98,14 +118,14 @@ def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
 
 def test_a_budget_that_holds_anyway_moves_nothing() -> None:
     profile = transformer(8, 4)
-    found = solve(Model(profile, LINK, Settings()), Limits(profile.peak))
+    found = solve(CostModel(profile, LINK, Settings()), Limits(profile.peak))
     assert found.key.moved == 0 and found.key.seconds == profile.seconds
 
 
 def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
     """40 MB a layer take 4 ms on the link, 1 ms to compute again."""
     profile = profile_of(8, 1, lambda layer, n: 40 * MB, lambda layer: 1e-3, groups=True)
-    found = solve(Model(profile, LINK, Settings(small=0)), Limits(profile.peak - 100 * MB))
+    found = solve(CostModel(profile, LINK, Settings(small=0)), Limits(profile.peak - 100 * MB))
     assert found.fits and found.choice.drop
     assert found.prediction.seconds <= profile.seconds + 3.01e-3
 
@@ -114,9 +134,9 @@ def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
 def test_a_little_more_than_is_free_stalls_a_little_and_recomputes_nothing(more: int) -> None:
     """A layer takes 15 ms to compute again; a MB more takes 0.1 ms on the link."""
     profile = transformer(24, 10)
-    model = Model(profile, LINK, Settings())
+    model = CostModel(profile, LINK, Settings())
     free = solve(model, Limits()).prediction.peak
-    found = solve(Model(profile, LINK, Settings()), Limits(free - more * MB))
+    found = solve(CostModel(profile, LINK, Settings()), Limits(free - more * MB))
     assert found.fits and not found.choice.drop
     assert found.prediction.stall <= 2e-3 + 2e-4 * more
 
@@ -130,32 +150,32 @@ def test_a_layer_is_not_recomputed_twice() -> None:
     ]
     profile = replace(profile, recompute=(*profile.recompute, *fields))
     for share in (0.9, 0.7, 0.5, 0.1):
-        model = Model(profile, LINK, Settings(lag=1))
+        model = CostModel(profile, LINK, Settings(lag=1))
         drop = solve(model, Limits(int(profile.peak * share))).choice.drop
         assert not any(model.rivals[g] & drop for g in drop)
-    cheap = solve(Model(profile, LINK, Settings(lag=1)), Limits(profile.peak - 30 * MB))
+    cheap = solve(CostModel(profile, LINK, Settings(lag=1)), Limits(profile.peak - 30 * MB))
     assert {profile.recompute[g].kind for g in cheap.choice.drop} <= {"op"}
 
 
 def test_the_host_budget_is_kept() -> None:
     profile = transformer(8, 4)
     total = sum(s.nbytes for s in profile.saved)
-    found = solve(Model(profile, LINK, Settings()), Limits(profile.peak // 2, total // 10))
+    found = solve(CostModel(profile, LINK, Settings()), Limits(profile.peak // 2, total // 10))
     assert found.prediction.host <= total // 10 or not found.fits
-    free = solve(Model(profile, LINK, Settings()), Limits(None, total // 10))
+    free = solve(CostModel(profile, LINK, Settings()), Limits(None, total // 10))
     assert 0 < free.prediction.host <= total // 10
 
 
 def test_the_same_profile_has_the_same_plan() -> None:
     profile, again = transformer(12, 6), Profile.from_json(transformer(12, 6).to_json())
     limits = Limits(profile.peak * 2 // 3)
-    first, second = (solve(Model(p, LINK, Settings()), limits) for p in (profile, again))
+    first, second = (solve(CostModel(p, LINK, Settings()), limits) for p in (profile, again))
     assert first.choice == second.choice
 
 
 def test_micro_batches_share_a_decision() -> None:
     profile = profile_of(4, 2, lambda layer, n: MB, lambda layer: 1e-3, micro_batches=3)
-    model = Model(profile, LINK, Settings(lag=1))
+    model = CostModel(profile, LINK, Settings(lag=1))
     names = [{profile.saved[k].name for k in item} for item in model.items]
     assert all(len(found) == 1 for found in names)
     assert len({next(iter(found)) for found in names}) == len(model.items)
@@ -164,7 +184,7 @@ def test_micro_batches_share_a_decision() -> None:
 
 def free_by_hand(profile: Profile, hardware: Hardware, settings: Settings) -> int:
     """The most bytes of all choices whose simulated step has no stall: by trying every one."""
-    movable = [k for item in Model(profile, hardware, settings).items for k in item]
+    movable = [k for item in CostModel(profile, hardware, settings).items for k in item]
     sizes = {chosen: sum(profile.saved[k].nbytes for k in chosen) for chosen in subsets(movable)}
     for chosen in sorted(sizes, key=lambda c: -sizes[c]):
         if simulate(profile, chosen, hardware, settings).stall <= 1e-6:
@@ -204,7 +224,7 @@ def test_what_leaves_for_free_is_close_to_what_a_link_could_carry(seed: int) -> 
     hardware = LINK.with_link(random.Random(seed).uniform(3, 12))
     for lag in (2, 3, 4):
         plan = plan_profile(profile, hardware, settings=Settings(lag=lag))
-        most = carried(Model(profile, hardware, Settings(lag=lag)))
+        most = carried(CostModel(profile, hardware, Settings(lag=lag)))
         assert 0.97 * most <= plan.free <= most
 
 

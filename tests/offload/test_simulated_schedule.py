@@ -19,7 +19,7 @@ from fuseops.offload.lanes.simulated import (
     SimulatedLanes,
     Wait,
 )
-from fuseops.offload.planning.model import Choice, Model
+from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import Cost, Settings, simulate
 from fuseops.offload.schedule import LAST_GROUP, Schedule
@@ -175,7 +175,7 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
 def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings: Settings) -> None:
     """To the byte and the nanosecond where every tensor has a transfer of its own."""
     settings = settings._replace(small=0, lag=max(settings.lag, 1))
-    model = Model(profile, LINK, settings)
+    model = CostModel(profile, LINK, settings)
     leave = data.draw(
         st.frozensets(st.sampled_from(range(len(model.items))))
         if model.items
@@ -202,7 +202,7 @@ def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings:
 @given(st.data(), profiles(micro_batches=1))
 def test_transfers_of_several_are_predicted_closely(data: Any, profile: Profile) -> None:
     settings = Settings(lag=1, ahead=1, small=1000 * MB, bundle=10_000 * MB)
-    model = Model(profile, LINK, settings)
+    model = CostModel(profile, LINK, settings)
     if not model.items:
         return
     leave = data.draw(st.frozensets(st.sampled_from(range(len(model.items)))))

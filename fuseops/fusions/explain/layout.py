@@ -107,13 +107,10 @@ def relative(name: str | None, path: str) -> str:
     """`name` below `path`, or as a glob where it is elsewhere."""
     if name is None:
         return ""
-    return (
-        name[len(path) + 1 :]
-        if path and name.startswith(f"{path}.")
-        else glob(name)
-        if path
-        else name
-    )
+    if not path:
+        return name
+    below = name.removeprefix(f"{path}.")
+    return below if below != name else glob(name)
 
 
 def signature(plan: Planned) -> Hashable:

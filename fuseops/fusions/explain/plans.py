@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fuseops.fusions.config import WRAPPERS, set_root
+from fuseops.fusions.config import set_root
 from fuseops.fusions.plan import SavedTensor
 from fuseops.fusions.runner import Composed
 from fuseops.fusions.sides import check_module
@@ -27,12 +27,14 @@ from fuseops.fusions.untouched import held, put_back
 from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of, stripped
 
 from . import text
+from .assemble import plan_from
 from .fusion_plan import FusionPlan
 from .gemms import Launches
 from .layout import glob
-from .observe import Observer, plan_from
+from .observe import Observer
 from .rehearse import peak_of_step, unseen
 from .saved import Ledger, storages, tensors_by_owner
 
@@ -86,7 +88,7 @@ def _above(model: nn.Module) -> str:
     seen.
     """
     for path, module in model.named_modules():
-        known, own = module.__dict__.get("_path"), _stripped(path)
+        known, own = path_of(module), stripped(path)
         if known is not None:
             larger = known != own and f".{known}".endswith(f".{own}" if own else "")
             return known.removesuffix(own).rstrip(".") if larger else ""
@@ -97,13 +99,9 @@ def _joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _stripped(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
 def _paths(model: nn.Module) -> dict[int, str]:
     above = _above(model)
-    return {id(m): _joined(above, _stripped(path)) for path, m in model.named_modules()}
+    return {id(m): _joined(above, stripped(path)) for path, m in model.named_modules()}
 
 
 def _observe(
@@ -174,7 +172,7 @@ def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
                 if id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 module._buffers[name] = copies[id(buffer)]
-                full = _joined(_stripped(path), name)
+                full = _joined(stripped(path), name)
                 found.update((storage, full) for storage, _ in storages(copies[id(buffer)]))
         yield found
     finally:

@@ -1,8 +1,8 @@
-"""Where the gradient of an expert MLP goes on through SwiGLU inside the GEMM of fc2's input gradient.
+"""dSwiGLU as the epilogue of a GEMM: the input gradient of an expert MLP's fc2, and the backward of its activation.
 
 One kernel reads h and writes dh, the activation and dprobs; the gradient of the activation never reaches memory. It is
-taken for a shape where data says that it is faster, and nowhere is it the only way: `apart` names what stands
-between, and the GEMM and a pass over h are two kernels then. Both ways give the same, dprobs but for the order of its
+taken for a shape where data says that it is faster, and nowhere is it the only way: `why_apart` says what stands in
+its way, and the GEMM and a pass over h are two kernels then. Both ways give the same, dprobs but for the order of its
 sum.
 """
 
@@ -19,28 +19,28 @@ from fuseops.kernels.grouped_paths import swiglu_bwd_path
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
-THROUGH = Space(
+EPILOGUE = Space(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
     # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
     "dswiglu_epilogue",
-    lambda dims, itemsize: [{"THROUGH": 0}, {"THROUGH": 1}],
-    lambda rows, dims, itemsize: {"THROUGH": int(not dims[3] or dims[1] < 1024)},
+    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
+    lambda rows, dims, itemsize: {"EPILOGUE": int(not dims[3] or dims[1] < 1024)},
     dims=("groups", "n", "k", "by_index"),
 )
 
 
-class Down(NamedTuple):
-    """The way of a gradient through fc2 and the activation before it."""
+class Operands(NamedTuple):
+    """What the backward through fc2 and the activation before it reads, but for dy and h."""
 
-    kind: str  # of the activation, and its form
-    form: tuple[Any, ...]
+    kind: str  # of the activation, and its options
+    options: tuple[Any, ...]
     probs: Tensor | None  # (R,) that the activation multiplies by, if it does
     fc2: Tensor | None  # (E, D, F)
     offs: Tensor | None
 
 
-def apart(
-    down: Down,
+def why_apart(
+    given: Operands,
     dy: Any,
     h: Tensor | None,
     dy_index: Tensor | None,
@@ -52,48 +52,50 @@ def apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     first, _, last = calls
-    if down.kind != "swiglu" or any(down.form):
-        return f"the activation is {down.kind}, in another form than [gate | up]"
+    if given.kind != "swiglu" or any(given.options):
+        return f"the activation is {given.kind}, in another form than [gate | up]"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"
     if (last.out or {}).get("dx") is not None:
         return "the gradient of the activation has a buffer"
     if torch.compiler.is_compiling() or not isinstance(dy, Tensor):
         return "dy is traced, or quantized"
-    if down.probs is not None and down.probs.dtype is not torch.float32:
+    if given.probs is not None and given.probs.dtype is not torch.float32:
         return "probs are not float32"
-    weight = down.fc2.transpose(1, 2)  # type: ignore[union-attr]
+    weight = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
     if dy.dim() != 2 or not dy.dtype == h.dtype == (last.precision.compute or weight.dtype):
         return "dy, h and the weight differ in dtype, or have more than two axes"
     if not K.grouped_dswiglu.launches((dy, h, weight), {}):
         return "the reference runs"
     if not swiglu_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
-    if not THROUGH.pick(rows, (*weight.shape, dy_index is not None), dy)["THROUGH"]:
+    if not EPILOGUE.pick(rows, (*weight.shape, dy_index is not None), dy)["EPILOGUE"]:
         return "two kernels are faster for this shape"
     return None
 
 
-def expected(down: Down, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int) -> str | None:
-    """`apart` of a backward whose dy and h are not there yet, or may be copied."""
-    fc2: Tensor = down.fc2  # type: ignore[assignment]
+def expected_why_apart(
+    given: Operands, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int
+) -> str | None:
+    """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
+    fc2: Tensor = given.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
     dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in (fc2.shape[1], 2 * fc2.shape[2]))
-    return apart(down, dy, h, dy_index, calls, rows)
+    return why_apart(given, dy, h, dy_index, calls, rows)
 
 
-def said(why: str | None) -> str:
-    """`expected` in words."""
+def in_words(why: str | None) -> str:
+    """An answer of `expected_why_apart`, for `explain()`."""
     if why is None:
         return "the GEMM of fc2's input gradient goes on through SwiGLU"
     return f"the backward of the activation is a kernel of its own: {why}"
 
 
-def through(
-    down: Down, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
+def run(
+    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, the activation and dprobs."""
-    offs: Tensor = down.offs  # type: ignore[assignment]
-    weight: Tensor = call.precision.cast(down.fc2).transpose(1, 2)  # type: ignore[union-attr]
+    offs: Tensor = given.offs  # type: ignore[assignment]
+    weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, len(h))
-    return K.grouped_dswiglu(dy, weight, h, offs, tiles, down.probs, dy_index)
+    return K.grouped_dswiglu(dy, weight, h, offs, tiles, given.probs, dy_index)

@@ -16,14 +16,14 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
-from fuseops.ops.routing import check_offs, check_probs
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
 
-from .dswiglu import Down, apart, expected, said, through
+from . import dswiglu
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
@@ -74,7 +74,7 @@ class GroupedMLP(FusedOp):
         super().__init__(*members)
         fc1, act, fc2 = cast("tuple[Any, ...]", members)
         self.kind: str = act.kind
-        self.form: tuple[Any, ...] = act.form
+        self.options: tuple[Any, ...] = act.options
         self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
         a = ("h", "offs", "probs") if self.scaled else ("h", "offs")
         dh = (*a, "fc2")
@@ -108,7 +108,8 @@ class GroupedMLP(FusedOp):
         return self.gradients(rest, taken, calls, lambda width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
-        return said(expected(self.down(self.inputs(x, t)), None, calls, len(x)))
+        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, len(x))
+        return dswiglu.in_words(why)
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
@@ -122,9 +123,11 @@ class GroupedMLP(FusedOp):
             *(fc1.get("bias"), fc2.get("bias")),
         )
 
-    def down(self, s: GroupedMLPSaved) -> Down:
-        """What the backward through fc2 and the activation reads, but for h."""
-        return Down(self.kind, self.form, s.probs if self.scaled else None, s.fc2, s.offs)
+    def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
+        """What the backward through fc2 and the activation reads, but for dy and h."""
+        return dswiglu.Operands(
+            self.kind, self.options, s.probs if self.scaled else None, s.fc2, s.offs
+        )
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """fc1."""
@@ -155,7 +158,7 @@ class GroupedMLP(FusedOp):
         need_h: bool,
     ) -> bool:
         """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
-        if self.kind != "swiglu" or any(self.form) or s.bias1 is not None:
+        if self.kind != "swiglu" or any(self.options) or s.bias1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
@@ -173,9 +176,9 @@ class GroupedMLP(FusedOp):
 
     def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
         if not self.scaled:
-            return K.act_fwd(h, self.kind, *self.form)
+            return K.act_fwd(h, self.kind, *self.options)
         check_probs(type(self.members[1]).__name__, h, probs)  # type: ignore[arg-type]
-        return K.scaled_act_fwd(h, probs, self.kind, *self.form)  # type: ignore[arg-type]
+        return K.scaled_act_fwd(h, probs, self.kind, *self.options)  # type: ignore[arg-type]
 
     def gradients(
         self,
@@ -205,14 +208,14 @@ class GroupedMLP(FusedOp):
             h = self.hidden(s._replace(x=x), first, x_index)
             del x
         rows = len(dy) if dy_index is None else len(dy_index)
-        down = self.down(s)
-        fused = apart(down, dy, h, dy_index, calls, rows) is None
+        operands = self.operands(s)
+        fused = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(
             fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
         )
         da, above = above.x, above._replace(x=None)
         if fused:
-            dh, a, dprobs = through(down, dy, h, dy_index, last)  # type: ignore[arg-type]
+            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)  # type: ignore[arg-type]
         elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
             dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
@@ -245,13 +248,13 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dh, dprobs and the activation, in one pass over h."""
         if not need_dh:
-            return None, K.act_dprobs(da, h, self.kind, *self.form), None
+            return None, K.act_dprobs(da, h, self.kind, *self.options), None
         if not self.scaled:
             if not need_a:
-                return K.act_bwd(da, h, self.kind, *self.form), None, None
+                return K.act_bwd(da, h, self.kind, *self.options), None, None
             probs = torch.ones(h.shape[:-1], device=h.device)  # exact
         dh, dprobs, a = K.scaled_act_bwd(
-            da, h, probs, self.kind, need_dprobs, need_a, *self.form  # type: ignore[arg-type]
+            da, h, probs, self.kind, need_dprobs, need_a, *self.options  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
-from fuseops.ops.checks import check_rows
+from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
-from fuseops.ops.permute import Combine, check_pos
+from fuseops.ops.permute import Combine
 
-from .dswiglu import expected, said
+from . import dswiglu
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
@@ -54,7 +54,7 @@ def _copy_from(name: str, width: int) -> Space:
 
 FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
 FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
-FC2_THROUGH = _copy_from("routed_fc2_through", 512)  # the first goes on through the activation
+FC2_DSWIGLU = _copy_from("routed_fc2_dswiglu", 512)  # the first ends in dSwiGLU
 
 
 def _moved(name: str) -> str:
@@ -134,7 +134,9 @@ class RoutedMLP(FusedOp):
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
         gathers = self.combines and not self._copies_dy(x, s, index, calls)
-        return said(expected(self.mlp.down(s), index if gathers else None, calls[1:4], len(index)))
+        by = index if gathers else None
+        why = dswiglu.expected_why_apart(self.mlp.operands(s), by, calls[1:4], len(index))
+        return dswiglu.in_words(why)
 
     def _copies_dy(
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
@@ -144,8 +146,8 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        fused = expected(self.mlp.down(s), None, calls[1:4], len(index)) is None
-        return _copies(FC2_THROUGH if fused else FC2_BWD, dy, index, s.fc2.shape[2])
+        why = dswiglu.expected_why_apart(self.mlp.operands(s), None, calls[1:4], len(index))
+        return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
 def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:

@@ -205,9 +205,9 @@ class SimulatedLanes:
         """The most bytes on the device, and when."""
         return max(self.levels, key=lambda level: level.nbytes)
 
-    def stalls(self, lane: Lane = "compute") -> list[Wait]:
-        """When `lane` stood still."""
-        return [wait for wait in self.waits if wait.lane == lane and wait.end > wait.start]
+    def stalls(self) -> list[Wait]:
+        """When compute stood still."""
+        return [wait for wait in self.waits if wait.lane == "compute" and wait.end > wait.start]
 
     # --- inside
 

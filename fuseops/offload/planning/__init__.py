@@ -1,1 +1,8 @@
-"""Which saved tensors leave, decided beforehand: profile of a step, hardware, planner, and what the plan will cost."""
+"""Which saved tensors leave, decided beforehand: profile of a step, hardware, planner, and what the plan will cost.
+
+a step       step (recorded or run dry), record, memory, recompute; profile is what they give
+a machine    hardware, measure, roofline (times of ops for dry runs)
+a choice     planner, cost_model (what it asks), places (when what would move)
+its cost     simulate (the schedule on a simulated clock), pipeline (a step of each rank)
+the plan     plan, decided (its data), text, html, trace
+"""

@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 
 
-class Planned(NamedTuple):
+class PlannedTensor(NamedTuple):
     """The decision for one saved tensor.
 
     window  when its bytes leave and come back, None if they do not
@@ -47,7 +47,7 @@ class Decided:
     hardware: Hardware
     settings: Settings
     limits: Limits
-    tensors: tuple[Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
     before: Simulation
     after: Simulation
     free: int = 0

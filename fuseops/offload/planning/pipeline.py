@@ -149,14 +149,10 @@ def _seconds(profile: Profile, ops: range) -> float:
 # --- the step of a rank
 
 
-def rank_profile(profile: Profile, pipeline: Pipeline, rank: int) -> Profile:
-    """The step of one rank: its turns, and the bubbles between."""
-    return _rank_profile(profile, pipeline, rank, starts(profile, pipeline))
-
-
-def _rank_profile(
+def rank_profile(
     profile: Profile, pipeline: Pipeline, rank: int, began: dict[Turn, float]
 ) -> Profile:
+    """The step of one rank: its turns, and the bubbles between.  began: the `starts` of all turns."""
     split = parts(profile, pipeline.stages)
     memory = _Memory(profile)
     ops: list[tuple[str, float, int]] = []  # name, seconds, bytes beside saved ones
@@ -283,6 +279,6 @@ def plan_pipeline(
     )
     began = starts(profile, pipeline)
     return tuple(
-        plan_profile(_rank_profile(profile, pipeline, rank, began), hardware, limits, settings)
+        plan_profile(rank_profile(profile, pipeline, rank, began), hardware, limits, settings)
         for rank in range(pipeline.ranks)
     )

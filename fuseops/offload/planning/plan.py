@@ -25,9 +25,9 @@ from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 
 from . import html, text, trace
-from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, Planned
+from .cost_model import Choice, CostModel
+from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
-from .model import Choice, Model
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
 from .simulate import DEFAULT, Settings, Simulation, simulate
@@ -164,13 +164,13 @@ class _Solved(NamedTuple):
     free  bytes that could leave without a stall
     """
 
-    model: Model
+    model: CostModel
     choice: Choice
     after: Simulation
     free: int = 0
 
     @classmethod
-    def of(cls, model: Model, choice: Choice, hardware: Hardware) -> _Solved:
+    def of(cls, model: CostModel, choice: Choice, hardware: Hardware) -> _Solved:
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
         after = simulate(model.profile, leave, hardware, model.settings, recompute=drop)
@@ -216,7 +216,7 @@ def _plan_of(
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
     found = free = _free(profile, hardware, settings, limits.host)
     if limits.peak is not None:
-        found = _within(Model(profile, hardware, settings), limits, hardware)
+        found = _within(CostModel(profile, hardware, settings), limits, hardware)
         if free.after.peak <= limits.peak:
             found = min(found, free, key=lambda s: s.cost(limits))
     return found._replace(free=free.after.moved)
@@ -227,14 +227,14 @@ def _free(profile: Profile, hardware: Hardware, settings: Settings, host: int | 
     not, that copies out and back at once are slower.
     """
     for slower in SLOWER:
-        model = Model(profile, hardware.slower(slower), settings)
+        model = CostModel(profile, hardware.slower(slower), settings)
         found = _Solved.of(model, solve(model, Limits(None, host)).choice, hardware)
         if found.after.stall <= STALL:
             return found
     return _Solved.of(model, NOTHING, hardware)
 
 
-def _within(model: Model, limits: Limits, hardware: Hardware) -> _Solved:
+def _within(model: CostModel, limits: Limits, hardware: Hardware) -> _Solved:
     """The least stall within the limits. What bundles cost beyond the model's prediction is taken
     off the budget.
     """
@@ -249,7 +249,7 @@ def _within(model: Model, limits: Limits, hardware: Hardware) -> _Solved:
     return found
 
 
-def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
+def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
     model, choice, after, _ = solved
     profile = model.profile
     leave = {k for item in choice.leave for k in model.items[item]}
@@ -277,13 +277,13 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[Planned]:
             spare = "the link has no more room", "not needed for the peak"
             reason = spare[limits.peak is not None]
         layer = profile.calls[saved.call].layer if saved.call >= 0 else ""
-        yield Planned(
+        yield PlannedTensor(
             *(saved.name, saved.op, layer, saved.nbytes, saved.shape, saved.dtype),
             *(decision, reason, window),
         )
 
 
-def _warnings(plan: OffloadPlan, model: Model) -> Iterator[str]:
+def _warnings(plan: OffloadPlan, model: CostModel) -> Iterator[str]:
     before, after, (peak, host) = plan.before, plan.after, plan.limits
     if peak is not None and after.peak > peak:
         yield (

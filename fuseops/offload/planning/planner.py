@@ -3,7 +3,7 @@ fits.
 
 Grow: while the peak is too high, take what lowers it there, first where the link has most slack,
 then what costs least a byte. Improve: drop what is not needed, exchange what stalls. Every step is
-judged by a prediction (model.py), and their number is bounded, so that a plan for ten thousand
+judged by a prediction (cost_model.py), and their number is bounded, so that a plan for ten thousand
 tensors takes less than a second and is the same on every machine.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
 from typing import NamedTuple
 
-from .model import Choice, Model, Prediction
+from .cost_model import Choice, CostModel, Prediction
 
 NOTHING = Choice(frozenset(), frozenset())
 EVENTS = 1_200_000  # that all predictions of one plan may pass over, but for the first few
@@ -68,7 +68,7 @@ class Move(NamedTuple):
         return self.price, self.crowding, -self.nbytes
 
 
-def solve(model: Model, limits: Limits) -> Solution:
+def solve(model: CostModel, limits: Limits) -> Solution:
     """The best choice that was found; `fits` tells whether it is within the limits."""
     search = _Search(model, limits)
     nothing = search.judge(NOTHING)
@@ -92,31 +92,20 @@ def solve(model: Model, limits: Limits) -> Solution:
     return found
 
 
-def exhaustive(model: Model, limits: Limits) -> Solution:
-    """The best choice of all, by trying every one: for tests, on a few tensors."""
-    search = _Search(model, limits)
-    best = search.judge(NOTHING)
-    for drop in subsets(range(len(model.groups))):
-        if any(model.rivals[g] & set(drop) for g in drop):
-            continue
-        taken = frozenset(chain.from_iterable(model.members[g] for g in drop))
-        for leave in subsets(k for k in range(len(model.items)) if k not in taken):
-            best = min(
-                best,
-                search.judge(Choice(frozenset(leave), frozenset(drop))),
-                key=lambda s: s.key,
-            )
-    return best
-
-
-def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Every one, the smallest first."""
-    listed = list(values)
-    return chain.from_iterable(combinations(listed, n) for n in range(len(listed) + 1))
+def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
+    """What a choice costs, and how far it is from the limits."""
+    prediction = model.predict(choice)
+    excess = sum(
+        max(used - limit, 0)
+        for used, limit in ((prediction.peak, limits.peak), (prediction.host, limits.host))
+        if limit is not None
+    )
+    moved = -prediction.host if limits.peak is None else prediction.host
+    return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
 
 
 class _Search:
-    def __init__(self, model: Model, limits: Limits) -> None:
+    def __init__(self, model: CostModel, limits: Limits) -> None:
         self.model, self.limits = model, limits
         self.evaluations = max(9, EVENTS // max(len(model.events), 1) - 20)
         self.until = self.evaluations // 4 if self.evaluations > STARTS * 12 else self.evaluations
@@ -125,17 +114,7 @@ class _Search:
         self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
 
     def judge(self, choice: Choice) -> Solution:
-        prediction = self.model.predict(choice)
-        excess = sum(
-            max(used - limit, 0)
-            for used, limit in (
-                (prediction.peak, self.limits.peak),
-                (prediction.host, self.limits.host),
-            )
-            if limit is not None
-        )
-        moved = -prediction.host if self.limits.peak is None else prediction.host
-        return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
+        return judge(self.model, self.limits, choice)
 
     @property
     def spent(self) -> bool:
@@ -356,7 +335,7 @@ class _Search:
                     yield Choice(leave - self.model.members[g] - {k}, drop | {g})
 
 
-def _with(choice: Choice, moves: Iterable[Move], model: Model) -> Choice:
+def _with(choice: Choice, moves: Iterable[Move], model: CostModel) -> Choice:
     leave, drop = set(choice.leave), set(choice.drop)
     for move in moves:
         if move.item is not None:
@@ -367,7 +346,7 @@ def _with(choice: Choice, moves: Iterable[Move], model: Model) -> Choice:
     return Choice(frozenset(leave), frozenset(drop))
 
 
-def _seconds_of_calls(model: Model) -> dict[int, float]:
+def _seconds_of_calls(model: CostModel) -> dict[int, float]:
     """Of every call: the seconds from the begin of its forward to that of the next, or to its
     backward.
     """

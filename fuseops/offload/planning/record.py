@@ -36,7 +36,7 @@ from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
 from fuseops.torch_private import WeakStorage, storage_key
 
-from .hardware import event
+from .measure import event
 from .memory import Meter, tensors_in
 from .profile import Again, LayerCall, Op, Saved
 from .recompute import Seen

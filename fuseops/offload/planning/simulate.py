@@ -90,14 +90,13 @@ def simulate(
     settings: Settings = DEFAULT,
     *,
     recompute: Collection[int] = (),
-    host: int | None = None,
     lanes: SimulatedLanes | None = None,
 ) -> Simulation:
     """One steady step: the second of two, since in the first the schedule learns the order.
 
     offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
     """
-    lanes = lanes or SimulatedLanes(Cost(hardware), budget=host)
+    lanes = lanes or SimulatedLanes(Cost(hardware))
     schedule = Schedule(lanes, **settings._asdict())
     step = _Step(profile, schedule, lanes, set(offload), set(recompute))
     step.run()

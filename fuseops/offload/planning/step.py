@@ -23,7 +23,8 @@ from fuseops.offload.policy import Policy
 from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
-from .hardware import ATTENTION_SAVES, Hardware, event
+from .hardware import ATTENTION_SAVES, Hardware
+from .measure import event
 from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations

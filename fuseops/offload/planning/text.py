@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fuseops.fusions.explain.layout import size
 
-from .decided import KEEP, OFFLOAD, RECOMPUTE, SCHEMA_VERSION, Decided, Planned
+from .decided import KEEP, OFFLOAD, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
 ORDER = (OFFLOAD, RECOMPUTE, KEEP)
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """Tensors of equal place in their layers with equal decisions."""
 
     name: str
-    tensors: tuple[Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
 
     def cells(self) -> tuple[str, ...]:
         """In the order of HEADER."""
@@ -47,7 +47,7 @@ class Row(NamedTuple):
         return _ms(windows[0].out), _ms(windows[0].back), slack
 
 
-def _total(tensors: Iterable[Planned]) -> str:
+def _total(tensors: Iterable[PlannedTensor]) -> str:
     return size(sum(t.nbytes for t in tensors))
 
 
@@ -57,7 +57,7 @@ def _ms(span: tuple[float, float]) -> str:
 
 def rows(plan: Decided, every: bool = False) -> list[Row]:
     """The table, what takes most memory first; without what takes none."""
-    found: dict[tuple[str, ...], list[Planned]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[PlannedTensor]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.nbytes:
             place = tensor.name if every else _without_layer(tensor)
@@ -69,13 +69,13 @@ def rows(plan: Decided, every: bool = False) -> list[Row]:
     return sorted(listed, key=lambda row: -sum(t.nbytes for t in row.tensors))
 
 
-def _without_layer(tensor: Planned) -> str:
+def _without_layer(tensor: PlannedTensor) -> str:
     prefix = f"{tensor.layer}."
     inside = tensor.layer and tensor.name.startswith(prefix)
     return f"\0{tensor.name.removeprefix(prefix)}" if inside else tensor.name
 
 
-def _title(place: str, tensors: Sequence[Planned]) -> str:
+def _title(place: str, tensors: Sequence[PlannedTensor]) -> str:
     """The name, with the layers that it stands for."""
     if not place.startswith("\0") or len(tensors) == 1:
         return tensors[0].name

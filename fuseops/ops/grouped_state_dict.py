@@ -1,4 +1,4 @@
-"""State dicts of grouped parameters, in either layout: packed, or one tensor a group.
+"""State dicts of grouped parameters in either form: packed, or one tensor a group.
 
 packed       weight (E, out, in), bias (E, out)
 per group    weight0 .. weight<E-1> (out, in), bias0 .. (out,), as TransformerEngine keeps them
@@ -40,7 +40,7 @@ def load_either(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """`nn.Module._load_from_state_dict` (`into`) from either layout into the one that `op` has.
+    """`nn.Module._load_from_state_dict` (`into`) from either form into the one that `op` has.
 
     TransformerEngine's `_extra_state`, which holds its own quantizers' state, is left aside.
     """

@@ -9,7 +9,6 @@ direction is idle. The simulation that a plan reports knows better in both.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -45,7 +44,7 @@ class Prediction(NamedTuple):
     late: dict[int, float]
 
 
-class Model:
+class CostModel:
     """One profile on one machine under one schedule.
 
     items   indices into `profile.saved` of what one decision is for: the tensors of one name, as
@@ -273,10 +272,6 @@ class Model:
             if level - absent > best:
                 best, where = level - absent, n
         return best, self._tops[where] if self._tops else 0
-
-    def segment_of(self, position: int) -> int:
-        """Which of the stretches between ends of holes a position lies in."""
-        return max(bisect_left(self._ends, position + 1) - 1, 0)
 
 
 def _placed(holes: Sequence[Hole], place: dict[int, int]) -> list[tuple[int, int, int]]:

@@ -1,0 +1,154 @@
+"""Times a CUDA device: the figures of `Hardware.measure()`, medians of rounds after a warm-up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from fuseops import torch_private
+
+MIB = 1 << 20
+SIZES = tuple(MIB << k for k in range(0, 9, 2))  # 1 MiB to 256 MiB
+ROUNDS = 9
+HOT = 0.15  # seconds until power limits the clock
+
+
+def copy_rates() -> dict[str, tuple[tuple[int, float], ...]]:
+    """(bytes, GB/s) of copies out, back and both ways at once, over SIZES."""
+    points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
+    out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for size in SIZES:
+        device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        repeat = max(2, (256 * MIB) // size)  # back to back, as a schedule queues them
+
+        def down(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
+            host[0].copy_(device[0], non_blocking=True)
+
+        def up(device: list[torch.Tensor] = device, host: list[torch.Tensor] = host) -> None:
+            device[1].copy_(host[1], non_blocking=True)
+
+        for name, works in (
+            ("d2h", ((out, down),)),
+            ("h2d", ((back, up),)),
+            ("both", ((out, down), (back, up))),
+        ):
+            seconds = _seconds(works, repeat)
+            points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
+    return {name: tuple(curve) for name, curve in points.items()}
+
+
+def memory_rate() -> float:
+    """GB/s of a device copy, read plus written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    works = ((torch.cuda.current_stream(), lambda: target.copy_(source)),)
+    return _digits(2 * source.numel() / _seconds(works, 2) / 1e9)
+
+
+def matmul_dtypes(arch: int) -> tuple[torch.dtype, ...]:
+    fp8 = (torch.float8_e4m3fn,) if arch >= 89 else ()
+    return (torch.bfloat16, torch.float16, torch.float32, *fp8)
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """TFLOP/s of a square product of random data."""
+    n = 2048 if dtype is torch.float32 else 8192
+    a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
+    one = torch.ones((), device="cuda")
+
+    def work() -> torch.Tensor:
+        if dtype is not torch.float8_e4m3fn:
+            return torch.mm(a, b)
+        return torch.ops.aten._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    return _digits(2 * n**3 / _hot_seconds(work) / 1e12)
+
+
+def transposing_rate() -> float:
+    """GB/s of queries from (batch, heads, tokens, width) to (batch, tokens, heads, width)."""
+    source = torch.randn(8, 16, 4096, 128, device="cuda").to(torch.bfloat16).transpose(1, 2)
+    works = ((torch.cuda.current_stream(), source.contiguous),)
+    return _digits(2 * source.nbytes / _seconds(works, 10) / 1e9)
+
+
+def launch_seconds() -> float:
+    """Of kernels that wait for each other, and not for the host."""
+    kernels = 200
+    one, start, stop = torch.ones((), device="cuda"), event(), event()
+    for lead in (0, 20_000 * kernels):  # cycles, about 10 us each; the first warms up
+        torch_private.occupy_device(lead)
+        start.record()
+        for _ in range(kernels):
+            one.add_(1)
+        stop.record()
+        stop.synchronize()
+    return _digits(start.elapsed_time(stop) / kernels / 1e3)
+
+
+def attention_rate() -> tuple[float, str]:
+    """TFLOP/s of causal attention, forward and backward, and the name of the node that torch chose for it."""
+    shape = batch, heads, tokens, width = (8, 8, 4096, 128)
+    q, k, v = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    dy = torch.randn_like(q)
+
+    def work() -> None:
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), dy)
+
+    flops = (4 + 10) * batch * heads * tokens**2 * width / 2
+    rate = _digits(flops / _hot_seconds(work) / 1e12)
+    node = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).grad_fn
+    return rate, "" if node is None else node.name().lower()
+
+
+Work = tuple[torch.cuda.Stream, Callable[[], object]]
+
+
+def _seconds(works: tuple[Work, ...], repeat: int) -> float:
+    """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
+    rounds = []
+    main = torch.cuda.current_stream()
+    for _ in range(ROUNDS + 2):  # the first two warm up
+        start, stop = (event() for _ in range(2))
+        main.synchronize()
+        main.record_event(start)
+        for stream, work in works:
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                for _ in range(repeat):
+                    work()
+        for stream, _ in works:
+            main.wait_stream(stream)
+        main.record_event(stop)
+        stop.synchronize()
+        rounds.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(rounds[2:]) / repeat
+
+
+def _hot_seconds(work: Callable[[], object]) -> float:
+    """Seconds of one call once the device is as hot as in training: HOT seconds of calls before it."""
+    repeat = max(2, int(HOT / _seconds(((torch.cuda.current_stream(), work),), 1)))
+    start, stop = event(), event()
+    for mark in (stop, start):  # all the same without a pause, but only the second time counts
+        mark.record()
+        for _ in range(repeat):
+            work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeat / 1e3
+
+
+def event() -> torch.cuda.Event:
+    """One that takes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _digits(value: float) -> float:
+    """Four of them."""
+    return float(f"{value:.4g}")
