@@ -172,8 +172,10 @@ class Run:
     def cells(self) -> None:
         for layer, sizes in self.layers():
             t = operands(*sizes, split("uniform", *sizes[:2]))
-            kinds = [kind for kind in KINDS if self.right(layer, kind, t)]
-            splits = SPLITS[layer.split("/")[0] in SETTLED :]
+            splits, kinds = SPLITS, KINDS
+            if layer.split("/")[0] in SETTLED:
+                splits, kinds = SPLITS[1:], KINDS[:3]
+            kinds = tuple(kind for kind in kinds if self.right(layer, kind, t))
             for kind_of_split, kind in itertools.product(splits, kinds):
                 t["offs"] = split(kind_of_split, *sizes[:2])
                 make = partial(parts.cell, kind, t, self.options, layer.startswith("qwen3_30b"))

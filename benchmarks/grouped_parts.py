@@ -58,14 +58,6 @@ def cell(kind: str, t: Operands, options: argparse.Namespace, loop: bool = False
     return {"path": path, **entry(us, flops_of(t)), "failed": failed}
 
 
-def elapsed_us(call: measure.Call) -> float:
-    start = measure.mark()
-    call()
-    end = measure.mark()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
 def cool(kind: str, t: Operands, options: argparse.Namespace) -> dict[str, Any]:
     """Single launches, each after 40 ms of idling and one launch to warm up."""
 
@@ -73,7 +65,7 @@ def cool(kind: str, t: Operands, options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.synchronize()
         time.sleep(0.04)
         call()
-        return elapsed_us(call)
+        return measure.elapsed_us(call)
 
     timers = {name: partial(shot, call) for name, call in candidates(kind, t).items()}
     return entry(measure.in_rounds(timers, options.shots, heat=0), flops_of(t))
@@ -177,7 +169,7 @@ def host(rounds: int = 21, repeat: int = 100) -> dict[str, Any]:
     graphs = {}
     for name in ("table", "fwd", "dgrad", "wgrad", "torch_fwd", "table_and_fwd"):
         replay = layers.captured(partial(again, calls[name], 20))
-        graphs[name] = lambda replay=replay: elapsed_us(replay) / 20
+        graphs[name] = lambda replay=replay: measure.elapsed_us(replay) / 20
     return {
         "host_us": measure.medians(spans, 2),
         "host_least_us": {name: round(min(us), 2) for name, us in spans.items()},

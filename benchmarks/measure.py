@@ -133,6 +133,15 @@ def mark() -> Any:
     return event
 
 
+def elapsed_us(call: Call) -> float:
+    """Microseconds of a single call on the device, which the host waits for."""
+    start = mark()
+    call()
+    end = mark()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
 def host_us(call: Call, repeat: int) -> float:
     """Microseconds of a call on the host, which waits for nothing."""
     if torch.cuda.is_available():

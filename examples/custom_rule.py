@@ -34,7 +34,7 @@ rule = fo.Rule(
 fo.testing.assert_no_rule_is_shadowed([rule])
 
 
-def build(width: int) -> fo.Sequential:
+def model_of(width: int) -> fo.Sequential:
     ops = (fo.ops.RMSNorm(width), fo.ops.SiLU(), fo.ops.ConstantScale(0.5))
     model = fo.Sequential(*ops, fo.ops.Linear(width, width))
     fo.configure(model, rules=[rule])  # the rule belongs to this model, in every thread
@@ -42,7 +42,7 @@ def build(width: int) -> fo.Sequential:
 
 
 for width in (8, 9):
-    model, x = build(width), torch.randn(4, width)
+    model, x = model_of(width), torch.randn(4, width)
     fired = fo.testing.assert_fused_matches_unfused(model, x)
     print(f"width {width}: {fired or 'nothing'} fired")
     print(model.explain(x))

@@ -54,12 +54,20 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-if __name__ == "__main__":
+def stock_model() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=4, intermediate_size=96, moe_intermediate_size=32)
     config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[1])
-    stock = Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
+
+
+def build() -> tuple[nn.Module, tuple[Tensor], dict[str, Tensor]]:
+    return ported(stock_model()), (torch.randint(128, (2, 16)),), {}
+
+
+if __name__ == "__main__":
+    stock = stock_model()
     model, tokens = ported(stock), torch.randint(128, (2, 16))
 
     expected, got = stock(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss

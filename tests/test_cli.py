@@ -144,6 +144,29 @@ def test_a_target_that_is_not_there_is_a_usage_error(
     assert words in output(capsys, "explain", target, code=2)
 
 
+def test_a_build_that_wants_arguments_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "wants.py"
+    file.write_text("def build(width):\n    raise AssertionError")
+    assert "called without arguments: missing" in output(capsys, "explain", str(file), code=2)
+
+
+def test_a_hardware_file_that_is_not_there_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], model_file: str
+) -> None:
+    command = ("offload-plan", model_file, "--hardware", "no/such.json")
+    assert "hardware profile from no/such.json" in output(capsys, *command, code=2)
+
+
+def test_a_model_without_a_sequential_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plain_torch.py"
+    file.write_text("import torch\ndef build():\n    return torch.nn.Tanh(), (torch.ones(2),), {}")
+    assert "no fuseops.Sequential ran" in output(capsys, "explain", str(file))
+
+
 def test_a_module_that_fails_to_import_another_shows_where(model_file: str) -> None:
     Path(model_file).write_text("import no_such_dependency")
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
@@ -248,18 +271,17 @@ def test_only_demo_imports_the_demo() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool
+def test_a_table_cuts_nothing_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if rich:
-        pytest.importorskip("rich")
-        monkeypatch.setenv("TERM", "dumb")  # no colours
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: rich, raising=False)
-    show.table(["way", "median"], [["[fused]", "1.5"], ["plain", "10.5"]])
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0].split() == ["way", "median"]
-    assert lines[1].split() == ["[fused]", "1.5"] and lines[2].endswith("10.5")
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show.table(["way", "median"], [["[fused] and more", "1.5"], ["plain", "10.5"]])
+    assert capsys.readouterr().out.splitlines() == [
+        "way               median",
+        "[fused] and more     1.5",
+        "plain               10.5",
+    ]
 
 
 def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.fusions.tables import TABLES
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.ops import Bias, Dropout, Linear, RMSNorm, SiLU, scopes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -544,7 +544,7 @@ def test_dropout_recomputes_its_own_mask(reentrant: bool) -> None:
 
 
 def test_every_built_in_rule_can_be_named() -> None:
-    for rule in TABLES:
+    for rule in BUILTIN_RULES:
         with fo.fusion(disable=[rule.name]):
             block()(data())
 

@@ -36,7 +36,7 @@ def test_an_example_runs(example: Path) -> None:
     [
         ("custom_op", 60),
         ("custom_rule", 60),
-        ("hf_qwen3_moe", 80),
+        ("hf_qwen3_moe", 90),
         ("moe_layer", 80),
         ("offload_any_model", 40),
     ],

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
+from fuseops.fusions.builtin_rules import PLAIN, SCALED
 from fuseops.fusions.explain import FusionPlan
 from fuseops.fusions.fused import routed_mlp
 from fuseops.fusions.rule import types_of
-from fuseops.fusions.tables import PLAIN, SCALED
 from fuseops.kernels import configs
 from fuseops.kernels.registry import as_if_on
 from fuseops.testing import assert_fused_matches_unfused

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.explain.drawing import svg
 from fuseops.fusions.explain.html import page
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import names, scopes
 
 EXPERTS, ROWS, D, F = 4, 12, 16, 24
@@ -296,7 +296,7 @@ def test_a_miss_has_its_reason(case: str) -> None:
     assert reason in model.explain(rows(), **side)
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in TABLES])
+@pytest.mark.parametrize("rule", [rule.name for rule in BUILTIN_RULES])
 def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     model = {
         "routed_mlp": routed_mlp,

@@ -275,6 +275,22 @@ def test_gemms_that_settled_stand_in_the_table_with_their_ratios() -> None:
                     ["a/fc1/fwd/uniform", "10", "10.5", "1.050 (1.040-1.060)"]]  # fmt: skip
 
 
+@pytest.mark.parametrize("settled", ["", "/settled"])
+def test_the_readme_takes_gemms_that_settled_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, settled: str
+) -> None:
+    row = {"geomean": 1.08, "least": ["mixtral/fc1/fwd/uniform", 1.03]}
+    kinds = ("fwd", "dgrad", "wgrad")
+    short = {f"{kind}/torch/cells": {**row, "geomean": 2.0} for kind in kinds}
+    results = {
+        "grouped_gemm_h200": {"summary": {f"{k}/torch{settled}": row for k in kinds} | short},
+        "memory_bound_h200": {"bandwidth": []},
+    }
+    monkeypatch.setattr(tables(), "measured", results.__getitem__)
+    said = next(iter(tables().kernel_figures()))[-1]
+    assert said == "1.08, 1.08, 1.08 times its speed (geometric means; least 1.03)"
+
+
 def test_ways_to_train_show_what_was_predicted() -> None:
     way = {"ms": 3.0, "ratio": 1.02, "interval": [1.0, 1.04], "peak_gib": 2.5, "time_error": -0.01}
     rows = tables().ways("rounds", {"plan": way, "save_on_cpu": {"ms": 90.0}})

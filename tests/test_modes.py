@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.fusions.tables import TABLES
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 from fuseops.testing.compare import difference, tolerance
 from fuseops.testing.strategies import Case, chains, op_cases, rule_cases
@@ -31,8 +31,8 @@ def ops() -> st.SearchStrategy[Case]:
 
 def models() -> st.SearchStrategy[Case]:
     """Everything that can be drawn: an op alone, the pattern of a rule, a chain."""
-    patterns = st.sampled_from(TABLES).flatmap(lambda rule: rule_cases(rule, kinds=SOFT))
-    return st.one_of(ops(), patterns, chains(TABLES, kinds=SOFT))
+    patterns = st.sampled_from(BUILTIN_RULES).flatmap(lambda rule: rule_cases(rule, kinds=SOFT))
+    return st.one_of(ops(), patterns, chains(BUILTIN_RULES, kinds=SOFT))
 
 
 def results(out: Any) -> tuple[Tensor, ...]:

@@ -612,3 +612,20 @@ def test_the_documented_layer_runs() -> None:
     with contextlib.redirect_stdout(out):
         exec(compile(snippet, "docs/moe.md", "exec"), {})
     assert "routed_mlp" in out.getvalue()
+
+
+def test_a_layer_built_on_meta_trains_with_the_tensors_that_it_is_given() -> None:
+    """No state_dict holds the scale of an injected loss, nor the counts of the expert bias."""
+    options: dict[str, Any] = {"balance_loss": 0.1, "aux": "inject", "expert_bias": True}
+    moe = fo.MoE(8, 6, 4, 2, score="sigmoid", **options)
+    given = fo.MoE(8, 6, 4, 2, score="sigmoid", device="meta", **options)
+    before = copy.deepcopy(given)
+    given.load_state_dict(copy.deepcopy(moe.state_dict()), assign=True)
+    x = torch.randn(7, 8)
+    for layer in (moe, given):
+        layer.loss_scale = 0.5
+        layer(x).square().sum().backward()
+        layer["router"].update_expert_bias(0.1)
+    assert torch.equal(given["router"].weight.grad, moe["router"].weight.grad)
+    assert torch.equal(given["router"].expert_bias, moe["router"].expert_bias)
+    assert before["router"].expert_bias.is_meta  # a copy is another layer

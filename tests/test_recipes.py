@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.tables import TABLES
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.ops import names as naming
 from fuseops.ops import scopes
 from fuseops.testing import assert_fused_matches_unfused
@@ -307,7 +307,7 @@ def test_one_offs_is_saved_once_under_all_its_names() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, BLOCKS], ids=str)
-@given(case=chains(TABLES, torch.float32, ("normal", "zeros")))
+@given(case=chains(BUILTIN_RULES, torch.float32, ("normal", "zeros")))
 def test_any_chain_equals_itself_unfused_under_a_recipe(recipe: Any, case: Case) -> None:
     with fo.recipe(recipe):
         assert_fused_matches_unfused(case.model, case.x, **case.side)

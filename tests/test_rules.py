@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.fusions.builtin_rules import BUILTIN_RULES, FORWARD, JOINT
 from fuseops.fusions.fused.bias_act import BiasAct
 from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.fusions.fused.norm_linear import NormLinear
-from fuseops.fusions.tables import FORWARD, JOINT, TABLES
 from fuseops.ops import scopes
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
 from fuseops.testing.compare import tolerance
@@ -24,7 +24,7 @@ from fuseops.testing.fused import compared
 from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
 
-every_rule = pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+every_rule = pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
 # Half types have no room for a thousand times a thousand; a large value hides the others' error.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SOFT = ("normal", "normal", "constant", "zeros")
@@ -119,7 +119,7 @@ def grads_of(case: Case) -> list[Tensor]:
 def test_any_chain_equals_itself_unfused(dtype: torch.dtype) -> None:
     seen: Counter[str] = Counter()
 
-    @given(case=chains(TABLES, dtype, SOFT))
+    @given(case=chains(BUILTIN_RULES, dtype, SOFT))
     def law(case: Case) -> None:
         seen.update(assert_fused_matches_unfused(case.model, case.x, **case.side))
 
@@ -127,13 +127,13 @@ def test_any_chain_equals_itself_unfused(dtype: torch.dtype) -> None:
     assert seen, "no rule fired in any chain"
 
 
-@given(case=chains(TABLES, torch.float32, SOFT))
+@given(case=chains(BUILTIN_RULES, torch.float32, SOFT))
 def test_any_chain_equals_itself_unfused_under_autocast(case: Case) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_fused_matches_unfused(case.model, case.x, **case.side)
 
 
-@given(case=chains(TABLES, torch.float64, SOFT))
+@given(case=chains(BUILTIN_RULES, torch.float64, SOFT))
 def test_any_chain_equals_plain_torch(case: Case) -> None:
     # The reference runs every op as differentiable torch: a judge that no rule and no bwd touches.
     def run() -> list[Tensor]:
@@ -151,7 +151,7 @@ def test_any_chain_equals_plain_torch(case: Case) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@given(case=chains(TABLES, torch.float32, SOFT))
+@given(case=chains(BUILTIN_RULES, torch.float32, SOFT))
 def test_the_state_dict_of_a_chain_is_nn_sequentials(case: Case) -> None:
     plain = torch.nn.Sequential(*case.model)
     assert list(case.model.state_dict()) == list(plain.state_dict())
@@ -196,7 +196,7 @@ def test_forward_rules_give_what_their_members_save(rule: fo.Rule, data: st.Data
 
 
 def test_no_rule_is_shadowed() -> None:
-    assert_no_rule_is_shadowed(TABLES)
+    assert_no_rule_is_shadowed(BUILTIN_RULES)
 
 
 ACT = fo.ops.SiLU | fo.ops.GELU | fo.ops.SReLU
@@ -233,7 +233,7 @@ def test_a_rule_with_room_of_its_own_is_not_shadowed() -> None:
     assert_no_rule_is_shadowed([limited, narrow, WIDE])
 
 
-SPELLINGS = [(rule, types) for rule in TABLES for types in expansions(rule)]
+SPELLINGS = [(rule, types) for rule in BUILTIN_RULES for types in expansions(rule)]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.fused.bias_act import BiasAct
 from fuseops.fusions.fused.linear_act import LinearAct
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.testing.catalogue import Wanted, entry
@@ -83,7 +83,7 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
     ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
     ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
 }
-CONDITIONS = [(rule, condition) for rule in TABLES for condition in rule.when]
+CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, 
 
 @pytest.mark.parametrize("how", ["fwd", "bwd", "forward", "instance", "hook"])
 @pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("rule", TABLES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
 def test_an_overridden_op_is_itself_inside_and_never_fused(
     rule: fo.Rule, place: int, how: str
 ) -> None:
@@ -360,3 +360,10 @@ def test_a_fused_op_defines_what_the_kind_of_its_rule_asks_for(kind: str, missin
     rule = fo.Rule("doubled", (fo.ops.SiLU, fo.ops.Bias), Doubled, kind)
     with pytest.raises(fo.FuseOpsError, match=f"'doubled' is a {kind} rule.*define {missing}"):
         run_doubled(rule)
+
+
+def test_an_error_inside_a_condition_names_the_rule() -> None:
+    rule = fo.Rule("broken", (fo.ops.SReLU,), LinearAct, when=(lambda ops, c: c.nope,))  # type: ignore[attr-defined]
+    with fo.rules(rule), pytest.raises(AttributeError) as raised:
+        fo.Sequential(fo.ops.SReLU())(torch.randn(2, 4))
+    assert any("rule 'broken'" in note for note in raised.value.__notes__)

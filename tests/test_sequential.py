@@ -540,3 +540,15 @@ def test_dropout_follows_torchs_generator() -> None:
     first = seq(x)
     torch.manual_seed(1)
     assert torch.equal(seq(x), first) and not torch.equal(seq(x), first)
+
+
+def test_a_child_without_super_init_is_named() -> None:
+    class Forgot(fo.Op):
+        def __init__(self) -> None:
+            self.width = 2
+
+        def fwd(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(TypeError, match=r"child '1' was not initialised.*Forgot.__init__"):
+        fo.Sequential(SiLU(), Forgot())

@@ -519,3 +519,14 @@ def test_what_a_plain_module_reads_may_be_published_before_it_and_change() -> No
     model[2].reads = ()  # read anew
     with pytest.raises(fo.SideInputError, match="nobody reads the Tap"):
         model(x)
+
+
+def test_a_string_is_no_tuple_of_names() -> None:
+    class Reads(fo.Op):
+        reads = "w"  # type: ignore[assignment]
+
+        def fwd(self, x: Tensor, *, w: Tensor) -> Tensor:
+            return x * w
+
+    with pytest.raises(fo.FuseOpsError, match=r"Reads.reads is the string 'w'.*\('w',\)"):
+        fo.Sequential(Reads())(torch.randn(2, 3), w=torch.ones(3))

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ MAX_IMPORT_SECONDS = 0.3
 
 # Lowest first: a file imports from its own layer and those before it.
 LAYERS = [
-    {"errors", "config", "torch_private"},
+    {"errors", "torch_private", "words"},
     {"kernels"},
     {"recipes"},
     {"ops"},
@@ -209,6 +210,13 @@ def test_a_large_folder_says_where_everything_is(folder: str) -> None:
     words = set(re.findall(r"\w+", ast.get_docstring(parse(init)) or ""))
     missing = {file.stem for file in init.parent.glob("*.py")} - words - {"__init__"}
     assert not missing, f"give {sorted(missing)} a place in the docstring of {init}"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    # pytest imports them by their bare names: of two of one name it collects none.
+    names = Counter(file.stem for file in (ROOT / "tests").rglob("test_*.py"))
+    twice = [name for name, times in names.items() if times > 1]
+    assert not twice, f"two files are called {twice}"
 
 
 def test_no_block_pointers() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fuseops.fusions.config import fusion, reference
-from fuseops.fusions.explain.layout import plural
 from fuseops.fusions.sequential import Sequential
 from fuseops.ops import Linear
+from fuseops.words import plural
 
 from .arguments import positive
 from .show import as_json, table

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fuseops import offload
-from fuseops.fusions.explain.layout import size
+from fuseops.errors import FuseOpsError
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan
+from fuseops.words import size
 
 from .arguments import amount, positive
 from .example import example
@@ -64,8 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline = parser.add_argument_group(
         "a pipeline", "One plan a rank, and one FILE each; the target is one micro-batch."
     )
-    pipeline.add_argument("--ranks", type=positive, metavar="N")
-    pipeline.add_argument("--micro-batches", type=positive, metavar="N", help="default 8")
+    pipeline.add_argument(
+        "--ranks", type=positive, metavar="N", help="GPUs that hold the model's layers in turn"
+    )
+    pipeline.add_argument(
+        "--micro-batches", type=positive, metavar="N", help="of one step (default 8)"
+    )
     pipeline.add_argument(
         "--chunks", type=positive, metavar="N", help="parts of the model a rank; more: interleaved"
     )
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     plan = offload.plan(
         target.model,
         *target.args,
-        hardware=None if args.hardware is None else Hardware.load(args.hardware),
+        hardware=None if args.hardware is None else _hardware(args.hardware),
         peak=args.peak,
         host=args.host,
         layers=args.layers,
@@ -88,6 +93,13 @@ def run(args: argparse.Namespace) -> int:
         return _one(plan, target.name, args)
     plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
     return _ranks(plans, target.name, pipeline, args)
+
+
+def _hardware(path: Path) -> Hardware:
+    try:
+        return Hardware.load(path)
+    except FuseOpsError as error:
+        raise UsageError(str(error)) from None
 
 
 def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,10 @@ def load(name: str) -> Target:
     build = getattr(module, "build", None)
     if not callable(build):
         raise UsageError(f"{name} defines no build(). Expected {EXPECTED}.")
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise UsageError(f"build() of {name} is called without arguments: {error}.") from None
     return _checked(name, build())
 
 

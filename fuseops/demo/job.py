@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.fusions.explain.layout import size
+from fuseops.words import size
 
 from . import plans, report
 from .checks import Checked, check
@@ -134,7 +134,7 @@ def _work(
     voice.say("\nfusion plan (all of it is in the report)")
     for line in plans.lines(found):
         voice.say(line)
-    voice.say("\ntraining")
+    voice.say("\ntraining (on the way a part of the held-out text is judged)")
     with voice.progress(args.steps) as watch:
         history = train(
             model,
@@ -190,7 +190,7 @@ def verdicts(o: Outcome) -> Iterator[tuple[bool | None, str]]:
     reached = o.held_out <= o.bar
     yield (
         reached if o.enforced else None,
-        f"held-out loss {o.held_out:.3f} nats a byte; byte bigrams {o.bigram:.3f}, so the bar is "
+        f"loss {o.held_out:.3f} nats a byte on all held-out text; byte bigrams {o.bigram:.3f}, so the bar is "
         f"{o.bar:.3f}" + ("" if o.enforced else f" (not enforced below {DEFAULT_STEPS} steps)"),
     )
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from fuseops.fusions.explain import FusionPlan, plans
 from fuseops.fusions.explain.html import fragment
-from fuseops.fusions.explain.layout import groups, place, plural
+from fuseops.fusions.explain.layout import groups, place
+from fuseops.words import plural
 
 
 def plans_of(model: nn.Module, text: Tensor) -> list[FusionPlan]:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fuseops.fusions.explain import FusionPlan
-from fuseops.fusions.explain.html import STYLE
-from fuseops.fusions.explain.layout import size
+from fuseops.fusions.explain.html import document
+from fuseops.words import size
 
 from .charts import Bar, Curve, bars, curves, smooth
 from .plans import drawings
 from .train import History
 
-OWN_STYLE = """
+MORE_STYLE = """
 .fuseops h1{margin-bottom:8px}
 .fuseops .big{font-weight:600;font-size:17px;margin:28px 0 10px}
 .fuseops .chart{max-width:100%;height:auto}
@@ -61,14 +61,7 @@ def write(report: Report, folder: Path) -> Path:
 
 def page(report: Report) -> str:
     """The whole document."""
-    title = escape(report.title)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}{OWN_STYLE}</style>\n</head>\n"
-        f'<body class="fuseops">\n<main>\n<h1>{title}</h1>\n'
-        f"{''.join(_sections(report))}\n</main>\n</body>\n</html>\n"
-    )
+    return document(report.title, "".join(_sections(report)), MORE_STYLE)
 
 
 def _sections(report: Report) -> Iterator[str]:
@@ -104,7 +97,7 @@ def _loss(report: Report) -> str:
     return curves(
         [
             Curve("training text", "train", smooth(report.history.train)),
-            Curve("held-out text", "judged", judged),
+            Curve("a part of the held-out text", "judged", judged),
             Curve(
                 f"byte bigrams, held-out text: {report.bigram:.3f}",
                 "bigram",

@@ -1,6 +1,6 @@
 """Rules, plans, the planner, Sequential and its one autograd Function.
 
-rules          rule (what one is, and how it matches), tables (the built-in ones), conditions, fused/ (a file an op)
+rules          rule (what one is, and how it matches), builtin_rules, conditions, fused/ (a file an op)
 a sequence     sequential, runner (its pieces), sides (what callers pass), config (`configure` and scopes)
 its plan       run (finds that of a call), key (by what), facts, cover (which rules fire), build
 what it says   plan (the records), explain/ (as text, HTML or JSON)

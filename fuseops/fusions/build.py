@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
@@ -203,7 +203,7 @@ class _Builder:
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
-        input_format = self._input_format(u.start)
+        input_format = self._format(u.start, "input")
         return Step(
             members=members,
             target=u.target,
@@ -240,7 +240,7 @@ class _Builder:
             empty=tuple(
                 op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
             ),
-            form=self._grad_format(u.stop - 1) if u.kind != "joint" else None,
+            form=self._format(u.stop - 1, "grad_output") if u.kind != "joint" else None,
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
@@ -312,26 +312,17 @@ class _Builder:
         roles: Roles = recipe.roles(op.granularity)
         return roles
 
-    def _input_format(self, i: int) -> Format | None:
-        form = self._roles(i).input
-        if form is None:
+    def _format(self, i: int, role: Literal["input", "grad_output"]) -> Format | None:
+        """What an operand of op i is quantized to before the op runs."""
+        op, needs, backward = self.ops[i], self.needs[i], role == "grad_output"
+        form: Format | None = getattr(self._roles(i), role)
+        if form is None or (backward and not needs):
             return None
-        form = self._with_layouts(form, i, "input")
-        self.edges.append(Edge(self.names[i], "forward", str(form), "quantize step"))
+        high = backward and not needs.isdisjoint(("bias", "probs"))
+        form = replace(form, layouts=op.layouts(role, needs), high=high)
+        direction = "backward" if backward else "forward"
+        self.edges.append(Edge(self.names[i], direction, str(form), "quantize step"))
         return form
-
-    def _grad_format(self, i: int) -> Format | None:
-        form = self._roles(i).grad_output
-        if form is None or not self.needs[i]:
-            return None
-        form = self._with_layouts(form, i, "grad_output")
-        self.edges.append(Edge(self.names[i], "backward", str(form), "quantize step"))
-        return form
-
-    def _with_layouts(self, form: Format, i: int, role: str) -> Format:
-        op, needs = self.ops[i], self.needs[i]
-        high = role == "grad_output" and not needs.isdisjoint(("bias", "probs"))
-        return replace(form, layouts=op.layouts(role, needs), high=high)
 
     # --- what is saved
 

@@ -101,11 +101,18 @@ class Rule:
     def reason_against(self, ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
         """The first condition's reason, or None when all hold.  Raises TypeError for an answer of another kind."""
         for condition in self.when:
-            answer = condition(ops, c)
+            which = f"condition {getattr(condition, '__name__', condition)}"
+            try:
+                answer = condition(ops, c)
+            except Exception as error:
+                error.add_note(
+                    f"in {which} of rule {self.name!r}, which is asked (ops, conditions)"
+                )
+                raise
             if answer is not None:
                 if not isinstance(answer, str):
                     raise TypeError(
-                        f"rule {self.name!r}: condition {getattr(condition, '__name__', condition)} answered "
+                        f"rule {self.name!r}: {which} answered "
                         f"{answer!r}; a condition answers None (it holds) or the reason as a string: "
                         "use fo.require(holds, reason)."
                     )

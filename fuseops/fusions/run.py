@@ -27,6 +27,7 @@ from . import bridge, buffers, traced
 from .bridge import Live, Once, describe
 from .buffers import Buffers
 from .build import RunPlan, build
+from .builtin_rules import BUILTIN_RULES
 from .checks import check_dtype
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
@@ -34,7 +35,6 @@ from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from .rule import Conditions, Place
 from .segment import Segment
 from .sides import reads_and_writes
-from .tables import TABLES
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
@@ -176,7 +176,7 @@ class Run:
             live=frozenset(key.live),
             offset=self.offset,
         )
-        rules = () if settings.reference else (*settings.rules, *TABLES)
+        rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)

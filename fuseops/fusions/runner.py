@@ -237,6 +237,11 @@ class Composed(nn.Sequential):
         """As of `torch.nn.Module`.  Raises TypeError, which says what to pass, for what is no module."""
         if not isinstance(module, nn.Module):
             raise _no_module(self, name, module)
+        if "_parameters" not in module.__dict__:
+            raise TypeError(
+                f"{type(self).__name__}: child {name!r} was not initialised: call super().__init__() in "
+                f"{type(module).__name__}.__init__."
+            )
         super().add_module(name, module)
 
     def _planned(self) -> list[tuple[str, nn.Module]]:

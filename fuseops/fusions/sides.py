@@ -93,7 +93,7 @@ def side_inputs(
             raise SideInputError(
                 f"{described(module)} takes x and at most one Routing by position, got "
                 f"{', '.join(type(a).__name__ for a in args)}. Pass side inputs by name: "
-                f"it reads {_listed(runner.reads)}."
+                f"it reads {_listed(runner.reads)}.{_counts(runner.reads)}"
             )
         for name, value in args[0]._asdict().items():
             if value is not None and name in runner.reads:
@@ -115,19 +115,27 @@ def _refuse_sides(module: nn.Module, runner: Sides, env: Mapping[str, Any]) -> N
         if name in runner.writes:
             raise SideInputError(f"{where} writes {name!r} itself; it can't be passed in.")
         if name not in reads:
-            raise SideInputError(f"{where} does not read {name!r}; it reads {_listed(reads)}.")
+            raise SideInputError(
+                f"{where} does not read {name!r}; it reads {_listed(reads)}.{_counts(reads)}"
+            )
         if not isinstance(value, Tensor):
             raise SideInputError(
                 f"{where}: side input {name!r} must be a tensor, got {type(value).__name__}. "
-                "Routing.from_counts(tokens_per_expert) turns a list of counts into `offs`. "
-                f"It reads {_listed(reads)}."
+                f"It reads {_listed(reads)}.{_counts(reads)}"
             )
     missing = [name for name in reads if name not in env]
     written = [name for name in missing if name not in Routing._fields]
     way = f", or let an op before write them, as Tap({written[0]!r}) does" if written else ""
     raise SideInputError(
         f"{where} needs side inputs {missing}; it reads {_listed(reads)}. Pass them by name, or in a Routing{way}."
+        f"{_counts(missing)}"
     )
+
+
+def _counts(names: Sequence[str]) -> str:
+    """For who has counts where offs are read."""
+    hint = " Routing.from_counts(tokens_per_expert) turns counts into `offs`."
+    return hint if "offs" in names else ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ import torch
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.plans import forget_plans, planning
+from fuseops.words import dtype_name
 
 Config = dict[str, int]
 SCHEMA_VERSION = 1
@@ -96,7 +97,7 @@ def bucket(rows: int) -> int:
 
 def entry_key(name: str, arch: int, dtype: torch.dtype, dims: tuple[int, ...], rows: int) -> str:
     """The key of a table entry, readable in the file: ``glu_fwd/sm90/bfloat16/4096/r8192``."""
-    return f"{name}/sm{arch}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, dims))}/r{rows}"
+    return f"{name}/sm{arch}/{dtype_name(dtype)}/{'x'.join(map(str, dims))}/r{rows}"
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from fuseops.kernels.configs import versions
 from fuseops.kernels.grouped_paths import GATHER_BELOW, GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
+from fuseops.words import dtype_name
 
 Reasons = Iterable[tuple[bool, str]]  # (does it stand in the way, how to say it)
 
@@ -66,7 +67,7 @@ def _undescribed(name: str, t: Tensor) -> Reasons:
     arch = current_arch(t.device)
     others = [stride for stride in t.stride() if stride != 1]
     apart = next((stride for stride in others if stride % 8), 0) * t.itemsize
-    dtype = str(t.dtype).removeprefix("torch.")
+    dtype = dtype_name(t.dtype)
     return [
         (arch not in TMA_ARCHS, f"sm_{arch} loads by pointers"),
         (t.itemsize != 2, f"{name} is {dtype}"),

@@ -91,11 +91,19 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
     if bind is not None:
         bind(grid, args)()
         return compiled
+    _enter_context()
     compiled = kernel[grid](*args, **options)
     if variant is not None and key not in _bound:
         constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
         _bound[key] = compiled, _binder(compiled, constants)
     return compiled
+
+
+def _enter_context() -> None:
+    """Encoding a descriptor takes a CUDA context, and autograd's threads begin without one. This call into CUDA gives
+    them theirs; Triton does so only when it loads or launches, which is later.
+    """
+    torch.cuda.is_current_stream_capturing()
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -174,7 +182,7 @@ def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] |
                 flat.append(arg.data_ptr())
             else:
                 if arg.flat is None:
-                    torch.cuda.is_current_stream_capturing()  # gives a new thread its context
+                    _enter_context()
                     arg.flat = make_tensordesc_arg(arg, metas[number])
                 flat += arg.flat
                 number += 1

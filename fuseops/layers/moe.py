@@ -107,6 +107,7 @@ class MoE(Sequential):
             "add": ops.Add("shared") if shared else None,
         }
         super().__init__({name: op for name, op in children.items() if op is not None})
+        self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
@@ -171,6 +172,20 @@ class MoE(Sequential):
         children = dict(self.named_children())
         children["router"] = self["router"].replaying()
         return self._like(children.items())
+
+
+def _leave_meta(moe: nn.Module, keys: Any) -> None:
+    """After `load_state_dict(assign=True)` of a layer that was built on meta: what no state_dict holds, the scale of a
+    loss and the counts of an expert bias, begins where the weights are.
+    """
+    router = moe._modules.get("router")
+    if not isinstance(router, ops.Router) or router.weight.is_meta:
+        return
+    for op in (router, moe._modules.get("inject")):
+        if isinstance(op, ops.Router | ops.InjectLoss):
+            op._apply(
+                lambda t: torch.empty_like(t, device=router.weight.device) if t.is_meta else t
+            )
 
 
 def scaled(activation: str | ScaledActivation) -> ScaledActivation:

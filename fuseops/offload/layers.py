@@ -272,7 +272,8 @@ class LayerScope(Scope):
         resident = self._resident.get(t.untyped_storage())
         if resident is not None:
             return f"in the storage of {resident}, which stays"
-        return self._policy.why_keep(Candidate.of(t, named.name, named.op), self._now.quota)
+        candidate = Candidate.of(t, named.name, named.op, named.also)
+        return self._policy.why_keep(candidate, self._now.quota)
 
 
 class _Begin:

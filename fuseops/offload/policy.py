@@ -15,17 +15,22 @@ DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the lin
 
 
 class Candidate(NamedTuple):
-    """A saved tensor that could move. nbytes are those of its storage."""
+    """A saved tensor that could move. nbytes are those of its storage, also its other names."""
 
     name: str
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    also: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, t: torch.Tensor, name: str, op: str) -> "Candidate":
-        return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes())
+    def of(cls, t: torch.Tensor, name: str, op: str, also: tuple[str, ...]) -> "Candidate":
+        return cls(name, op, tuple(t.shape), t.dtype, t.untyped_storage().nbytes(), also)
+
+    def matches(self, glob: str) -> bool:
+        """Whether the glob matches one of the names."""
+        return any(matches(glob, name) for name in (self.name, *self.also))
 
 
 def too_small(nbytes: int, min_bytes: int) -> str | None:
@@ -46,7 +51,7 @@ class Quota:
 class Policy:
     """What moves: all that nothing here excludes, in the order in which it is saved.
 
-    offload      globs of names; one of them has to match
+    offload      globs of names; one of them has to match, or match another name of the same tensor
     keep         globs of names that stay; they go before `offload`
     where        a predicate over `Candidate`, for the rest
     min_bytes    smaller storages stay
@@ -96,9 +101,9 @@ class Policy:
 
     def _why(self, candidate: Candidate, quota: Quota) -> str | None:
         for glob in self.keep:
-            if matches(glob, candidate.name):
+            if candidate.matches(glob):
                 return f"policy keeps {glob!r}"
-        if not any(matches(glob, candidate.name) for glob in self.offload):
+        if not any(map(candidate.matches, self.offload)):
             return "no glob of the policy matches"
         if self.where is not None and not self.where(candidate):
             return "the policy's predicate says no"

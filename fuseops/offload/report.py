@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fuseops.fusions.explain.layout import size
 from fuseops.torch_private import WeakStorage
+from fuseops.words import dtype_name, size
 
 from .transfers import Item
 
@@ -105,10 +105,6 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 class Moves(Protocol):

@@ -196,8 +196,9 @@ class Scheduler:
             self._check_globs()
 
     def _check_globs(self) -> None:
-        seen = self._scope.names
         globs = () if self.policy is None else self.policy.globs
+        entries = self._scope.report().entries if globs else ()
+        seen = {name for entry in entries for name in (entry.name, *entry.also)}
         idle = [g for g in globs if not any(matches(g, name) for name in seen)]
         if seen and idle:
             raise FuseOpsError(

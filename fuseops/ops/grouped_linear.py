@@ -56,14 +56,14 @@ def grouped_linear(
         rows = len(x if index is None else index)
         check_splits(offs, rows, x.device)
         tiles = tiles_of(call, offs, rows)
-        shift = call.precision.cast(bias)
-        inside = probs is None and shift is not None and shift.dtype is x.dtype
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
-        if out is not None and (inside or bias is None) and out.dtype is x.dtype:
-            K.grouped_mm_into(out, x, w, offs, tiles, shift, index)
+        b = call.precision.cast(bias)
+        in_epilogue = probs is None and b is not None and b.dtype is x.dtype
+        if out is not None and (in_epilogue or bias is None) and out.dtype is x.dtype:
+            K.grouped_mm_into(out, x, w, offs, tiles, b, index)
             return out
-        y = K.grouped_mm(x, w, offs, tiles, shift if inside else None, index)
-        if inside:
+        y = K.grouped_mm(x, w, offs, tiles, b if in_epilogue else None, index)
+        if in_epilogue:
             return y
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
@@ -83,28 +83,32 @@ def grouped_linear_bwd(
     params: dict[str, Tensor | None] = {}
     side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
-    quantized = isinstance(dy, Quantized)
     if "bias" in needs or "probs" in needs:
-        shift = bias if "probs" in needs else None
-        high = dy.high if quantized else dy
+        high = dy.high if isinstance(dy, Quantized) else dy
         if dy_index is not None:
             high = K.gather_rows(high, dy_index, offs)  # type: ignore[arg-type]
-        params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, shift)  # type: ignore[arg-type]
+        scaled = bias if "probs" in needs else None
+        params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, scaled)  # type: ignore[arg-type]
     if "x" in needs:
-        if quantized:
-            dx = gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
-        else:
-            transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
-            tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))  # type: ignore[arg-type]
-            buffer = (call.out or {}).get("dx")
-            if buffer is not None and buffer.dtype is dy.dtype:
-                dx = buffer
-                K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
-            else:
-                dx = K.grouped_mm(dy, transposed, offs, tiles, index=dy_index)  # type: ignore[arg-type]
+        dx = input_gradient(dy, weight, offs, call, dy_index)  # type: ignore[arg-type]
     if "weight" in needs:
         params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]
     return Grads(dx, params, side)
+
+
+def input_gradient(
+    dy: Any, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None
+) -> Tensor:
+    """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
+    if isinstance(dy, Quantized):
+        return gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+    transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
+    tiles = tiles_of(call, offs, len(dy if index is None else index))
+    dx = (call.out or {}).get("dx")
+    if dx is None or dx.dtype is not dy.dtype:
+        return K.grouped_mm(dy, transposed, offs, tiles, index=index)
+    K.grouped_mm_into(_flat(dx), dy, transposed, offs, tiles, index=index)
+    return dx
 
 
 def weight_gradient(

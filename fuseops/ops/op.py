@@ -255,6 +255,11 @@ class Op(nn.Module, Generic[S]):
 
     def side_names(self) -> tuple[str, ...]:
         """Side inputs that `fwd` of this instance takes."""
+        if isinstance(self.reads, str):
+            raise FuseOpsError(
+                f"{type(self).__name__}.reads is the string {self.reads!r}, expected a tuple of names: "
+                f"({self.reads!r},)."
+            )
         unread = [name for name in self.reads if name not in self.signature.keywords]
         if unread and not self.signature.any_side:
             raise FuseOpsError(

@@ -17,7 +17,7 @@ class Settings(NamedTuple):
     fusion: bool = True
     disable: frozenset[str] = frozenset()
     strict: frozenset[str] | bool = False  # True: every rule; names: those rules
-    rules: tuple[Any, ...] = ()  # user rules, tried before the tables
+    rules: tuple[Any, ...] = ()  # user rules, tried before the built-in ones
     recipe: Any = None
     reference: bool = False
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fuseops.words import dtype_name
+
 ROW, COL = "row", "col"  # quantized along the last axis (fprop, dgrad), along the rows (wgrad)
 
 
@@ -30,7 +32,7 @@ class Format:
     def __str__(self) -> str:
         grain = f"blocks of a {self.granularity}" if self.blocks else self.granularity
         layouts = "+".join(sorted(self.layouts))
-        return f"{str(self.dtype).removeprefix('torch.')}[{grain}, {layouts}]"
+        return f"{dtype_name(self.dtype)}[{grain}, {layouts}]"
 
 
 @dataclass(frozen=True)

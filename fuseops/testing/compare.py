@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops.words import dtype_name
+
 # In units of the dtype's epsilon. Half types: a fused op keeps an intermediate in float32 that the
 # unfused ops round, a unit or two at each op. Wider types differ in the order of sums only, over
 # the hundreds of terms of a test.
@@ -52,7 +54,7 @@ def largest(found: Iterable[Tensor | None]) -> float:
 def describe(t: Any) -> str:
     if not isinstance(t, Tensor):
         return str(t)
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+    return f"{dtype_name(t.dtype)}{list(t.shape)}"
 
 
 def _at(index: Tensor, shape: torch.Size) -> tuple[int, ...]:

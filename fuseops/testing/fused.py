@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.fusions.sequential import Sequential
 from fuseops.fusions.sides import check_module
-from fuseops.fusions.tables import TABLES
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 
@@ -75,7 +75,7 @@ def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
         if isinstance(module, Sequential | Op):
             token = module.__dict__.get("_settings", 0)
             known = scopes.resolve(scopes.process.token, token, scopes.current().token).rules
-            names = frozenset(rule.name for rule in (*known, *TABLES) if which(rule.name))
+            names = frozenset(rule.name for rule in (*known, *BUILTIN_RULES) if which(rule.name))
             before[module] = token
             module.__dict__["_settings"] = scopes.intern(token, (("disable", names),))
     try:

@@ -562,6 +562,21 @@ def test_globs_that_match_nothing_raise() -> None:
         one_step(model)
 
 
+@pytest.mark.parametrize("glob", ["**.router.x", "**.fc1.x"])
+def test_a_tensor_of_two_names_is_matched_by_either(glob: str) -> None:
+    """What the router and the experts of a layer both save is one tensor."""
+    model = nn.Sequential(*(fo.Residual(fo.ops.RMSNorm(D), fo.MoE(D, D, 4, 2)) for _ in range(4)))
+    x = torch.randn(9, D, requires_grad=True)
+    for policy in (offload.Policy(glob, min_bytes=1), offload.Policy(keep=glob, min_bytes=1)):
+        with offload.Scheduler(model, "*", policy=policy) as scheduler:
+            for _ in range(2):
+                model(x).sum().backward()
+        name = f"0.1{glob[2:]}"  # of the first layer: the last one stays anyway
+        entries = scheduler.report().entries
+        (shared,) = [e for e in entries if name in (e.name, *e.also)]
+        assert shared.also and shared.decision == ("kept" if policy.keep else "moved")
+
+
 def test_a_plan_is_followed_and_a_difference_is_named() -> None:
     model = Model(4)
     plan = {"blocks.0.mlp.2.x": "offload", "blocks.1.mlp.2.x": "keep"}

@@ -49,7 +49,6 @@ def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[
         None if host is None else int(host * sum(model.nbytes)),
     )
     best = exhaustive(model, limits)
-    model.evaluations = 0
     return solve(model, limits), best
 
 

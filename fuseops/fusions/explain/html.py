@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fuseops.fusions.plan import Planned
+from fuseops.words import size
 
 from .drawing import svg
 from .layout import (
@@ -22,7 +23,6 @@ from .layout import (
     place,
     saved_rows,
     shape_of,
-    size,
     summary,
 )
 
@@ -86,14 +86,18 @@ border:0;border-top:1px solid var(--line)}
 
 def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
     """A whole document for the plans of a model; equal ones share a section."""
-    name = escape(title)
     sections = "\n".join(_section(group) for group in groups(plans))
+    return document(title, f"<p>{escape(summary(plans))}</p>\n{sections}")
+
+
+def document(title: str, body: str, more_style: str = "") -> str:
+    """A whole document: `body`, which is HTML, under `title`, which is not."""
+    name = escape(title)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f'<body class="fuseops">\n<main>\n<h1>{name}</h1>\n<p>{escape(summary(plans))}</p>\n'
-        f"{sections}\n</main>\n</body>\n</html>\n"
+        f"<title>{name}</title>\n<style>{STYLE}{more_style}</style>\n</head>\n"
+        f'<body class="fuseops">\n<main>\n<h1>{name}</h1>\n{body}\n</main>\n</body>\n</html>\n'
     )
 
 

@@ -1,4 +1,4 @@
-"""What text and HTML of a plan share: equal plans grouped, rows collapsed, sizes in words."""
+"""What text and HTML of a plan share: equal plans grouped, rows collapsed, spans in words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from fuseops.fusions.plan import Miss, Planned, SavedTensor, Span
+from fuseops.words import dtype_name, plural, size
 
 LONG = 24  # rows from which equal ones, of other layers, share a line
 
@@ -60,22 +61,8 @@ def at_peak(plan: Planned) -> str:
     return "at the peak of a step" if plan.rehearsed else "with the largest temporary"
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people: 1536 -> 1.5 KiB."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
-
-
 def shape_of(tensor: SavedTensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-
-
-def plural(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}es" if word.endswith("s") else f"{n} {word}s"
+    return f"{dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
 
 
 def is_outside(plan: Planned) -> bool:
@@ -89,9 +76,12 @@ def summary(plans: Sequence[Planned]) -> str:
     ran = sum(not is_outside(p) for p in every)
     fused = sum(len(p.fused) for p in every)
     misses = sum(len(p.misses) for p in every)
+    what = f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}"
+    if not ran:
+        what = "no fuseops.Sequential ran, so no rule could fire"
     return (
-        f"{plural(ran, 'Sequential')}, {plural(fused, 'fused span')}, {plural(misses, 'miss')}; "
-        f"{size(sum(p.saved_bytes for p in plans))} saved for the backward beyond the parameters"
+        f"{what}; {size(sum(p.saved_bytes for p in plans))} saved for the backward beyond the "
+        "parameters"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fuseops.fusions.plan import Planned, Span
+from fuseops.words import size
 
 from .layout import (
     Group,
@@ -15,7 +16,6 @@ from .layout import (
     place,
     saved_rows,
     shape_of,
-    size,
     span_rows,
     summary,
 )

@@ -1,1 +1,1 @@
-"""The fused ops of the built-in rules, one file each; `tables.py` says when they run."""
+"""The fused ops of the built-in rules, one file each; `builtin_rules.py` says when they run."""

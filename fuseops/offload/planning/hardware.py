@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fuseops.errors import FuseOpsError
+from fuseops.words import dtype_name
 
 from . import measure
 
@@ -219,10 +220,7 @@ class Hardware:
             here.name,
             **{name: Curve(points) for name, points in measure.copy_rates().items()},
             memory=measure.memory_rate(),
-            matmul={
-                str(d).removeprefix("torch."): measure.matmul_rate(d)
-                for d in measure.matmul_dtypes(arch)
-            },
+            matmul={dtype_name(d): measure.matmul_rate(d) for d in measure.matmul_dtypes(arch)},
             device_bytes=here.total_memory,
             arch=arch,
             transposing=measure.transposing_rate(),

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.explain.html import STYLE
-from fuseops.fusions.explain.layout import size
+from fuseops.fusions.explain.html import STYLE, document
 from fuseops.offload.lanes.simulated import Level
+from fuseops.words import size
 
 from .decided import Decided
 from .text import HEADER, facts, rows
@@ -34,9 +34,16 @@ MORE_STYLE = """
 .fuseops .plan .stall{fill:var(--miss)}
 .fuseops .key{font-size:12px;color:var(--soft);margin:8px 0 0}
 .fuseops .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin:0 5px 0 14px}
-.fuseops .decided td{padding-right:18px}
+.fuseops .decided :is(td,th){padding-right:14px}
+.fuseops .decided :is(td,th):last-child{padding-right:0}
 .fuseops .decided .mono{overflow-wrap:break-word}
-.fuseops .decided td:nth-child(4){min-width:14em}
+.fuseops .decided td:nth-child(4){min-width:12em}
+@media(max-width:760px){
+.fuseops .decided :is(td,th):nth-child(n+5){display:none}
+.fuseops .decided :is(td,th){padding-right:8px}
+.fuseops .decided .mono{overflow-wrap:anywhere;min-width:7em}
+.fuseops .decided :is(td,th):nth-child(4){min-width:0;padding-right:0}
+}
 .fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
 .fuseops th.number{text-align:right}
 .fuseops .wide{overflow-x:auto}
@@ -49,14 +56,7 @@ border-radius:8px;padding:8px 12px;margin:0 0 12px}
 
 def page(plan: Decided) -> str:
     """A whole document."""
-    title = f"Offload plan of {escape(plan.profile.model)}"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}{MORE_STYLE}</style>\n</head>\n"
-        f'<body class="fuseops">\n<main>\n<h1>{title}</h1>\n{"".join(_body(plan))}\n</main>\n'
-        "</body>\n</html>\n"
-    )
+    return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
 
 def fragment(plan: Decided) -> str:

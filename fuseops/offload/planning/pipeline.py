@@ -180,7 +180,9 @@ def rank_profile(
     for position, (name, seconds, temporary) in enumerate(ops):
         held += change[position]
         done.append(Op(name, seconds, held + temporary))
-    note = "parameters and gradients are shared out evenly over layers; ranks stall each other not"
+    note = (
+        "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
+    )
     return replace(
         profile,
         model=f"{profile.model}, rank {rank} of {pipeline.ranks}",
@@ -200,46 +202,52 @@ def _copies(
     calls: list[LayerCall] = []
     forwards = [turn for turn in at if turn.way == FORWARD]
     for turn in sorted(forwards, key=lambda t: at[t]):
-        part = split[turn.stage]
-        there, back = at[turn], at[turn._replace(way=BACKWARD)]
-
-        def place(p: int, part: Part = part, there: int = there, back: int = back) -> int:
-            if p >= part.backward.start:
-                return back + min(p, part.backward.stop) - part.backward.start
-            return there + min(max(p, part.forward.start), part.forward.stop) - part.forward.start
-
-        first = len(calls)
-        for k in part.layers:
-            call = profile.calls[k]
-            calls.append(
-                LayerCall(
-                    *(call.layer, turn.micro_batch, place(call.enter), place(call.leave)),
-                    place(call.backward),
-                )
-            )
-        for s in profile.saved:
-            if s.call not in part.layers:
-                continue
-            saved.append(
-                s._replace(
-                    call=first + s.call - part.layers.start,
-                    at=place(s.at),
-                    held=place(s.held),
-                    read=place(s.read),
-                    freed=place(s.freed),
-                    made=there - 1 if s.made < part.forward.start else place(s.made),
-                    again=tuple(
-                        a._replace(
-                            call=first + a.call - part.layers.start,
-                            at=place(a.at),
-                            read=place(a.read),
-                        )
-                        for a in s.again
-                        if a.call in part.layers
-                    ),
-                )
-            )
+        part, backward = split[turn.stage], at[turn._replace(way=BACKWARD)]
+        copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls))
+        calls += [copy.call(profile.calls[k]) for k in part.layers]
+        saved += [copy.saved(s) for s in profile.saved if s.call in part.layers]
     return saved, calls
+
+
+class _Copy(NamedTuple):
+    """A part of the profile, placed in the step of a rank for one micro-batch."""
+
+    part: Part
+    micro_batch: int
+    forward: int  # where its turns begin
+    backward: int
+    first_call: int
+
+    def place(self, p: int) -> int:
+        """The position in the rank's step of `p` in the profile."""
+        forward, backward = self.part.forward, self.part.backward
+        if p >= backward.start:
+            return self.backward + min(p, backward.stop) - backward.start
+        return self.forward + min(max(p, forward.start), forward.stop) - forward.start
+
+    def number(self, call: int) -> int:
+        return self.first_call + call - self.part.layers.start
+
+    def call(self, call: LayerCall) -> LayerCall:
+        return LayerCall(
+            call.layer, self.micro_batch, *map(self.place, (call.enter, call.leave, call.backward))
+        )
+
+    def saved(self, s: Saved) -> Saved:
+        before = s.made < self.part.forward.start
+        return s._replace(
+            call=self.number(s.call),
+            at=self.place(s.at),
+            held=self.place(s.held),
+            read=self.place(s.read),
+            freed=self.place(s.freed),
+            made=self.forward - 1 if before else self.place(s.made),
+            again=tuple(
+                a._replace(call=self.number(a.call), at=self.place(a.at), read=self.place(a.read))
+                for a in s.again
+                if a.call in self.part.layers
+            ),
+        )
 
 
 class _Memory:

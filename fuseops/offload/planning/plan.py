@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.explain.layout import size
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.globs import as_globs
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.words import size
 
 from . import html, text, trace
 from .cost_model import Choice, CostModel
@@ -209,8 +210,7 @@ def _plan_of(
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
         log.info("%s: %s", profile.model, warning)
-    object.__setattr__(result, "warnings", warnings)
-    return result
+    return replace(result, warnings=warnings)
 
 
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
@@ -240,7 +240,6 @@ def _within(model: CostModel, limits: Limits, hardware: Hardware) -> _Solved:
     """
     peak = asked = limits.peak or 0
     for _ in range(3):
-        model.evaluations = 0
         solution = solve(model, Limits(asked, limits.host))
         found = _Solved.of(model, solution.choice, hardware)
         if found.after.peak <= peak or not solution.fits:

@@ -73,7 +73,7 @@ def solve(model: CostModel, limits: Limits) -> Solution:
     search = _Search(model, limits)
     nothing = search.judge(NOTHING)
     if limits.peak is None:
-        search.until = search.evaluations  # there is nothing else to try
+        search.until = search.allowed  # there is nothing else to try
         return search.improve(search.fill(nothing))
     if nothing.fits:
         return nothing
@@ -107,8 +107,10 @@ def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
 class _Search:
     def __init__(self, model: CostModel, limits: Limits) -> None:
         self.model, self.limits = model, limits
-        self.evaluations = max(9, EVENTS // max(len(model.events), 1) - 20)
-        self.until = self.evaluations // 4 if self.evaluations > STARTS * 12 else self.evaluations
+        model.evaluations = 0
+        # How many predictions may be made in all, and how many until other starts are tried.
+        self.allowed = max(9, EVENTS // max(len(model.events), 1) - 20)
+        self.until = self.allowed // 4 if self.allowed > STARTS * 12 else self.allowed
         self.is_small = len(model.items) + len(model.groups) <= SMALL
         self.time_of = _seconds_of_calls(model)
         self.by_slack = sorted(self._all_moves(), key=lambda m: (m.crowding, -m.nbytes))
@@ -123,7 +125,7 @@ class _Search:
     @property
     def has_more(self) -> bool:
         """Whether predictions are left for other starts."""
-        return self.until < self.evaluations
+        return self.until < self.allowed
 
     # --- growing
 
@@ -211,7 +213,7 @@ class _Search:
         _, covering = self.model.covers(start.top)
         kinds = {g: self.model.profile.recompute[self.model.groups[g]].kind for g in covering}
         groups = [g for g in covering if kinds[g] == "module"]
-        share = (self.evaluations - self.until) // (2 * STARTS)
+        share = (self.allowed - self.until) // (2 * STARTS)
         counts = sorted({round((n + 1) * len(groups) / STARTS) for n in range(STARTS)} | {1, 2})
         for count in counts:
             for first in (1, 2) if 0 < count <= len(groups) else ():  # in the middle, or early
@@ -226,7 +228,7 @@ class _Search:
 
     def beyond_free(self, nothing: Solution) -> Solution:
         """All that leaves without a stall, and as little more as it takes."""
-        self.until = self.model.evaluations + (self.evaluations - self.until) // 2
+        self.until = self.model.evaluations + (self.allowed - self.until) // 2
         return self.improve(self.grow(self.fill(nothing), groups=False))
 
     def fill(self, found: Solution) -> Solution:

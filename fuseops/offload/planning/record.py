@@ -31,10 +31,10 @@ from fuseops.offload.reasons import (
     why_not_plain,
 )
 from fuseops.offload.records import Handle, Kept, Label
-from fuseops.offload.report import dtype_name
 from fuseops.offload.scopes import Scope
 from fuseops.offload.storages import StorageMap
 from fuseops.torch_private import WeakStorage, storage_key
+from fuseops.words import dtype_name
 
 from .measure import event
 from .memory import Meter, tensors_in
@@ -139,7 +139,7 @@ class _Recording(Scope):
         reason = why_keep(t, named, facts)
         if reason is not None or facts.mark == marks.OFFLOAD:
             return reason
-        return policy.why_keep(Candidate.of(t, named.name, named.op), quota)
+        return policy.why_keep(Candidate.of(t, named.name, named.op, named.also), quota)
 
 
 class Recorder:

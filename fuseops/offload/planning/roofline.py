@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
+from fuseops.words import dtype_name
 
 from .hardware import Hardware
 
@@ -35,7 +36,7 @@ class Roofline:
         if func._schema.name.partition("::")[2] in NO_WORK:
             return 0.0
         nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else "float32"
+        dtype = dtype_name(inputs[0].dtype) if inputs else "float32"
         if "scaled_dot_product" in str(func):
             flops = _attention_flops(func, args, kwargs)
             return self._hardware.op_seconds(flops, nbytes, dtype, attention=True)

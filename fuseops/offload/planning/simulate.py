@@ -98,13 +98,12 @@ def simulate(
     """
     lanes = lanes or SimulatedLanes(Cost(hardware))
     schedule = Schedule(lanes, **settings._asdict())
-    step = _Step(profile, schedule, lanes, set(offload), set(recompute))
-    step.run()
-    return step.run()
+    _Step(profile, schedule, lanes, set(offload), set(recompute)).run()
+    return _Step(profile, schedule, lanes, set(offload), set(recompute)).run()
 
 
 class _Step:
-    """Plays the program's part: what hooks and ops would tell the schedule."""
+    """One step in the program's part: what hooks and ops would tell the schedule."""
 
     def __init__(
         self,
@@ -129,9 +128,6 @@ class _Step:
         for happening in profile.happenings:
             if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
-
-    def run(self) -> Simulation:
-        lanes, profile = self.lanes, self.profile
         self.calls: dict[int, Call] = {}
         self.items: dict[int, Item] = {}
         self.made: dict[int, SimulatedBuf] = {}
@@ -140,6 +136,9 @@ class _Step:
         self.released: dict[int, float] = {}  # when compute would have let go of it
         self.wanted: list[int] = []  # saved storages that the next op reads
         self.done: list[tuple[int, int]] = []  # saved tensors that go after it
+
+    def run(self) -> Simulation:
+        lanes, profile = self.lanes, self.profile
         started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
         bytes_out = self.schedule.stats.out_bytes
         levels, recompute, host = [], 0.0, 0

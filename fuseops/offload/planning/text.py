@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fuseops.fusions.explain.layout import size
+from fuseops.words import size
 
 from .decided import KEEP, OFFLOAD, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
 

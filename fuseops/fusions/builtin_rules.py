@@ -1,4 +1,4 @@
-"""The rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
+"""The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
 from fuseops.ops.activations import GELU, ReLU, ScaledSReLU, SiLU, SReLU
 from fuseops.ops.glu import (
@@ -46,4 +46,4 @@ BACKWARD = (
 )
 # fmt: on
 
-TABLES = JOINT + FORWARD + BACKWARD
+BUILTIN_RULES = JOINT + FORWARD + BACKWARD
