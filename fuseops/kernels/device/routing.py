@@ -68,6 +68,10 @@ def route_kernel(
         )  # neighbours in lanes
     else:
         keys = tl.sort(keys)
+    e, copies = keys // BLOCK_S, program * BLOCK_S + keys % BLOCK_S
+    kept = e < E
+    if WEIGHTED:
+        weights = tl.load(weights_ptr + copies, mask=kept, other=0.0).to(tl.float32)
     if COUNTED:
         after_launch(PDL)
         at, mask = counts_ptr + bins.to(tl.int64) * P + program, bins < E
@@ -89,8 +93,6 @@ def route_kernel(
     if program == 0:
         tl.store(offs_ptr + bins, ends, mask=bins < E)
     used = tl.sum(total, axis=0)
-    e, copies = keys // BLOCK_S, program * BLOCK_S + keys % BLOCK_S
-    kept = e < E
     skipped = tl.cumsum(counts, axis=0) - counts
     row = place + tl.gather(ends - total + before - skipped, tl.minimum(e, E - 1), axis=0)
     tl.store(pos_ptr + copies, tl.where(kept, row, -1), mask=copies < R)
@@ -98,7 +100,6 @@ def route_kernel(
     tl.store(index_ptr + row, (copies // K).to(tl.int64), mask=kept)
     tl.store(index_ptr + copies, tl.zeros((BLOCK_S,), tl.int64), mask=padding)
     if WEIGHTED:
-        weights = tl.load(weights_ptr + copies, mask=kept, other=0.0).to(tl.float32)
         tl.store(probs_ptr + row, weights, mask=kept)
         tl.store(probs_ptr + copies, tl.zeros((BLOCK_S,), tl.float32), mask=padding)
 
