@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def environment(*peers: str) -> dict[str, Any]:
     """What the figures belong to: when they were measured, how, and with what; peers: their packages."""
-    words = (Path(word).name if "/" in word else word for word in sys.argv)
+    words = (Path(word).name if word.endswith((".json", ".py")) else word for word in sys.argv)
     found = {
         "date": datetime.date.today().isoformat(),
         "fuseops": fo.__version__,
