@@ -3,6 +3,7 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -59,8 +60,9 @@ def inside_functorch() -> bool:
 
 
 def is_batched(t: torch.Tensor) -> bool:
-    """Whether a `vmap` stands for many tensors by this one."""
-    return bool(torch._C._functorch.is_batchedtensor(t))
+    """Whether a `vmap`, or `torch.autograd.grad(is_grads_batched=True)`, stands for many tensors by this one."""
+    private = torch._C._functorch
+    return bool(private.is_batchedtensor(t) or private.is_legacy_batchedtensor(t))
 
 
 def inside_forward_ad() -> bool:
@@ -186,6 +188,17 @@ def occupy_device(cycles: int) -> None:
     sleep(cycles)
 
 
+def running_modules() -> list[torch.nn.Module]:
+    """The modules whose forwards run, innermost first, by the frames of their calls."""
+    found: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
 def never_compile(function: Callable[..., Any]) -> None:
     """Have torch.compile run `function`, and all that it calls, as it is.
 
@@ -228,6 +241,18 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
 def version(t: torch.Tensor) -> int:
     """How often t has been written in place; inference tensors do not count."""
     return 0 if t.is_inference() else t._version
+
+
+def alias_of_no_bytes(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of t, and none of its memory."""
+    alias = t.detach()
+    alias.data = _nothing(t.dtype, t.device)
+    return alias
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:

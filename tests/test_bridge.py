@@ -421,6 +421,16 @@ def test_under_reference_the_gradient_of_parameters_by_torch_func() -> None:
     torch.testing.assert_close(list(ours.values()), list(theirs))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_batch_of_output_gradients_gives_what_each_alone_does() -> None:
+    """Also in the first backward, which is looked at."""
+    seq, x, dys = fo.Sequential(Linear(4, 4), SiLU(), Linear(4, 4)), data(), torch.randn(2, 3, 4)
+    wanted = [x.requires_grad_(), *seq.parameters()]
+    batched = torch.autograd.grad(seq(x), wanted, dys, is_grads_batched=True)
+    each = [torch.autograd.grad(seq(x), wanted, dy) for dy in dys]
+    torch.testing.assert_close(batched, tuple(torch.stack(g) for g in zip(*each, strict=True)))
+
+
 def test_torch_func_outside_reference_says_where_to_go() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"torch\.func.*fuseops\.reference\(\)"):
         torch.func.grad(lambda x: stack()(x).sum())(torch.randn(3, 4))

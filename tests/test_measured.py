@@ -185,7 +185,9 @@ def test_gemms_are_held_to_the_bar_of_their_kind_and_split(grouped_gemm: Any) ->
     rate = {"n_1856/fwd": 500.0, "n_2048/fwd": 600.0}
     edges = {name: {"tflops": {"fuseops": tflops}} for name, tflops in rate.items()}
     few = {"1024x64": {"us": {}, **record(copy=0.84)}}
+    checks = {"mixtral/fc1/fwd": None, "mixtral/fc2/wgrad": "two runs differ"}
     report = {"settled": settled, "cells": cells, "cool": {}, "edges": edges, "small_groups": few}
+    report["checks"] = checks
     found = grouped_gemm.summary(report)
     below = {name: list(row["below"]) for name, row in found.items() if row["below"]}
     assert below == {
@@ -196,6 +198,7 @@ def test_gemms_are_held_to_the_bar_of_their_kind_and_split(grouped_gemm: Any) ->
         "products/dense/settled": ["mixtral/fc1/fwd/uniform"],
         "edges/next": ["n_1856/fwd"],
         "small/copy": ["1024x64"],
+        "wrong, not timed": ["mixtral/fc2/wgrad"],
     }
     assert found["products/torch/settled"]["least"] == ["mixtral/fc2/dgrad/uniform", 0.99]
 

@@ -197,7 +197,25 @@ def test_what_vmap_batches_is_known() -> None:
 
     torch.vmap(f)(torch.ones(2, 2))
     torch.func.grad(f)(torch.ones(2))
-    assert seen == [True, False, False, False]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda d: seen.append(torch_private.is_batched(d)))
+    torch.autograd.grad(x * 1, x, torch.ones(2, 2), is_grads_batched=True)
+    assert seen == [True, False, False, False, True]
+
+
+def test_running_modules_are_those_whose_forwards_run() -> None:
+    seen: list[list[torch.nn.Module]] = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch_private.running_modules())
+            return x
+
+    looks = Looks()
+    model = torch.nn.Sequential(looks, torch.nn.Identity())
+    model.register_forward_pre_hook(lambda *given: seen.append(torch_private.running_modules()))
+    model(torch.ones(2))
+    assert seen == [[model], [looks, model]] and torch_private.running_modules() == []
 
 
 def test_assume_constant_result_is_torchs() -> None:
@@ -354,6 +372,18 @@ def test_version_counts_writes_in_place() -> None:
     assert torch_private.version(t) == torch_private.version(t.detach()) == 1
     with torch.inference_mode():
         assert torch_private.version(torch.ones(4)) == 0
+
+
+def test_an_alias_of_no_bytes_sees_writes_and_holds_nothing() -> None:
+    t = torch.ones(4)
+    alias, storage = (
+        torch_private.alias_of_no_bytes(t),
+        torch_private.WeakStorage(t.untyped_storage()),
+    )
+    t[1:].zero_()
+    assert alias._version == 1 and alias.numel() == 0
+    del t
+    assert storage.expired()
 
 
 def test_assert_async_names_what_was_wrong() -> None:

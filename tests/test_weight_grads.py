@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.errors import InPlaceError
 from fuseops.ops.op import Op
 
 E, D, F = 3, 6, 4
@@ -364,3 +365,59 @@ def test_compile_is_refused_by_name(option: str) -> None:
     run = torch.compile(op, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"GroupedLinear under torch\.compile"):
         run(torch.randn(4, D), fo.Routing.from_counts([1, 1, 2]))
+
+
+# --- between the forward, the backward and backward_dw ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["x", "dy", "weight", "nothing"])
+@pytest.mark.parametrize("by_data_parallel_buffer", [False, True])
+def test_what_a_delayed_gradient_reads_may_not_be_written(
+    written: str, by_data_parallel_buffer: bool
+) -> None:
+    """A write to what it does not read, the weight, is legal: an optimizer of another stage may step."""
+
+    def run(**options: Any) -> tuple[fo.ops.GroupedLinear, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        op = fo.ops.GroupedLinear(E, D, F, bias=False, **options).double()
+        tensors = {"x": data(6), "weight": op.weight.detach(), "dy": data(6)[:, :F].contiguous()}
+        op(tensors["x"], offs=torch.tensor([1, 3, 6], dtype=torch.int32)).backward(tensors["dy"])
+        return op, {**tensors, "nothing": torch.ones(1)}
+
+    expected = run()[0].weight.grad
+    op, tensors = run(delay_wgrad=True)
+    if by_data_parallel_buffer:
+        op.accumulate_into_main_grad = True
+        op.weight.main_grad = torch.zeros_like(op.weight)
+    with torch.no_grad():
+        tensors[written].mul_(3)
+    if written in ("x", "dy"):
+        with pytest.raises(InPlaceError, match=rf"backward_dw: '{written}' of GroupedLinear"):
+            op.backward_dw()
+        return
+    op.backward_dw()
+    close(op.weight.main_grad if by_data_parallel_buffer else op.weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_into_main_grad": True}, {"delay_wgrad": True}]
+)
+@pytest.mark.parametrize("frozen", ["before the backward", "before the forward only"])
+def test_what_is_frozen_when_the_backward_runs_gets_nothing(options: Any, frozen: str) -> None:
+    """As autograd: it asks a leaf when the gradient arrives, and one that the forward did not know gets none."""
+    seq = model(**options)
+    for p in seq.parameters():
+        p.main_grad = torch.zeros_like(p)
+    weight = seq["fc1"].weight
+    weight.requires_grad_(frozen == "before the backward")
+    loss = call(seq, [2, 0, 3], data(5)).square().sum()
+    weight.requires_grad_(frozen != "before the backward")
+    loss.backward()
+    if options.get("delay_wgrad"):
+        seq.backward_dw()
+    assert weight.grad is None and not weight.main_grad.any()
+    other = seq["fc2"].weight
+    close(
+        other.main_grad if "accumulate_into_main_grad" in options else other.grad,
+        plain([2, 0, 3], data(5))["fc2.weight"],
+    )

@@ -6,6 +6,7 @@ import argparse
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fuseops import offload
 from fuseops.errors import FuseOpsError
@@ -19,6 +20,13 @@ from .show import as_json, table
 from .target import UsageError, load
 
 FAILED = 1
+
+
+class Files(NamedTuple):
+    """What was written of one plan."""
+
+    html: Path | None
+    trace: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,32 +119,27 @@ def _pipeline(args: argparse.Namespace) -> offload.Pipeline | None:
 
 
 def _one(plan: OffloadPlan, name: str, args: argparse.Namespace) -> int:
-    written = _files([plan], args)
+    written = _write_files([plan], args)
     if args.json:
-        files = {
-            what: path and str(path) for what, path in (("html", args.html), ("trace", args.trace))
-        }
-        as_json("offload-plan", target=name, **{**plan.to_json(), **files})
+        as_json("offload-plan", target=name, **_with_files(plan, written[0]))
     else:
         columns = shutil.get_terminal_size((100, 24)).columns
         print(plan.explain(args.every, args.wide, columns))
-        for path in written:
-            print(f"wrote {path}")
+        _print_files(written)
     return 0 if plan.fits else FAILED
 
 
 def _ranks(
     plans: Sequence[OffloadPlan], name: str, pipeline: offload.Pipeline, args: argparse.Namespace
 ) -> int:
-    written = _files(plans, args)
+    written = _write_files(plans, args)
     if args.json:
         shown = {"target": name, "pipeline": pipeline._asdict()}
-        as_json("offload-plan", **shown, ranks=[rank.to_json() for rank in plans])
+        as_json("offload-plan", **shown, ranks=[*map(_with_files, plans, written)])
     else:
         header = ("rank", "peak", "planned", "where", "offload", "stall ms", "step ms")
         table(header, [_rank_row(k, rank) for k, rank in enumerate(plans)])
-        for path in written:
-            print(f"wrote {path}")
+        _print_files(written)
     return 0 if all(rank.fits for rank in plans) else FAILED
 
 
@@ -146,20 +149,19 @@ def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
     return (str(rank), *sizes, f"{after.stall * 1e3:.2f}", f"{after.seconds * 1e3:.2f}")
 
 
-def _files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Path]:
-    """Write the pages and traces that were asked for.   -> the files"""
-    return [
-        *_write(plans, OffloadPlan.save_html, args.html),
-        *_write(plans, OffloadPlan.save_trace, args.trace),
-    ]
+def _write_files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Files]:
+    """Write the pages and traces that were asked for.   -> the files of every plan"""
+    pages = _write(plans, OffloadPlan.save_html, args.html)
+    traces = _write(plans, OffloadPlan.save_trace, args.trace)
+    return [*map(Files, pages, traces)]
 
 
 def _write(
     plans: Sequence[OffloadPlan], save: Callable[[OffloadPlan, Path], None], path: Path | None
-) -> list[Path]:
-    """Save every plan: to `path`, or of several to `<stem>.rank<k>`.   -> the files"""
+) -> list[Path | None]:
+    """Save every plan: to `path`, or of several to `<stem>.rank<k>`.   -> its file"""
     if path is None:
-        return []
+        return [None] * len(plans)
     several = len(plans) > 1
     paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
     for plan, file in zip(plans, paths, strict=True):
@@ -167,4 +169,16 @@ def _write(
             save(plan, file)
         except OSError as error:
             raise UsageError(f"cannot write {file}: {error.strerror}.") from None
-    return paths
+    return [*paths]
+
+
+def _with_files(plan: OffloadPlan, files: Files) -> dict[str, Any]:
+    return {
+        **plan.to_json(),
+        **{what: path and str(path) for what, path in files._asdict().items()},
+    }
+
+
+def _print_files(written: Sequence[Files]) -> None:
+    for path in (path for files in zip(*written, strict=True) for path in files if path):
+        print(f"wrote {path}")

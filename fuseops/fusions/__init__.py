@@ -6,6 +6,6 @@ its plan       run (finds that of a call), key (by what), facts, cover (which ru
 what it says   plan (the records), explain/ (as text, HTML or JSON)
 running it     segment (its steps), bridge (the autograd Function), saving, pure (level-1 ops), traced (compiled code)
 gradients      weight_grads (main_grad, backward_dw), buffers (of the caller), second_order (refused)
-errors         checks (of an op's results), debug (of values on the device)
+errors         first (whether ops keep the contract, at the first call), checks, debug (of values on the device)
 trial runs     fakes, untouched (the model afterwards)
 """

@@ -15,6 +15,8 @@ from fuseops.recipes import gemm
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
+from .checks import describe
+from .first import FirstCall
 from .key import autocast_dtype
 from .saving import pack, saved_names, unpack
 from .segment import Segment, Step
@@ -28,6 +30,7 @@ class Once(NamedTuple):
 
     scratch: dict[str, Any] | None = None
     out: Buffers | None = None  # the caller's, of an op that runs alone
+    look: FirstCall | None = None  # looks at the first call of a segment
 
 
 class Live:
@@ -35,12 +38,11 @@ class Live:
     derivatives.
     """
 
-    __slots__ = ("frame", "once", "path", "shapes", "ties")
+    __slots__ = ("frame", "once", "path", "ties")
 
     def __init__(self, path: str, once: Once) -> None:
         self.path = path
         self.once = once
-        self.shapes: checks.Shapes | None = None
         self.ties: list[Tensor] = []
         self.frame: names.Frame | None = None
 
@@ -54,21 +56,23 @@ def run_forward(
     t: list[Any],
     once: Once,
     quantize: bool = True,
-    shapes: checks.Shapes | None = None,
 ) -> tuple[Any, list[Any], list[torch.dtype | None]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
     saved: list[Any] = [None] * len(seg.ops)
     entered: list[torch.dtype | None] = [None] * len(seg.ops)
+    look = once.look
     for step in seg.forward:
         first = step.members[0]
         entered[first] = x.dtype
-        if shapes is not None:
-            shapes.x[first] = x.shape
+        if look is not None:
+            look.before_fwd(step, x, t)
         if step.plain:  # most are: no call between here and there
             keywords = {name: t[position] for name, position in step.args[0]}
             out = step.target.fwd(x, **keywords, **step.keywords)
             if type(out) is not Out:
                 out = _bare(step, out)
+            if look is not None:
+                look.after_fwd(step, out)
             saved[first] = out.saved
             x = out.y
             continue
@@ -81,7 +85,7 @@ def run_forward(
             if step.takes_call:
                 keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
             if step.pure:
-                with pure.running(step, x.device, checked=shapes is None):
+                with pure.running(step, x.device, checked=look is None or not seg.needs_grad):
                     out = step.target.fwd(x, **keywords)
             else:
                 out = step.target.fwd(x, **keywords)
@@ -90,8 +94,9 @@ def run_forward(
             saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
-            if shapes is not None:
-                checks.check_fused_saved(seg, step, out.saved)
+        if look is not None:
+            look.after_fwd(step, out)
+        if step.kind != "op":
             for i, member in zip(
                 step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
             ):
@@ -146,13 +151,13 @@ def run_backward(
     dsides: Sequence[Tensor | None],
     entered: Sequence[torch.dtype | None],
     once: Once,
-    shapes: checks.Shapes | None = None,
 ) -> list[Any]:
     """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
 
     Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
     What an op saved leaves `saved` as the op takes it, so that it lives no longer than it is read.
     """
+    look = once.look
     grads: list[Any] = [None] * seg.size
     for position, d in zip(seg.export_positions, dsides, strict=True):
         grads[position] = d
@@ -162,6 +167,8 @@ def run_backward(
         if step.plain:
             if dy is None:
                 continue
+            if look is not None:
+                look.before_bwd(step, saved, dy, None)
             own, partly = saved[step.members[0]] or step.empty[0], False
             saved[step.members[0]] = None
             results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
@@ -173,12 +180,15 @@ def run_backward(
             partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
             if step.form is not None and dy is not None:
                 dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
+            if look is not None:
+                look.before_bwd(step, saved, dy, dside)
             if step.later is None and not step.main:
                 results = _results(step, None, saved, dy, dside, once)
             else:  # what waits for backward_dw holds what this step saved, and no more
                 mine = saved if step.later is None else {i: saved[i] for i in step.members}
                 run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
-                results = weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run)
+                ops = [seg.ops[i] for i in step.members]
+                results = weight_grads.elsewhere(step, ops, run, mine, dy)
         try:
             for member, name, position in step.params:
                 grads[position] = results[member].params[name]  # type: ignore[index]
@@ -187,12 +197,12 @@ def run_backward(
             dy = results[0].x
         except (TypeError, KeyError, AttributeError, IndexError):
             raise checks.wrong_grads(step, results) from None
-        if shapes is not None:
-            checks.check_gradients(seg, step, results, shapes, partly)
+        if look is not None:
+            look.after_bwd(step, results, partly)
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
-    if shapes is not None:
+    if look is not None:
         seg.checked = True
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
@@ -225,7 +235,7 @@ def _op_bwd(
     step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
 ) -> Grads:
     if step.pure:
-        return pure.bwd_by_autograd(step.target, saved, dy, dside or {}, step.calls[0])
+        return pure.bwd_by_autograd(step, saved, dy, dside or {}, once.look is not None)
     keywords = step.keywords
     if step.takes_dside:
         keywords = {**keywords, "dside": dside or {}}
@@ -268,10 +278,9 @@ class Node(torch.autograd.Function):
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
-            live.shapes = None if seg.checked else checks.Shapes()
-            y, saved, ctx.entered = run_forward(seg, x, t, live.once, shapes=live.shapes)
-            if live.shapes is not None:
-                live.shapes.inputs = [None if i is None else i.shape for i in inputs]
+            if not seg.checked:
+                live.once = live.once._replace(look=FirstCall(seg, inputs))
+            y, saved, ctx.entered = run_forward(seg, x, t, live.once)
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
         ctx.set_materialize_grads(False)
@@ -318,11 +327,12 @@ def _backward_in(
     try:
         if autocast_dtype(seg.device) is not None:
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, entered, live.once, live.shapes)
-        return run_backward(seg, saved, dy, dsides, entered, live.once, live.shapes)
+                return run_backward(seg, saved, dy, dsides, entered, live.once)
+        return run_backward(seg, saved, dy, dsides, entered, live.once)
     except Exception as error:
+        unsaved = checks.unsaved(checks.failing_step(error, run_backward.__code__))
         error.add_note(
-            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}"
+            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}{unsaved}"
         )
         raise
 
@@ -375,13 +385,6 @@ def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> 
     inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
     classes = dict.fromkeys(type(seg.ops[i]).__name__ for i in members)
     return f"'{path}{inner}' ({', '.join(classes)})"
-
-
-def describe(t: Any) -> str:
-    """Dtype, shape and device of a tensor."""
-    if isinstance(t, Tensor):
-        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
-    return type(t).__name__
 
 
 def _not_transformed(what: str, seg: Segment, live: Live) -> FuseOpsError:

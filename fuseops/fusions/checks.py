@@ -1,26 +1,25 @@
 """What a wrong op is told: which op, which tensor, what it gave and what was expected."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Op, Out
 
-from .segment import Segment, Step
+from .segment import Step
 
-Shape = tuple[int, ...]
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
 
 
-class Shapes:
-    """The shapes of one forward, against which the first backward of a plan is checked."""
-
-    def __init__(self) -> None:
-        self.x: dict[int, Shape] = {}  # of the input of the op at that index
-        self.inputs: list[Shape | None] = []  # of the node's side inputs and parameters
+def describe(t: Any) -> str:
+    """Dtype, shape and device of a tensor."""
+    if isinstance(t, Tensor):
+        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+    return type(t).__name__
 
 
 def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
@@ -34,19 +33,45 @@ def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
     return None
 
 
-def check_parameters(name: str, op: Op[Any]) -> None:
-    """Raise FuseOpsError for parameters that `fwd` does not take by keyword: it could only read them from `self`, and
-    they would get no gradient.
+def unsaved(step: Step | None) -> str:
+    """What the op of a backward step was not given back, in words."""
+    if step is None or step.kind != "op":
+        return ""
+    fields = [name for name in step.target.Saved._fields if name not in step.calls[0].keep]
+    return f"; by saves_for it reads no {', '.join(fields)}, and has not saved it" if fields else ""
+
+
+def check_declared(name: str, op: Op[Any]) -> None:
+    """Raise FuseOpsError for an op that would lose a gradient, by what it declares: of a tensor that `fwd` does not
+    take by keyword, so that it could only read it from `self`, or of a side output that its `bwd` does not ask for.
     """
+    what = f"op {name!r} ({type(op).__name__})"
+    for declared in ("reads", "writes"):
+        names = getattr(op, declared)
+        if isinstance(names, str):
+            raise FuseOpsError(
+                f"{type(op).__name__}.{declared} is the string {names!r}, expected a tuple of names: ({names!r},)."
+            )
+    lost = set(op.writes) - op.integers
+    if lost and not op.pure and not op.signature.bwd_dside:
+        raise FuseOpsError(
+            f"{what} publishes {sorted(lost)}, whose gradients its bwd does not take: write bwd(self, saved, dy, *, "
+            "dside), or name what has no gradient in `integers`."
+        )
     taken = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
     missed = [own for own, p in op._parameters.items() if p is not None and own not in taken]
+    missed += [
+        own
+        for own, t in op.__dict__.items()
+        if isinstance(t, Tensor) and t.requires_grad and own not in taken
+    ]
     for path, module in op.named_children():
         if path != "parametrizations":
             missed += [f"{path}.{own}" for own, _ in module.named_parameters()]
     if missed:
         raise FuseOpsError(
-            f"op {name!r} ({type(op).__name__}) has parameters {missed}, which its fwd does not take: they "
-            "would get no gradient. Add them to fwd(self, x, *, ...) by name; what holds other modules is a "
+            f"{what} has parameters {missed}, which its fwd does not take: they would get "
+            "no gradient. Add them to fwd(self, x, *, ...) by name; what holds other modules is a "
             "plain nn.Module, which a Sequential takes too."
         )
 
@@ -89,21 +114,6 @@ def wrong_saved(step: Step, out: Any) -> FuseOpsError:
     )
 
 
-def check_fused_saved(seg: Segment, step: Step, saved: Any) -> None:
-    """Raise FuseOpsError unless a fused op saves a value, or None, for each field of every Saved that it stands for."""
-    if step.kind == "joint":
-        pairs = [(step.target, saved)]
-    else:
-        pairs = [(seg.ops[i], own) for i, own in zip(step.members, saved, strict=True)]
-    for saver, own in pairs:
-        fields = saver.Saved._fields
-        if own is not None and len(own) != len(fields):
-            raise FuseOpsError(
-                f"{type(step.target).__name__}.fwd saved {len(own)} values of {type(saver).__name__}, whose "
-                f"{saver.Saved.__name__} has {len(fields)}: {list(fields)}. Give None for what nobody reads."
-            )
-
-
 def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "
@@ -127,6 +137,11 @@ def wrong_grads(step: Step, results: Any) -> FuseOpsError:
             ("side", result.side or {}, step.sides),
         ]
         for field, tensors, wanted in given:
+            if not isinstance(tensors, Mapping):
+                return FuseOpsError(
+                    f"{bwd} gave Grads({field}={type(tensors).__name__}){where}: gradients of {field} come by name, "
+                    f"Grads({field}={{name: ...}})."
+                )
             for member, name, _ in wanted:
                 if member == k and tensors.get(name) is None:
                     return FuseOpsError(
@@ -137,41 +152,3 @@ def wrong_grads(step: Step, results: Any) -> FuseOpsError:
         f"{bwd} gave no gradient of 'x', which is needed (needs {sorted(step.calls[0].needs)}): "
         "return Grads(dx, ...)."
     )
-
-
-def check_gradients(
-    seg: Segment, step: Step, results: Sequence[Grads], shapes: Shapes, partly: bool = False
-) -> None:
-    """Raise FuseOpsError for a gradient that is needed and None, or that has not the shape of its tensor.
-
-    A level-1 op may leave one out: torch found that its `fwd` does not use the tensor.  partly: some results of the
-    step have no gradient, so it may leave out what only those depend on.
-    """
-    if not step.pure and not partly and _incomplete(step, results):
-        raise wrong_grads(step, results)
-    pairs = [("x", results[0].x, shapes.x.get(step.members[0]))]
-    for name, gradient, position in _given(step, results):
-        if position < seg.inputs:
-            pairs.append((name, gradient, shapes.inputs[position]))
-    for name, gradient, expected in pairs:
-        if gradient is not None and expected is not None and gradient.shape != expected:
-            raise FuseOpsError(
-                f"{type(step.target).__name__}.bwd gave a gradient of {name!r} of shape {tuple(gradient.shape)}; "
-                f"{name!r} has shape {tuple(expected)}."
-            )
-
-
-def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
-    if results[0].x is None and "x" in step.calls[0].needs:
-        return True
-    elsewhere = {position for k, name, position in step.params if (k, name) in step.main}
-    given = _given(step, results)
-    return any(gradient is None and place not in elsewhere for _, gradient, place in given)
-
-
-def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
-    """Name, gradient and position of everything that is needed besides dx."""
-    for member, name, position in step.params:
-        yield name, (results[member].params or {}).get(name), position
-    for member, name, position in step.sides:
-        yield name, (results[member].side or {}).get(name), position

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -56,29 +56,59 @@ def inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
     return (x, *(keywords.get(name) for name in step.target.signature.keywords))
 
 
-def bwd_by_autograd(op: Any, saved: Any, dy: Any, dside: dict[str, Any], call: Any) -> Grads:
-    """Backward of a level-1 op: autograd over its `fwd`."""
-    fields = ("x", *op.signature.keywords)
+def _again(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
+    """The `fwd` of a level-1 op once more, on leaves.   -> the leaves by name, its results"""
+    tensors = {
+        name: value.detach().requires_grad_(name in call.needs)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in zip(("x", *op.signature.keywords), saved, strict=True)
+    }
+    keywords = {
+        n: v
+        for n, v in tensors.items()
+        if n != "x" and (v is not None or n not in op.signature.optional)
+    }
+    if op.signature.fwd_call:
+        keywords["call"] = call
+    with autocast_of(call, tensors["x"].device.type):
+        out = op.fwd(tensors["x"], **keywords)
+    return tensors, out if isinstance(out, Out) else Out(out)
+
+
+def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> None:
+    """Raise FuseOpsError where results depend on other leaves than these: those would get no gradient."""
+    known = {*map(id, leaves)}
+    nodes = [t.grad_fn for t in results]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise FuseOpsError(
+                f"{type(op).__name__}.fwd reads a tensor of shape {tuple(leaf.shape)} that wants a gradient and does "
+                "not come by keyword: it would get none. Register it as a parameter, or name it in `reads`, and add "
+                "it to fwd(self, x, *, ...)."
+            )
+        nodes += [behind for behind, _ in node.next_functions]
+
+
+def bwd_by_autograd(step: Step, saved: Any, dy: Any, dside: dict[str, Any], first: bool) -> Grads:
+    """Backward of a level-1 op: autograd over its `fwd`.
+
+    Raises FuseOpsError, the `first` time, where `fwd` reads a tensor that wants a gradient and came by no keyword.
+    """
+    op, call = step.target, step.calls[0]
     with torch.enable_grad():
-        tensors = {
-            name: value.detach().requires_grad_(name in call.needs)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in zip(fields, saved, strict=True)
-        }
-        keywords = {
-            n: v
-            for n, v in tensors.items()
-            if n != "x" and (v is not None or n not in op.signature.optional)
-        }
-        if op.signature.fwd_call:
-            keywords["call"] = call
-        with autocast_of(call, tensors["x"].device.type):
-            out = op.fwd(tensors["x"], **keywords)
-        out = out if isinstance(out, Out) else Out(out)
+        tensors, out = _again(op, saved, call)
+        if first:
+            _check_leaves(op, (out.y, *(out.side or {}).values()), tensors.values())
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
         pairs = [(y, d) for y, d in pairs if d is not None and y.requires_grad]
-        wanted = {n: tensors[n] for n in fields if n in call.needs and tensors[n] is not None}
+        wanted = {n: t for n, t in tensors.items() if n in call.needs and t is not None}
         found: Any = [None] * len(wanted)
         if pairs and wanted:
             found = torch.autograd.grad(

@@ -24,13 +24,14 @@ from fuseops.ops.scopes import Settings
 from fuseops.torch_private import is_dtensor
 
 from . import bridge, buffers, traced
-from .bridge import Live, Once, describe
+from .bridge import Live, Once
 from .buffers import Buffers
 from .build import RunPlan, build
 from .builtin_rules import BUILTIN_RULES
-from .checks import check_dtype
+from .checks import check_dtype, describe
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
+from .first import FirstCall
 from .key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from .rule import Conditions, Place
 from .segment import Segment
@@ -344,12 +345,16 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             env.update(zip(seg.exports, exported, strict=True))
         return y
     once = Once() if live is None else live.once
+    if live is not None and not seg.checked:
+        once = once._replace(look=FirstCall(seg, inputs))
     if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
+    if once.look is not None:
+        seg.checked = True
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

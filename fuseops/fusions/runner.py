@@ -16,7 +16,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.structure import Add, Tap
 
 from . import traced
-from .checks import check_parameters
+from .checks import check_declared
 from .key import Tokens
 from .run import Run, opaque_reason
 from .sides import described
@@ -114,7 +114,7 @@ def _pieces(
         if pending:
             for name, op in pending:
                 if opaque_reason(op) is None:
-                    check_parameters(name, op)
+                    check_declared(name, op)
             names, ops = zip(*pending, strict=True)
             pieces.append((names[0], Run(ops, names, end, stop - len(ops), alone)))
             pending.clear()

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, InPlaceError
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.packing import alias_of
 from fuseops.ops.scopes import DELAYED
 
+from .facts import kept_fields
 from .segment import Segment, Step
 
 
@@ -81,6 +82,8 @@ def _own(op: Op[Any], name: str, node: Any) -> bool:
         return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
     nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
     found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
+    if name in registered and not op._parameters[name].requires_grad:  # type: ignore[union-attr]
+        return False  # frozen since the forward: autograd drops its gradient
     return all(any(leaf is op._parameters[n] for n in registered) for leaf in found)
 
 
@@ -105,10 +108,15 @@ def _as_asked(
     )
 
 
-def elsewhere(step: Step, ops: Sequence[Op[Any]], run: Backward) -> list[Grads]:
-    """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None."""
+def elsewhere(
+    step: Step, ops: Sequence[Op[Any]], run: Backward, saved: Any, dy: Any
+) -> list[Grads]:
+    """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None.
+
+    saved, dy: what `run` reads; Saved by the index of its op in the segment.
+    """
     if step.later is not None:  # rules leave such an op alone: it is the only member
-        delay(ops[0], run, step.later)
+        delay(ops[0], run, step.later, saved[step.members[0]], dy)
         if not step.calls[0].needs:
             return [Grads()]
     out = [{n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)]
@@ -203,9 +211,21 @@ def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) 
 # --- delayed
 
 
-def delay(op: Op[Any], run: Backward, step: Step) -> None:
+class Delayed(NamedTuple):
+    """What waits for `backward_dw`: how to compute it, and what it reads, at the versions that it had."""
+
+    run: Backward
+    step: Step
+    reads: tuple[tuple[str, Tensor, int], ...]
+
+
+def delay(op: Op[Any], run: Backward, step: Step, saved: Any, dy: Any) -> None:
     """Put the gradients of a step off until `backward_dw`."""
-    op.__dict__.setdefault(DELAYED, []).append((run, step))
+    fields = kept_fields(op.saves_for, op.Saved._fields, step.calls[0].needs)
+    named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
+    tensors = [(name, t) for name, t in named if isinstance(t, Tensor)]
+    reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
+    op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads))
 
 
 def run_delayed(module: nn.Module) -> int:
@@ -220,7 +240,7 @@ def run_delayed(module: nn.Module) -> int:
         while queue:
             try:
                 with torch.no_grad():
-                    done += _accumulate(op, *queue[0])
+                    done += _accumulate(op, queue[0])
             except Exception as error:
                 error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
                 raise
@@ -228,8 +248,15 @@ def run_delayed(module: nn.Module) -> int:
     return done
 
 
-def _accumulate(op: Op[Any], run: Backward, step: Step) -> int:
+def _accumulate(op: Op[Any], delayed: Delayed) -> int:
     """Compute and add the gradients of one delayed step.   -> how many"""
+    run, step, reads = delayed
+    for name, t, version in reads:
+        if torch_private.version(t) != version:
+            raise InPlaceError(
+                f"backward_dw: {name!r} of {type(op).__name__} was modified in place after the backward that put its "
+                "weight gradient off: the gradient would be wrong. Call backward_dw() before, or write to a clone."
+            )
     names = sorted(step.calls[0].needs)
     for registered in (key for name in names for key in op.registered(name)):
         if torch_private.is_dtensor(type(getattr(op, registered))):

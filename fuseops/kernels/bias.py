@@ -24,7 +24,7 @@ from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 SUM_TILE = 2048  # partial sums that a program of the second stage adds at a time
-GROUP_TILE = 8, 256  # the same with groups: parts and columns of one group
+CHUNK = 128  # rows of one group that a program of its first stage adds, at most
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -47,8 +47,8 @@ def _bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
 
 
 def _grouped_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Wide programs: each looks for its groups first, and sums of a group stay in a thread."""
-    return [tiles.column_tile(dims[-1], itemsize, 8192, 3, 4, 4)]
+    """One line of memory of a row, and one warp, so that many programs wait for memory at once."""
+    return [{"BLOCK_R": 32, "BLOCK_N": pow2(dims[-1], most=128 // itemsize), "num_warps": 1}]
 
 
 FWD = Space("bias_fwd", tiles.wide_candidates, tiles.wide_default(1))
@@ -127,25 +127,6 @@ def sum_partials(partial: Tensor) -> Tensor:
     return y
 
 
-def _sum_groups(partial: Tensor, offs: Tensor, each: int, y: Tensor, dots: Tensor) -> Tensor:
-    """dprobs (R,) of dots (column blocks, R); y (E, N) gets the sums of the groups that lie in more than
-    one chunk of `each` rows, in the same launch.
-    """
-    groups, n = y.shape
-    dprobs = dots.new_empty(dots.shape[1])
-    block_s, block_n = GROUP_TILE[0], pow2(n, most=GROUP_TILE[1])
-    block_d = pow2(len(dots), most=128)
-    block_r = SUM_TILE // block_d
-    launch(
-        device("bias").group_sum_kernel,
-        (groups * cdiv(n, block_n) + cdiv(dots.shape[1], block_r),),
-        partial, offs, y, dots, dprobs, n, groups, each, *dots.shape,
-        BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r,
-        **chain(y.device)[1], num_warps=2,
-    )  # fmt: skip
-    return dprobs
-
-
 def _float32(probs: Tensor) -> Tensor:
     return probs.to(torch.float32).contiguous()
 
@@ -182,20 +163,28 @@ def _grouped_backward(
     dy: Tensor, offs: Tensor, probs: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     (rows, n), groups = dy.shape, len(offs)
-    config = dict(GROUPED_BWD.pick(rows, (n,), dy))
-    blocks = cdiv(n, config["BLOCK_N"])
-    chunks, each = tiles.row_splits(rows, blocks, config, dy)
-    partial = torch.empty(chunks + groups - 1, n, dtype=torch.float32, device=dy.device)
+    config = GROUPED_BWD.pick(rows, (n,), dy)
+    blocks, chunks = cdiv(n, config["BLOCK_N"]), rows // CHUNK + groups
+    partial = torch.empty(chunks, n, dtype=torch.float32, device=dy.device)
     y = partial.new_empty(groups, n)
     dots = partial.new_empty(blocks, rows if bias is not None else 0)
-    # A product contracted with the first exchange between lanes would leave each lane of a row another
-    # last bit of its dot product, and which of them is stored would be a race: no contraction here.
-    form = {} if bias is None else {"enable_fp_fusion": False}
+    first, then = chain(dy.device)
     launch(
-        device("bias").grouped_bias_bwd_kernel, (blocks, chunks),
+        device("bias").grouped_bias_bwd_kernel, (blocks * chunks,),
         dy, offs, dy if probs is None else _float32(probs), dy if bias is None else bias.contiguous(),
-        partial, y, dots, rows, n, groups, each, dy.stride(0),
-        SCALED=probs is not None, NEED_DPROBS=bias is not None, **chain(dy.device)[0],
-        BLOCK_E=pow2(groups), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **form, **config,
+        partial, y, dots, rows, n, groups, dy.stride(0),
+        SCALED=probs is not None, NEED_DPROBS=bias is not None, CHUNK=CHUNK, **first,
+        BLOCK_E=pow2(groups, least=32), AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
     )  # fmt: skip
-    return y, _sum_groups(partial, offs, each, y, dots)
+    dprobs = dots.new_empty(dots.shape[1])
+    block_s = pow2(cdiv(4 * rows, CHUNK * groups), least=8, most=32)  # some groups are larger
+    block_n = pow2(n, most=SUM_TILE // block_s)
+    block_d = pow2(blocks, most=128)
+    block_r = SUM_TILE // block_d
+    launch(
+        device("bias").group_sum_kernel,
+        (groups * cdiv(n, block_n) + cdiv(len(dprobs), block_r),),
+        partial, offs, y, dots, dprobs, n, groups, *dots.shape, CHUNK=CHUNK, **then,
+        BLOCK_S=block_s, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=block_r, num_warps=2,
+    )  # fmt: skip
+    return y, dprobs

@@ -94,24 +94,18 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Small tiles hide the activation as well; by index on sonic_30b both are alike."""
+    """Small tiles hide the activation as well."""
+    return [_ring(64, 256, 0, 5), WIDE_RING]
+
+
+def _swiglu_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Rows by index take longer than a fifth stage makes up for."""
     return [_ring(64, 256, 0, 4), WIDE_RING]
 
 
-def _back(
-    m: int, n: int, cooperative: int, stages: int, part: int, slots: int, band: int = 1024
-) -> Config:
-    """SLOTS parts of PART rows of h are on their way for each consumer."""
-    return {**_ring(m, n, cooperative, stages, band), "PART": part, "SLOTS": slots}
-
-
 def _swiglu_bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    return [_back(128, 128, 0, 5, 32, 2), _back(128, 128, 0, 5, 16, 4)]
-
-
-def _swiglu_bwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Where the products are long, the epilogue has time for smaller parts, which take less from them."""
-    return _swiglu_bwd_candidates(dims, itemsize)[dims[2] >= 4096]
+    """SLOTS parts of PART rows of h are on their way for each consumer."""
+    return [{**_ring(128, 128, 0, 5), "PART": 32, "SLOTS": 2}]
 
 
 def _wgrad_ring(tile: Config) -> Config:
@@ -147,10 +141,10 @@ WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
     "pingpong": Space("grouped_swiglu", _swiglu_candidates, dims=GEMM),
-    "gather": Space("grouped_swiglu_gather", _swiglu_candidates, dims=GEMM),
+    "gather": Space("grouped_swiglu_gather", _swiglu_gather_candidates, dims=GEMM),
 }
 SWIGLU_BWD_SPACES = {
-    path: Space(name, _swiglu_bwd_candidates, _swiglu_bwd_default, dims=GEMM)
+    path: Space(name, _swiglu_bwd_candidates, dims=GEMM)
     for path, name in (
         ("pingpong", "grouped_swiglu_bwd"),
         ("gather", "grouped_swiglu_bwd_gather"),

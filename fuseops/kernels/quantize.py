@@ -146,12 +146,6 @@ def _column_bytes(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
     return 2 * tensor_bytes(x) + x.numel() + 4 * x.shape[1]
 
 
-def _group_bytes(x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False) -> int:
-    """What rows have, whatever lies between groups."""
-    rows, n = x.shape
-    return tensor_bytes(x) + rows * n + 4 * (rows // 128 + len(offs)) * n
-
-
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
 
@@ -281,7 +275,7 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
     return col, scale
 
 
-@fp8_op(twin=reference.quantize_group_blocks, nbytes=_group_bytes, cases=_group_cases)
+@fp8_op(twin=reference.quantize_group_blocks, cases=_group_cases)
 def quantize_group_blocks(
     x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -63,8 +63,15 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
+def _chosen_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Where the logits of the chosen are given, little is read, and a lane takes four tokens."""
+    config = _bwd_candidates(dims, itemsize)[0]
+    return [config | {"BLOCK_R": 4 * config["BLOCK_R"]}]
+
+
 FWD = Space("router_fwd", _candidates, dims=("experts", "chosen", "groups", "biased"))
 BWD = Space("router_bwd", _bwd_candidates, dims=("experts", "chosen"))
+CHOSEN_BWD = Space("router_bwd_chosen", _chosen_candidates, dims=("experts", "chosen"))
 
 
 def _cases(*, backward: bool) -> Iterator[tuple[Any, ...]]:
@@ -152,7 +159,8 @@ def router_bwd(
             dweights, logits, experts, score, normalize, scale, num_experts, dtype
         )
     dlogits = torch.empty(tokens, wide, dtype=dtype or logits.dtype, device=logits.device)
-    config, logits = BWD.pick(tokens, (wide, k), logits), as_rows(logits)
+    space = CHOSEN_BWD if num_experts else BWD
+    config, logits = space.pick(tokens, (wide, k), logits), as_rows(logits)
     launch(
         device("router_bwd").router_bwd_kernel, (cdiv(tokens, config["BLOCK_R"]),),
         dweights.contiguous(), logits if not num_experts else logits.contiguous(),

@@ -75,7 +75,8 @@ class LayerScope(Scope):
         mover: Callable[[], Mover],
     ) -> None:
         super().__init__(model)
-        self._policy, self._layers, self._make_mover = policy, layers, mover
+        self._policy, self._layers = policy, layers
+        self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
         self._thread_calls = _Thread()
@@ -93,12 +94,14 @@ class LayerScope(Scope):
     @property
     def mover(self) -> Mover:
         """Made when the first layer runs: only then is the model where it will stay."""
-        if self._mover is None:
-            self._mover = self._make_mover()
-        return self._mover
+        if self._make_mover is not None:
+            # called once, and let go of: it holds the scheduler, which holds this
+            self._mover, self._make_mover = self._make_mover(), None
+        return cast(Mover, self._mover)
 
     def close(self) -> None:
         """No layer will run any more."""
+        self.forget_interrupted()
         if self._mover is not None:
             self._mover.close()
 
@@ -106,6 +109,7 @@ class LayerScope(Scope):
 
     def enter(self, module: nn.Module) -> None:
         """Before the forward of a layer."""
+        self.forget_interrupted()
         path, call = self._layers[id(module)], None
         self.called.add(path)
         aside = self._why_layer_aside()
@@ -132,7 +136,17 @@ class LayerScope(Scope):
         stack = self._thread_calls.running
         if not stack or stack[-1].module is not module:
             return
-        ended = stack.pop()
+        self._leave(stack.pop(), output)
+
+    def forget_interrupted(self) -> None:
+        """Leave the layers whose forwards ended without a hook: torch calls none for a KeyboardInterrupt."""
+        stack = self._thread_calls.running
+        running = torch_private.running_modules() if stack else []
+        while stack and stack[-1].module not in running:
+            self._leave(stack.pop(), None)
+
+    def _leave(self, ended: Running, output: Any) -> None:
+        module = ended.module
         ended.inside.close()
         call = ended.call
         if call is None:

@@ -7,9 +7,10 @@ raises.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from torch import Tensor, nn
 
@@ -31,12 +32,19 @@ class Packs(Protocol):
 
 
 class PackHook:
-    """The pack hook of a scope. Autograd's own threads inherit it, and know the scope by it."""
+    """The pack hook of a scope. Autograd's own threads inherit it, and know the scope by it.
 
-    __slots__ = ("scope",)
+    It does not keep the scope alive, which holds it: host memory would wait for the garbage collector.
+    """
+
+    __slots__ = ("_scope",)
 
     def __init__(self, scope: Packs) -> None:
-        self.scope = scope
+        self._scope = weakref.ref(scope)
+
+    @property
+    def scope(self) -> Packs:
+        return cast(Packs, self._scope())  # while a hook is on a stack, its scope is open
 
     def __call__(self, t: Tensor) -> Handle:
         return self.scope.pack(t)

@@ -15,18 +15,23 @@ torch's own do. Writes through `.data`, `set_` or numpy change no counter; they 
 promise, here as in plain torch.
 """
 
-import functools
 import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fuseops.errors import InPlaceError
-from fuseops.torch_private import WeakStorage, base_of, share_version_counter, storage_key
+from fuseops.torch_private import (
+    WeakStorage,
+    alias_of_no_bytes,
+    base_of,
+    share_version_counter,
+    storage_key,
+)
 
 from .lanes.cuda import CudaLanes
 from .lanes.devices import RealLanes
@@ -49,7 +54,7 @@ class Watch:
     __slots__ = ("entry", "guard", "ledger", "nbytes", "version", "written")
 
     def __init__(self, t: Tensor, entry: Entry, ledger: Ledger) -> None:
-        self.guard, self.version = _alias_of_no_bytes(t), t._version
+        self.guard, self.version = alias_of_no_bytes(t), t._version
         self.entry, self.ledger, self.nbytes = entry, ledger, entry.nbytes
         self.written = ""  # when a write was first seen
 
@@ -89,8 +94,8 @@ class Mover:
             self.tidy()
             self.schedule.backward(call)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():
             self.close()
 
     def close(self) -> None:
@@ -185,18 +190,6 @@ class Record:
             self._start = int(data.storage_offset()) + offset
             self._live, self._stream = WeakStorage(storage), stream
         return tensor_in(storage, layout, self._start)
-
-
-def _alias_of_no_bytes(t: Tensor) -> Tensor:
-    """Shares the version counter of t, and none of its memory."""
-    alias = t.detach()
-    alias.data = _nothing(t.dtype, t.device)
-    return alias
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Thread(threading.local):

@@ -167,11 +167,13 @@ class Op(nn.Module, Generic[S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "fwd" not in cls.__dict__ and "bwd" not in cls.__dict__ and hasattr(cls, "signature"):
+        declares = not cls.__dict__.keys().isdisjoint(("fwd", "bwd", "saves_for"))
+        if not declares and hasattr(cls, "signature"):
             return
         if cls.fwd is Op.fwd:
             return  # an abstract family; its members bring fwd
         cls.pure = cls.bwd is Op.bwd
+        _check_methods(cls)
         cls.signature = _signature(cls)
         if cls.pure:
             if cls.__dict__.get("saves_for") is not None:
@@ -255,11 +257,6 @@ class Op(nn.Module, Generic[S]):
 
     def side_names(self) -> tuple[str, ...]:
         """Side inputs that `fwd` of this instance takes."""
-        if isinstance(self.reads, str):
-            raise FuseOpsError(
-                f"{type(self).__name__}.reads is the string {self.reads!r}, expected a tuple of names: "
-                f"({self.reads!r},)."
-            )
         unread = [name for name in self.reads if name not in self.signature.keywords]
         if unread and not self.signature.any_side:
             raise FuseOpsError(
@@ -285,6 +282,25 @@ class Op(nn.Module, Generic[S]):
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
 
 
+def _check_methods(cls: type["Op[Any]"]) -> None:
+    """Raise FuseOpsError for a `fwd` or a `bwd` that could not be called: what else it takes comes by keyword."""
+    wanted = {"fwd": ("x",)} if cls.pure else {"fwd": ("x",), "bwd": ("saved", "dy")}
+    for method, names in wanted.items():
+        fixed = () if isinstance(inspect.getattr_static(cls, method), staticmethod) else ("self",)
+        parameters = inspect.signature(getattr(cls, method)).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            continue
+        given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        needed = [p for p in given if p.default is p.empty]
+        least = len(fixed) + len(names)
+        if len(given) < least or len(needed) > least:
+            beyond = "".join(f", {p.name}" for p in needed[least:]) or ", ..."
+            raise FuseOpsError(
+                f"{cls.__name__}.{method}({', '.join(p.name for p in parameters)}) takes by position what comes by "
+                f"keyword, or too little: write {method}({', '.join((*fixed, *names))}, *{beyond})."
+            )
+
+
 def _saved_class(cls: type[Op[Any]]) -> type[Any]:
     for klass in cls.__mro__:
         for base in getattr(klass, "__orig_bases__", ()):
@@ -300,6 +316,10 @@ def _saved_class(cls: type[Op[Any]]) -> type[Any]:
 def _check_saves_for(cls: type[Op[Any]]) -> None:
     fields, needs = set(cls.Saved._fields), {"x", *cls.signature.keywords}
     for need, saved in (cls.saves_for or {}).items():
+        if isinstance(saved, str):
+            raise FuseOpsError(
+                f"{cls.__name__}.saves_for[{need!r}] is a tuple of fields, ({saved!r},), not {saved!r}."
+            )
         if need not in needs and not cls.signature.any_side:
             raise FuseOpsError(
                 f"{cls.__name__}.saves_for has a need {need!r}, but its fwd takes {sorted(needs)}."

@@ -48,7 +48,7 @@ def test_grouped_bias(rows, n, dtype, seed, groups, scaled, with_bias, strided):
     assert all(map(torch.equal, *again))
 
 
-ENDS = st.integers(0, 70) | st.sampled_from([16, 32, 64])  # where a chunk of rows ends too
+ENDS = st.integers(0, 270) | st.sampled_from([127, 128, 129, 256])  # where a chunk of rows ends too
 
 
 @given(st.lists(ENDS, min_size=1, max_size=9), st.sampled_from([3, 64, 130]), st.booleans(), SEEDS)
@@ -56,12 +56,12 @@ ENDS = st.integers(0, 70) | st.sampled_from([16, 32, 64])  # where a chunk of ro
 def test_groups_end_anywhere(ends, n, with_bias, seed):
     """Empty groups in a row, many in one block of rows, one over all chunks, nothing but padding."""
     dy, bias = (
-        tensor((70, n), torch.bfloat16, "normal", seed),
+        tensor((270, n), torch.bfloat16, "normal", seed),
         tensor((len(ends), n), torch.bfloat16, "normal", seed + 1),
     )
     offs = torch.tensor(sorted(ends), dtype=torch.int32)
     dy[max(ends) :] = float("nan")
-    probs = tensor((70,), torch.float32, "normal", seed + 2)
+    probs = tensor((270,), torch.float32, "normal", seed + 2)
     assert_matches(k.grouped_bias_bwd, dy, offs, probs, bias if with_bias else None, sums=True)
 
 
@@ -69,9 +69,9 @@ def test_groups_end_anywhere(ends, n, with_bias, seed):
 @few
 def test_groups_keep_to_themselves(ends, n, seed):
     """NaN in dy, probs and bias of one group changes no other group and no dprobs of another's rows."""
-    dy = tensor((70, n), torch.bfloat16, "normal", seed)
+    dy = tensor((270, n), torch.bfloat16, "normal", seed)
     bias = tensor((len(ends), n), torch.bfloat16, "normal", seed + 1)
-    probs = tensor((70,), torch.float32, "normal", seed + 2)
+    probs = tensor((270,), torch.float32, "normal", seed + 2)
     offs = torch.tensor(sorted(ends), dtype=torch.int32)
     clean = run(k.grouped_bias_bwd, dy, offs, probs, bias)
     group = seed % len(ends)

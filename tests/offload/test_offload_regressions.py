@@ -1,5 +1,7 @@
-"""Four faults that the records of other offloaders document, as laws that hold in every mode."""
+"""Faults that the records of other offloaders document, and one of our own, as laws that hold in every mode."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +188,31 @@ def test_the_layers_of_micro_batches_are_told_apart() -> None:
     schedule = scheduler._scope.mover.schedule
     assert {key.ordinal for _, key in schedule.order.recorded} == {0, 1, 2, 3}
     assert schedule.calls("0") == []
+
+
+# --- 5: host memory that waits for the garbage collector
+
+
+def once(mode: str, model: nn.Module) -> list[weakref.ref[Any]]:
+    """One step; what it leaves: a scope, or a scheduler and its host memory."""
+    if mode in ("to_host", "keep"):
+        with offload.to_host(min_bytes=1) if mode == "to_host" else offload.keep() as scope:
+            loss = model(torch.randn(4, 8, requires_grad=True)).sum()
+        loss.backward()
+        return [weakref.ref(scope)]
+    scheduler = offload.Scheduler(model, "*", policy=offload.Policy(min_bytes=1))
+    with scheduler:
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert scheduler.report().moved_bytes
+    return [*map(weakref.ref, (scheduler, scheduler._scope, scheduler._scope.mover.arena))]
+
+
+@pytest.mark.parametrize("mode", ["to_host", "keep", "scheduler"])
+def test_what_is_dropped_goes_without_the_garbage_collector(mode: str) -> None:
+    model = nn.Sequential(fo.Sequential(fo.ops.Linear(8, 8), fo.ops.SiLU()), nn.Linear(8, 8))
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(dropped() is None for dropped in once(mode, model))
+    finally:
+        gc.enable()

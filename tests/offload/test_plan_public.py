@@ -475,9 +475,15 @@ def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_pa
     assert data["pipeline"] == {"ranks": 2, "micro_batches": 4, "chunks": 3}
     peaks = [rank["before"]["peak_bytes"] for rank in data["ranks"]]
     assert len(peaks) == 2 and peaks[0] > peaks[1]
-    text = output(capsys, *options, "--html", str(tmp_path / "p.html"))
-    for page in (tmp_path / "p.rank0.html", tmp_path / "p.rank1.html"):
-        assert page.exists() and str(page) in text
+    assert [rank["html"] for rank in data["ranks"]] == [None, None]
+    options = (*options, "--html", str(tmp_path / "p.html"))
+    pages = [tmp_path / "p.rank0.html", tmp_path / "p.rank1.html"]
+    text = output(capsys, *options)
+    assert all(page.exists() and str(page) in text for page in pages)
+    data = json.loads(output(capsys, *options, "--json"))
+    assert [(rank["html"], rank["trace"]) for rank in data["ranks"]] == [
+        (str(page), None) for page in pages
+    ]
 
 
 @pytest.mark.parametrize(

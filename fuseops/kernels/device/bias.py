@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fuseops.kernels.device.quantize_columns import group_at_block
 from fuseops.kernels.device.reduce import add_rows, after_launch, before_launch, fold, overlapped
 
 NEVER = tl.constexpr(2147483647)
@@ -44,19 +45,6 @@ def bias_fwd_kernel(
     tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def add_and_least(count, least, other_count, other_least):
-    """Two reductions in one."""
-    return count + other_count, tl.minimum(least, other_least)
-
-
-@triton.jit
-def group_at(row, ends):
-    """(the group that this row belongs to, its end); padding is one group more that never ends."""
-    ended = ends <= row
-    return tl.reduce((ended.to(tl.int32), tl.where(ended, NEVER, ends)), 0, add_and_least)
-
-
 @triton.jit(do_not_specialize=["R"])
 def bias_bwd_kernel(
     dy_ptr, partial_ptr, R, N, stride_dy,
@@ -78,115 +66,73 @@ def bias_bwd_kernel(
     tl.store(partial_ptr + program * N + cols, sums, mask=cols < N)
 
 
-@triton.jit
-def group_bias(bias_ptr, group, cols, E, N):
-    """The bias of a group, zeros for padding."""
-    at = bias_ptr + group.to(tl.int64) * N + cols
-    return tl.load(at, mask=(cols < N) & (group < E), other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["R", "ROWS"])
+@triton.jit(do_not_specialize=["R"])
 def grouped_bias_bwd_kernel(
-    dy_ptr, offs_ptr, probs_ptr, bias_ptr, partial_ptr, y_ptr, dots_ptr, R, N, E, ROWS, stride_dy,
-    SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, offs_ptr, probs_ptr, bias_ptr, partial_ptr, y_ptr, dots_ptr, R, N, E, stride_dy,
+    SCALED: tl.constexpr, NEED_DPROBS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, chunk): sums of ROWS rows. Those of a group that lies in the chunk are
-    done, row group of y; those of another are row chunk + group of partial.
-
-    The loop goes on over the ends of groups, so that loads run ahead over them too. With NEED_DPROBS,
-    dots (column blocks, R) gets what these columns add to each dprobs.
+    """Chunk c is up to CHUNK rows of the last group g that begins at or before it, at chunk
+    begin // CHUNK + g. The sums of a group that fits into one go to its row of y, others to row c of
+    partial. With NEED_DPROBS, dots (column blocks, R) gets what these columns add to each dprobs.
     """
     before_launch(PDL)
-    chunk = tl.program_id(1).to(tl.int64)
-    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    begin = chunk * ROWS  # from here on rows and ends of groups count from it
-    count = tl.minimum(R - begin, ROWS).to(tl.int32)
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + e, mask=e < E, other=NEVER)
-    ends = tl.where(e < E, ends - begin, NEVER).to(tl.int32)
-    used = tl.minimum(tl.load(offs_ptr + E - 1) - begin, count).to(tl.int32)
-    group, end = group_at(0, ends)
-    shared = tl.load(offs_ptr + group - 1, mask=group > 0, other=0) < begin  # with an earlier chunk
-    dy_ptr += begin * stride_dy
-    probs_ptr += begin
-    partial_ptr += chunk * N
+    num_n = tl.cdiv(N, BLOCK_N)
+    chunk, block = tl.program_id(0) // num_n, tl.program_id(0) % num_n
+    cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    group, begin, end = group_at_block(chunk, offs_ptr, E, CHUNK, BLOCK_E)
+    first = begin + (chunk - begin // CHUNK - group) * CHUNK
+    count = tl.minimum(end - first, CHUNK)
+    dy_ptr += first.to(tl.int64) * stride_dy
+    probs_ptr += first
     if NEED_DPROBS:
-        dots_ptr += tl.program_id(0).to(tl.int64) * R + begin
-        bias = group_bias(bias_ptr, group, cols, E, N)
+        dots_ptr += block.to(tl.int64) * R + first
+        bias = tl.load(bias_ptr + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
+        bias = bias.to(tl.float32)
     total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(0, used, BLOCK_R, num_stages=STAGES):
-        stop = tl.minimum(start + BLOCK_R, used)
+    for start in range(0, count, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         at = dy_ptr + (rows.to(tl.int64) * stride_dy)[:, None] + cols
-        dy = tl.load(at, mask=(rows < used)[:, None] & (cols < N), other=0.0).to(tl.float32)
-        if SCALED:  # no load waits behind a store
-            probs = tl.load(probs_ptr + rows, mask=rows < used, other=0.0)
-        if NEED_DPROBS:
-            dots = tl.zeros((BLOCK_R,), dtype=tl.float32)
-        if end < stop:
-            done = start
-            while end < stop:
-                mine = (rows >= done) & (rows < end)
-                part = tl.where(mine[:, None], dy, 0.0)
-                if SCALED:
-                    part *= tl.where(mine, probs, 0.0)[:, None]
-                sums = tl.sum(total + fold(part, AT_ONCE), axis=0)[None, :]
-                to = tl.where(shared, partial_ptr, y_ptr) + group.to(tl.int64) * N
-                tl.store(to + cols, sums, mask=cols < N)
-                total = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
-                if NEED_DPROBS:
-                    dots = tl.where(mine, tl.sum(dy * bias, axis=1), dots)
-                done = end
-                shared = False
-                group, end = group_at(done, ends)
-                if NEED_DPROBS:
-                    bias = group_bias(bias_ptr, group, cols, E, N)
-            dy = tl.where((rows >= done)[:, None], dy, 0.0)
-            if SCALED:
-                probs = tl.where(rows >= done, probs, 0.0)
-            if NEED_DPROBS:
-                dots = tl.where(rows >= done, tl.sum(dy * bias, axis=1), dots)
-        elif NEED_DPROBS:
-            dots = tl.sum(dy * bias, axis=1)
-        if NEED_DPROBS:
-            tl.store(dots_ptr + rows, dots, mask=rows < used)
+        mask = (rows < count)[:, None] & (cols < N)  # dy leaves L2 before the partial sums do
+        dy = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if SCALED:
+            probs = tl.load(probs_ptr + rows, mask=rows < count, other=0.0)
+        if (
+            NEED_DPROBS
+        ):  # fma: no other sum takes the product in, so that all lanes of a row round alike
+            dots = tl.sum(tl.fma(dy, bias, 0.0), axis=1)
+            tl.store(dots_ptr + rows, dots, mask=rows < count)
         if SCALED:
             dy *= probs[:, None]
         total += fold(dy, AT_ONCE)
-    if used > 0:
-        to = tl.where(shared | (end > count), partial_ptr, y_ptr) + group.to(tl.int64) * N
-        tl.store(to + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
-    if NEED_DPROBS:  # padding rows have no gradient
-        for start in range(tl.maximum(used, 0), count, BLOCK_R):
-            rows = start + tl.arange(0, BLOCK_R)
-            tl.store(dots_ptr + rows, tl.zeros((BLOCK_R,), tl.float32), mask=rows < count)
+    if (count > 0) | (first == begin):  # an empty group has one chunk
+        whole = end - begin <= CHUNK
+        row = tl.where(whole, y_ptr + group.to(tl.int64) * N, partial_ptr + chunk.to(tl.int64) * N)
+        tl.store(row + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["ROWS", "D", "R"])
+@triton.jit(do_not_specialize=["D", "R"])
 def group_sum_kernel(
-    partial_ptr, offs_ptr, y_ptr, dots_ptr, dprobs_ptr, N, E, ROWS, D, R,
-    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    partial_ptr, offs_ptr, y_ptr, dots_ptr, dprobs_ptr, N, E, D, R,
+    CHUNK: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The second stage, a block of columns of one group a program: the sum of its parts, unless there is
-    one, which is y already. Programs after these add the D rows of dots.
+    """The second stage, a block of columns of one group a program: the sum of its chunks, unless there
+    is one. Programs after these add the D rows of dots; padding rows have no gradient.
     """
     before_launch(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // num_n).to(tl.int64)
     if group < E:
         begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
-        end = tl.load(offs_ptr + group)
-        first = begin // ROWS + group
-        last = tl.where(end > begin, (end - 1) // ROWS + group + 1, first)
+        rows = tl.load(offs_ptr + group) - begin
         after_launch(PDL)
-        if last != first + 1:
-            y = y_ptr + group * N
-            block = tl.program_id(0) % num_n
-            add_rows(partial_ptr, y, first, last, block, N, BLOCK_S, BLOCK_N)
+        if rows > CHUNK:
+            first = begin // CHUNK + group
+            block, last = tl.program_id(0) % num_n, first + tl.cdiv(rows, CHUNK)
+            add_rows(partial_ptr, y_ptr + group * N, first, last, block, N, N, BLOCK_S, BLOCK_N)
     else:
+        used = tl.load(offs_ptr + E - 1)
         after_launch(PDL)
         block = tl.program_id(0) - num_n * E
-        add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, BLOCK_D, BLOCK_R)
+        add_rows(dots_ptr, dprobs_ptr, 0, D, block, R, used, BLOCK_D, BLOCK_R)

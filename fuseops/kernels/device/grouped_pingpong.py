@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .grouped_dswiglu import ask, column_halves, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
-from .grouped_swiglu import store_swiglu
+from .grouped_swiglu import room_to_stage, store_swiglu
 
 ZEROS = gl.constexpr(1024)
 
@@ -168,13 +168,16 @@ def grouped_mm_pingpong_kernel(
     and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
-    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE or SWIGLU else 1
+    COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
     W_SHAPE: gl.constexpr = [STAGES, BLOCK_K, BLOCK_N] if TRANSPOSED else [STAGES, BLOCK_N, BLOCK_K]
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
-    buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
-    buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
+    if SWIGLU:
+        buffers0, buffers1 = room_to_stage(y.dtype), room_to_stage(y.dtype)
+    else:
+        buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
+        buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

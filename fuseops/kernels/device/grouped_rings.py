@@ -6,8 +6,9 @@ the weights. A slot is `ready` when both have come and `empty` when the consumer
 Small tiles read more than the L2 cache gives; they live on neighbouring programs that run in step and ask
 for the same tiles, which the GPU joins on the way. So programs begin together, in the GPU's own order:
 programmatic dependent launch lost up to a quarter, clusters and other orders as much. Slower too:
-a fifth stage before SwiGLU, paid for by one store buffer for both consumers, by up to a tenth; two warps
-for the rows beside one for the weights, which lets the two run apart, by 1 to 5 %.
+two warps for the rows beside one for the weights, which lets the two run apart, by 1 to 5 %. Wide tiles of
+long products run apart, and read twice as much from memory; a counter that held the programs together
+mended that, and then they took as long as small ones.
 """
 
 from triton.experimental import gluon

@@ -1,6 +1,7 @@
 """Weight gradient of grouped GEMMs on Hopper in Gluon: two consumer warpgroups fed through a ring of
 STAGES tiles, on alternate tiles of a program (ping-pong: one multiplies while the other stores) or,
-COOPERATIVE, on the two halves of each tile.
+COOPERATIVE, on the two halves of each tile. There 16-bit results are kept in registers, and are stored a
+part a step beside the first products of the next tile: stored at once, nothing would hide them.
 
 The left operand, 64 or 128 columns of a tile, may be gathered row by row with cp.async by a producer
 of four warps; otherwise one warp issues TMA for both. Ragged descriptors end the rows of a group in
@@ -166,62 +167,106 @@ def store_part(dw, dw_ptr, buffers, part, group, row, col, M, N,
 
 
 @gluon.jit
+def quarters(tile):
+    left, right = column_halves(tile)
+    return column_halves(left) + column_halves(right)
+
+
+@gluon.jit
+def store_kept(dw, dw_ptr, buffers, kept, kept_at, number, M, N, TRANSPOSED: gl.constexpr):
+    """This part of the tile that is kept."""
+    group, row, col = kept_at
+    parts = quarters(kept)
+    for i in gl.static_range(4):
+        if number == i:
+            at = col + 64 * i
+            store_part(dw, dw_ptr, buffers, parts[i], group, row, at, M, N, TRANSPOSED, False, i)
+
+
+@gluon.jit
+def multiply(
+    acc, ring, step, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Begins the products of a step when its operands have come."""
+    a_ring, b_ring, _empty, ready = ring
+    mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+    if GATHER:
+        fence_async_shared()
+    left = a_ring.index(step % STAGES)
+    if COOPERATIVE:
+        left = left.slice(WHICH * 64, 64, 1)
+    return warpgroup_mma(left.permute((1, 0)), b_ring.index(step % STAGES), acc, is_async=True)
+
+
+@gluon.jit
 def multiply_tiles(
     dw, dw_ptr, problem, ring, buffers, order,
     TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, GATHER: gl.constexpr,
     COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     _, _, total, _, M, N, _, _ = problem
-    a_ring, b_ring, empty, ready = ring
+    a_ring, b_ring, empty, _ready = ring
     BLOCK_K: gl.constexpr = a_ring.shape[1]
     BLOCK_M: gl.constexpr = a_ring.shape[2]
     BLOCK_N: gl.constexpr = b_ring.shape[2]
-    ROWS: gl.constexpr = 64
+    KEEPS: gl.constexpr = COOPERATIVE and dw_ptr.dtype.element_ty != gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     first = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    kept = gl.zeros((64, BLOCK_N), dtype=dw_ptr.dtype.element_ty, layout=layout)
+    kept_at = first, first, first
     group = group_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         following = group_of(tile + gl.num_programs(0), problem)
         _, size, block_m, block_n = locate(tile, group, problem, GROUP)
         steps = (size + BLOCK_K - 1) // BLOCK_K
         if COOPERATIVE or turn % 2 == WHICH:
-            acc = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
+            acc = gl.zeros((64, BLOCK_N), dtype=gl.float32, layout=layout)
             if not COOPERATIVE:
                 mbarrier.wait(order.index(WHICH), (turn // 2 + 1 - WHICH) & 1)
-            for k in range(steps):
+            storing = gl.to_tensor(0)
+            if KEEPS:
+                parts_kept = gl.where(tile < gl.num_programs(0), 0, 4)
+                storing = gl.minimum(steps, parts_kept)
+                for k in range(storing):
+                    acc = multiply(acc, ring, first + k, GATHER, COOPERATIVE, STAGES, WHICH)
+                    store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                    mbarrier.arrive(empty.index((first + k) % STAGES), count=1)
+                for k in range(storing, parts_kept):  # of a group of few rows, or of none
+                    store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
+            for k in range(storing, steps):
                 step = first + k
-                mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
-                if GATHER:
-                    fence_async_shared()
-                left = a_ring.index(step % STAGES)
-                if COOPERATIVE:
-                    left = left.slice(WHICH * ROWS, ROWS, 1)
-                left = left.permute((1, 0))
-                acc = warpgroup_mma(left, b_ring.index(step % STAGES), acc, is_async=True)
+                acc = multiply(acc, ring, step, GATHER, COOPERATIVE, STAGES, WHICH)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                done = empty.index((step + STAGES - 1) % STAGES)
+                mbarrier.arrive(done, count=1, pred=k > storing)
             if not COOPERATIVE:
                 mbarrier.arrive(order.index(1 - WHICH), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             last = (first + steps + STAGES - 1) % STAGES
-            mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
-            row = block_m * BLOCK_M
+            mbarrier.arrive(empty.index(last), count=1, pred=steps > storing)
+            row, col = block_m * BLOCK_M, block_n * BLOCK_N
             if COOPERATIVE:
-                row += WHICH * ROWS
-            col = block_n * BLOCK_N
-            left_half, right_half = column_halves(acc)
-            parts = column_halves(left_half) + column_halves(right_half)
-            for i in gl.static_range(4):
-                # fmt: off
-                store_part(dw, dw_ptr, buffers, parts[i], group, row, col + 64 * i, M, N,
-                           TRANSPOSED, ACCUMULATE, i)
-                # fmt: on
+                row += WHICH * 64
+            if KEEPS:
+                kept, kept_at = acc.to(dw.dtype), (group, row, col)
+            else:
+                parts = quarters(acc)
+                for i in gl.static_range(4):
+                    # fmt: off
+                    store_part(dw, dw_ptr, buffers, parts[i], group, row, col + 64 * i, M, N,
+                               TRANSPOSED, ACCUMULATE, i)
+                    # fmt: on
         first += steps
         turn += 1
         group = following
+    if KEEPS:
+        for k in range(gl.where(gl.program_id(0) < total, 4, 0)):
+            store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
     tma.store_wait(0)
 
 
@@ -237,7 +282,7 @@ def grouped_wgrad_pingpong_kernel(
     total = E * num_m * num_n
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_M], b.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_N], b.layout)
-    # of one consumer: in halves nothing hides the stores of a tile
+    # of one consumer
     BUFFERS: gl.constexpr = [1 + COOPERATIVE, 64, 64]
     buffers0 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)
     buffers1 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)

@@ -35,14 +35,16 @@ def fold(x, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def add_rows(
-    x_ptr, y_ptr, first, last, block, N, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, y_ptr, first, last, block, N, used, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """y[block of columns] = the sum of rows first to last of x, BLOCK_S of them at a time."""
+    """y[block of columns] = the sum of rows first to last of x, BLOCK_S of them at a time; of N columns
+    those from `used` on are zeros.
+    """
     cols = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
     for start in range(first, last, BLOCK_S):
         rows = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
-        mask = (rows < last) & (cols < N)
+        mask = (rows < last) & (cols < used)
         total += tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0)
     tl.store(y_ptr + cols, tl.sum(total, axis=0)[None, :], mask=cols < N)
 
@@ -53,4 +55,4 @@ def column_sum_kernel(
 ):
     """One block of columns: the sum of the rows of partial (S, N)."""
     overlapped(PDL)
-    add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, BLOCK_S, BLOCK_N)
+    add_rows(partial_ptr, y_ptr, 0, S, tl.program_id(0), N, N, BLOCK_S, BLOCK_N)

@@ -39,7 +39,8 @@ class CpuLanes:
         self._choose, self._poison = choose, poison
         self._queues: dict[Lane, deque[tuple[int, Entry]]] = {"d2h": deque(), "h2d": deque()}
 
-    def make(self, nbytes: int) -> Tensor:
+    @staticmethod
+    def make(nbytes: int) -> Tensor:
         """A region of host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -1,0 +1,135 @@
+"""Whatever stops a forward or a backward, and wherever: nothing stays behind, and the next step is right."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.offload import modules, nesting
+from fuseops.ops import names, scopes
+from fuseops.torch_private import top_saved_tensor_hooks
+
+D = 8
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: "Trap") -> Tensor:
+        ctx.trap = trap
+        trap.spring("forward")
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        ctx.trap.spring("backward")
+        return dy, None
+
+
+class Trap(nn.Module):
+    """Raises where it is told to, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where, self.error = "", StoppedError
+
+    def spring(self, where: str) -> None:
+        if self.where == where:
+            self.where = ""
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stop.apply(x, self)
+
+
+class Block(nn.Module):
+    """A layer with a layer inside, which the trap is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = fo.Residual({"fc": fo.ops.Linear(D, D), "trap": Trap(), "act": fo.ops.SiLU()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(fo.Sequential(fo.ops.RMSNorm(D)), Block(), nn.Sequential(nn.Linear(D, D)))
+
+
+@contextmanager
+def scheduled(model: nn.Module) -> Iterator[None]:
+    with offload.Scheduler(model, ["*", "1.inner"], policy=offload.Policy(min_bytes=1)):
+        yield
+
+
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
+AROUND: dict[str, Around] = {
+    "to_host": lambda model: offload.to_host(min_bytes=1, root=model),
+    "keep": lambda model: offload.keep(),
+    "disabled": lambda model: offload.disabled(),
+    "recompute": lambda model: offload.recompute(),
+    "scheduler": scheduled,
+    "fusion off": lambda model: fo.fusion(False),
+    "reference": lambda model: fo.reference(),
+    "debug": lambda model: fo.debug(),
+    "names": lambda model: names.observe(),
+}
+
+
+def step(model: nn.Module, way: str) -> list[Tensor]:
+    """Its gradients."""
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 4 * D).view(4, D).requires_grad_()
+    y = model(x) if way == "plain" else checkpoint(model, x, use_reentrant=way == "reentrant")
+    y.square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def left() -> tuple[Any, ...]:
+    return (
+        *(top_saved_tensor_hooks(), names.thread.observers, names.thread.outermost),
+        *(names.thread.frame, list(modules.thread.watchers), list(modules.thread.running)),
+        *(list(nesting.enclosing()), scopes.current().token, torch.is_grad_enabled()),
+    )
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [StoppedError, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["plain", "checkpoint", "reentrant"])
+def test_a_step_that_is_stopped_changes_nothing(
+    around: str, where: str, error: type[BaseException], way: str
+) -> None:
+    """Inside a scope that goes on, and by an error that leaves it."""
+    expected = step(make(), "plain")
+    model, before = make(), left()
+    trap = model[1].inner.trap
+    trap.error = error
+
+    def stopped() -> None:
+        trap.where = where
+        step(model, way)
+
+    with AROUND[around](model):
+        with pytest.raises(error):
+            stopped()
+        with torch.no_grad():
+            model(torch.ones(2, D))
+        for _ in range(2):
+            torch.testing.assert_close(step(model, way), expected)
+    assert left() == before
+    with suppress(error), AROUND[around](model):
+        stopped()
+    assert left() == before
+    torch.testing.assert_close(step(model, way), expected)
