@@ -41,7 +41,7 @@ def _fake(
     probs: Tensor | None = None,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = h.new_empty(0 if probs is None else len(h), dtype=torch.float32)
+    sums = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
     return torch.empty_like(h), h.new_empty(h.shape[0], h.shape[1] // 2), sums
 
 

@@ -4,21 +4,21 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fuseops as fo
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
+KINDS = [
+    {},
+    {"score": "sigmoid", "expert_bias": True, "groups": 2, "shared_experts": 1},
+    {"balance_loss": 0.1, "z_loss": 0.1, "aux": "inject", "bias": True},
+    {"capacity_factor": 0.5, "activation": "clamped_swiglu"},
+]
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"score": "sigmoid", "expert_bias": True, "groups": 2, "shared_experts": 1},
-        {"balance_loss": 0.1, "z_loss": 0.1, "aux": "inject", "bias": True},
-        {"capacity_factor": 0.5, "activation": "clamped_swiglu"},
-    ],
-)
+
+@pytest.mark.parametrize("kwargs", KINDS)
 @pytest.mark.parametrize("tokens", [33, 1])
 def test_a_layer_on_the_kernels(kwargs, tokens):
     torch.manual_seed(0)
@@ -32,6 +32,17 @@ def test_a_layer_on_the_kernels(kwargs, tokens):
         results.append([y, leaf.grad, *(p.grad for p in layer.parameters()), experts])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
+def test_other_numbers_of_tokens_compile_nothing_again(kwargs):
+    torch._dynamo.reset()
+    moe = fo.MoE(16, 8, 8, 2, **kwargs)
+    frames = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe, fullgraph=True, backend=frames)
+    for tokens in (6, 12, 33):
+        compiled(torch.randn(tokens, 16, requires_grad=True)).sum().backward()
+    assert frames.frame_count <= 2  # one for the first number, one for any
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,11 @@ import threading
 import pytest
 import torch
 from samples import samples
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -119,6 +122,28 @@ def test_compiles_whole_and_equals_eager(name):
         if got is want is None:  # an op that writes in place
             continue
         assert torch.equal(got.float(), want.float())
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_fakes_fix_no_number_of_rows(name):
+    """As `len(x)` in one of them does: then a compiled model is compiled again for every batch."""
+    shapes, rows = ShapeEnv(), 6
+
+    def fake(t, number):
+        sizes = [DimDynamic.DYNAMIC if size == rows else DimDynamic.STATIC for size in t.shape[:1]]
+        sizes += [DimDynamic.STATIC for _ in t.shape[1:]]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        source = ConstantSource(f"argument_{number}")
+        return mode.from_tensor(t, symbolic_context=context, source=source)
+
+    with FakeTensorMode(shape_env=shapes) as mode, enable_python_dispatcher():
+        KERNEL_OPS[name].op(
+            *(
+                fake(value, number) if isinstance(value, torch.Tensor) else value
+                for number, value in enumerate(SAMPLES[name])
+            )
+        )
+    assert not [size for size in shapes.replacements.values() if size.is_number]
 
 
 @pytest.mark.parametrize("name", TRITON)

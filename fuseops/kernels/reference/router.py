@@ -71,7 +71,7 @@ def router_bwd(
         d = chosen * (d - (d * chosen).sum(-1, keepdim=True))
     elif num_experts:
         d = d * chosen * (1 - chosen)
-    d = scores.new_zeros(len(scores), width).scatter_add(-1, experts, d)
+    d = scores.new_zeros(scores.shape[0], width).scatter_add(-1, experts, d)
     if not num_experts and score == "softmax":
         d = scores * (d - (d * scores).sum(-1, keepdim=True))
     elif not num_experts:
