@@ -97,9 +97,8 @@ def grouped_bias_bwd_kernel(
         dy = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if SCALED:
             probs = tl.load(probs_ptr + rows, mask=rows < count, other=0.0)
-        if (
-            NEED_DPROBS
-        ):  # fma: no other sum takes the product in, so that all lanes of a row round alike
+        if NEED_DPROBS:
+            # fma: no other sum takes the product in, so that all lanes of a row round alike
             dots = tl.sum(tl.fma(dy, bias, 0.0), axis=1)
             tl.store(dots_ptr + rows, dots, mask=rows < count)
         if SCALED:
