@@ -102,6 +102,7 @@ for shape, dim in (((3, 8, 5), -2), ((3, 8), -1), ((8, 5), 0)):
     assert torch.equal(split.to_local(), gate_up_shard(full, rank, 2, dim)), shape
     assert split.shape == full.shape and split.placements[0].is_shard(dim % len(shape))
     assert torch.equal(gather_gate_up(split, dim), full), shape
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -119,9 +120,8 @@ def on_two_ranks(script: str, folder: Path, *arguments: object) -> None:
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
 
 
 def test_a_dtensor_holds_the_shard_and_gives_the_whole_back(tmp_path: Path) -> None:
@@ -162,6 +162,7 @@ for (name, p), q in zip(moe.named_parameters(), plain.parameters()):
     dist.all_reduce(q.grad)
     torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2, msg=name)
 assert torch.equal(moe["router"].tokens_per_expert, plain["router"].tokens_per_expert)
+dist.barrier()
 dist.destroy_process_group()
 """
 
