@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Op, Out
+from fuseops.words import dtype_name
 
 from .segment import Step
 
@@ -18,7 +19,7 @@ Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
 def describe(t: Any) -> str:
     """Dtype, shape and device of a tensor."""
     if isinstance(t, Tensor):
-        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+        return f"{dtype_name(t.dtype)}{list(t.shape)} on {t.device}"
     return type(t).__name__
 
 
