@@ -1,8 +1,11 @@
-"""The three GEMMs of a linear op over plain or quantized operands, dense or grouped.
+"""The three GEMMs of a linear op over quantized operands, dense or grouped.
 
-fprop y = x w^T (x rowwise), dgrad dx = dy w (dy rowwise), wgrad dw = dy^T x (both columnwise). With `offs` the rows are
-grouped and the weight is (E, N, K). A weight is quantized where it is used, and never saved in quantized form.
+fprop y = x w^T and dgrad dx = dy w read rows, wgrad dw = dy^T x reads columns. Where no kernel multiplies the codes,
+the operands are expanded and the high-precision kernels multiply them: exact, since power-of-two scales times codes are
+bfloat16 numbers; scales of other values are multiplied in float32.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -10,86 +13,38 @@ from torch import Tensor
 
 from fuseops import kernels as K
 
-from . import blocks
-from .quantized import COL, ROW, Format, Quantized
+from .quantized import Quantized, values
 
 
-def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
-    """x in the format and the layouts that `form` asks for.   (..., K) -> Quantized over (M, K)"""
-    offs = offs if form.granularity == "group" else None
-    if form.blocks:
-        return blocks.quantize(x, form, offs)
-    flat = x.reshape(-1, x.shape[-1])
-    if offs is None:
-        # transposed here: the kernel's own columnwise store failed once on an unaligned input (H200)
-        row, _, scale, _ = K.quantize_tensor(flat, form.dtype)
-    else:
-        row, scale = K.grouped_quantize(flat, offs, form.dtype)
-    col = row.t().contiguous() if COL in form.layouts else None
-    return Quantized(
-        row.view(x.shape) if ROW in form.layouts else None,
-        col,
-        scale,
-        offs,
-        x if form.high else None,
-        x.dtype,
-    )
+def fprop(x: Quantized, weight: Quantized, tiles: Tensor | None = None) -> Tensor:
+    """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)"""
+    return _multiplied(values(x, "row"), values(weight, "row"), x, tiles)
 
 
-def _quantize_weight(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    if weight.dim() == 3:
-        return K.expert_quantize(weight, form.dtype)
-    data, _, scale, _ = K.quantize_tensor(weight, form.dtype)
-    return data, scale
+def dgrad(dy: Quantized, weight: Quantized, tiles: Tensor | None = None) -> Tensor:
+    """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
+    return _multiplied(values(dy, "row"), values(weight, "col"), dy, tiles)
 
 
-def _scaled(a: Tensor, weight: Tensor, scale: Tensor, q: Quantized) -> Tensor:
-    if q.offs is not None:
-        return K.scaled_grouped_mm(a, weight, scale, q.offs, q.dtype)
-    y = K.scaled_mm(a.reshape(-1, a.shape[-1]), weight, scale, q.dtype)
-    return y.view(*a.shape[:-1], weight.shape[0])
+def _multiplied(a: Tensor, b: Tensor, like: Quantized, tiles: Tensor | None) -> Tensor:
+    b = b.to(a.dtype)
+    y = F.linear(a, b) if like.offs is None else K.grouped_mm(a, b, like.offs, tiles)
+    return y.to(like.dtype)
 
 
-def _multiplied(a: Tensor, weight: Tensor, q: Quantized) -> Tensor:
-    """a weight^T over operands that were quantized in blocks, in the dtype that q stands for."""
-    y = F.linear(a, weight) if q.offs is None else K.grouped_mm(a, weight, q.offs)
-    return y.to(q.dtype)
-
-
-def fprop(x: Quantized, weight: Tensor, form: Format) -> Tensor:
-    """y = x w^T from the rowwise data of x.   (..., K), (N, K) or (E, N, K) -> (..., N)"""
-    if form.blocks:
-        return _multiplied(blocks.rowwise(x), blocks.through(weight, form, x.dtype), x)
-    data, scale = _quantize_weight(weight, form)
-    return _scaled(x.present(ROW), data, x.present("scale") * scale, x)
-
-
-def dgrad(dy: Quantized, weight: Tensor, form: Format) -> Tensor:
-    """dx = dy w from the rowwise data of dy.   (..., N), (N, K) or (E, N, K) -> (..., K)"""
-    if form.blocks:
-        transposed = blocks.through(weight, form, dy.dtype).transpose(-2, -1)
-        return _multiplied(blocks.rowwise(dy), transposed, dy)
-    data, scale = _quantize_weight(weight, form)
-    return _scaled(dy.present(ROW), data.transpose(-2, -1), dy.present("scale") * scale, dy)
-
-
-def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """dw = dy^T x from the columnwise data of both.   -> (N, K) or (E, N, K), in `dtype` or that of x"""
-    dtype = dtype or x.dtype
-    if x.col_scale is not None:
-        return _block_wgrad(dy, x).to(dtype)
-    left, right, scale = dy.present(COL), x.present(COL), dy.present("scale") * x.present("scale")
-    if x.offs is not None:
-        return K.scaled_grouped_wgrad(left.t(), right.t(), scale, x.offs, dtype)
-    return K.scaled_mm(left, right, scale, dtype)
-
-
-def _block_wgrad(dy: Quantized, x: Quantized) -> Tensor:
-    """`wgrad` of blocks, in float32."""
-    left, right = blocks.colwise(dy), blocks.colwise(x)
+def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
+    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
+    left, right = values(dy, "col"), values(x, "col")
     if x.offs is None:
-        return K.wide_mm(left.t(), right.t())
-    shape = len(x.offs), left.shape[1], right.shape[1]
-    dw = left.new_empty(shape, dtype=torch.float32)
+        return K.wide_mm(left, right.to(left.dtype)).to(dtype)
+    left, right = left.t(), right.t().to(left.dtype)
+    dw = left.new_empty(len(x.offs), left.shape[1], right.shape[1], dtype=torch.float32)
     K.grouped_wgrad_into(dw, left, right, K.column_offs(x.offs), accumulate=False)
-    return dw
+    return dw.to(dtype)
+
+
+def wgrad_into(main_grad: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
+    """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
+    left, right = values(dy, "col").t(), values(x, "col").t()
+    ends = K.column_offs(x.offs)  # type: ignore[arg-type]
+    K.grouped_wgrad_into(main_grad, left, right.to(left.dtype), ends, accumulate=accumulate)

@@ -20,5 +20,5 @@ class NormLinear(FusedOp):
         h, rstd = K.rmsnorm_fwd(x, gamma, norm.epsilon(x.dtype), dims=len(norm.normalized_shape))
         if calls[1].precision.compute is not None:
             h = h.to(calls[1].precision.compute)
-        y = linear(h, weight, t[1]["bias"], calls[1])
-        return Out(y, (RMSNormSaved(x, gamma, rstd), LinearSaved(h, weight)))
+        y, kept = linear(h, weight, t[1]["bias"], calls[1])
+        return Out(y, (RMSNormSaved(x, gamma, rstd), LinearSaved(kept, weight)))
