@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.recipes import Operand, Quantized, Roles, gemm, operand, weight_operand
+from fuseops.recipes import Operand, Quantized, gemm
 
 from .checks import check_offs, check_probs, check_width
 from .grouped_state_dict import load_either
-from .linear import grad_operand, high, input_operand, saved_operand
+from .linear import (
+    columns_of,
+    grad_operand,
+    high,
+    input_operand,
+    saved_operand,
+    weight_columns,
+    weight_rows,
+)
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
 from .splits import check_splits
@@ -55,7 +63,7 @@ def grouped_linear(
     roles, kept = call.precision.roles, x
     if roles is not None:
         q = input_operand(x, call, roles, offs, index)
-        y = gemm.fprop(q, weight_operand(weight, roles.weight, row=True, col=False), tiles)
+        y = gemm.fprop(q, weight_rows(weight, roles), offs, tiles)
         kept = saved_operand(x, q, roles)
     else:
         x = cast("Tensor", x)
@@ -99,7 +107,7 @@ def grouped_linear_bwd(
         dx = input_gradient(q, weight, offs, call, index)
     if "weight" in needs:
         if roles is not None and roles.high_wgrad:
-            q, index = high(dy), dy_index
+            q, index = dy, dy_index
         params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
     return Grads(dx, params, side)
 
@@ -108,10 +116,13 @@ def input_gradient(
     dy: Operand, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None = None
 ) -> Tensor:
     """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
-    tiles = tiles_of(call, offs, len(index) if index is not None else rows_of(dy))
-    if isinstance(dy, Quantized):
-        scaling = cast("Roles", call.precision.roles).weight
-        return gemm.dgrad(dy, weight_operand(weight, scaling, row=False, col=True), tiles)
+    tiles, roles = (
+        tiles_of(call, offs, len(index) if index is not None else rows_of(dy)),
+        call.precision.roles,
+    )
+    if roles is not None:
+        return gemm.dgrad(dy, weight_columns(weight, roles), offs, tiles)
+    dy = cast("Tensor", dy)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     dx = (call.out or {}).get("dx")
     if dx is None or dx.dtype is not dy.dtype:
@@ -135,14 +146,14 @@ def weight_gradient(
     buffer = (call.out or {}).get("weight")
     unrounded = buffer is not None and buffer.dtype is torch.float32
     add = "weight" not in call.overwrite
-    if isinstance(dy, Quantized):
-        scaling = cast("Roles", call.precision.roles).input
-        columns = operand(x, scaling, offs, row=False, col=True, index=x_index)
+    roles = call.precision.roles
+    if roles is not None and not roles.high_wgrad:
+        columns = columns_of(x, roles, offs, x_index)
         if not unrounded:
-            return gemm.wgrad(dy, columns, dy.dtype)
-        gemm.wgrad_into(buffer, dy, columns, add)  # type: ignore[arg-type]
+            return gemm.wgrad(dy, columns, dy.dtype, offs)
+        gemm.wgrad_into(buffer, dy, columns, offs, add)  # type: ignore[arg-type]
         return None
-    x = high(x)
+    dy, x = high(dy), high(x)
     tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
     if not unrounded or x.dtype is torch.float64:
         return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)

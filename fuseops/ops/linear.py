@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.recipes import Operand, Quantized, Roles, gemm, operand, weight_operand
+from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand, weight_operand
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -56,7 +56,7 @@ def _quantized(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
 ) -> tuple[Tensor, Operand]:
     q = input_operand(x, call, roles)
-    y = gemm.fprop(q, weight_operand(weight, roles.weight, row=True, col=False))
+    y = gemm.fprop(q, weight_rows(weight, roles))
     y = y if bias is None else y + bias.to(y.dtype)
     if isinstance(x, Tensor):
         y = y.view(*x.shape[:-1], y.shape[-1])
@@ -68,18 +68,15 @@ def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) ->
     dx: Tensor | None = None
     q = grad_operand(dy, call, roles)
     if "x" in needs:
-        w = weight_operand(saved.weight, roles.weight, row=False, col=True)  # type: ignore[arg-type]
-        dx = gemm.dgrad(q, w)
+        dx = gemm.dgrad(q, weight_columns(saved.weight, roles))  # type: ignore[arg-type]
         if isinstance(dy, Tensor):
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs and roles.high_wgrad:
-        rows, x = high(dy).flatten(0, -2), high(saved.x).flatten(0, -2)  # type: ignore[arg-type]
-        params["weight"] = torch.mm(rows.t(), x)
+        params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
     elif "weight" in needs:
-        x = operand(saved.x, roles.input, row=False, col=True)  # type: ignore[arg-type, assignment]
-        params["weight"] = gemm.wgrad(q, x, q.dtype)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype)  # type: ignore[arg-type]
     if "bias" in needs:
-        params["bias"] = K.bias_bwd(high(dy).flatten(0, -2))
+        params["bias"] = K.bias_bwd(_rows(high(dy)))
     return Grads(dx, params)
 
 
@@ -89,12 +86,12 @@ def input_operand(
     roles: Roles,
     offs: Tensor | None = None,
     index: Tensor | None = None,
-) -> Quantized:
+) -> Operand:
     """x as the forward reads it, with the columns of its weight gradient where they are made now: not of rows by
-    index, of which there are more than of x.
+    index, of which there are more than of x.   (..., K) -> over (R, K)
     """
-    col = "weight" in call.needs and index is None and not roles.high_wgrad
-    return operand(x, roles.input, offs, col=col, index=index)
+    col = "weight" in call.needs and index is None and roles.columns
+    return _operand(x, roles.input, offs, True, col, index)
 
 
 def grad_operand(
@@ -103,20 +100,64 @@ def grad_operand(
     roles: Roles,
     offs: Tensor | None = None,
     index: Tensor | None = None,
-) -> Quantized:
+) -> Operand:
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
-    row, col = "x" in call.needs, "weight" in call.needs and not roles.high_wgrad
-    return operand(dy, roles.grad_output, offs, row=row, col=col, index=index)
+    wgrad = "weight" in call.needs and not roles.high_wgrad
+    row = "x" in call.needs or (wgrad and not roles.columns)
+    return _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
 
 
-def saved_operand(x: Operand, q: Quantized, roles: Roles) -> Operand:
-    """What of x the weight gradient reads: its columns, or x where they are made later, or not at all."""
-    return x if roles.high_wgrad or q.col is None else replace(q, row=None)
+def columns_of(
+    x: Operand, roles: Roles, offs: Tensor | None = None, index: Tensor | None = None
+) -> Operand:
+    """x as the weight gradient reads it."""
+    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index)
+
+
+def _operand(
+    x: Operand,
+    scaling: Scaling | None,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    index: Tensor | None,
+) -> Operand:
+    if scaling is not None:
+        return operand(x, scaling, offs, row=row, col=col, index=index)
+    rows = _rows(high(x))
+    return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
+
+
+def weight_rows(weight: Tensor, roles: Roles) -> Operand:
+    """A weight as the forward reads it."""
+    if roles.weight is None:
+        return weight
+    return weight_operand(weight, roles.weight, row=True, col=False)
+
+
+def weight_columns(weight: Tensor, roles: Roles) -> Operand:
+    """A weight as the input gradient reads it."""
+    if roles.weight is None:
+        return weight
+    return weight_operand(weight, roles.weight, row=False, col=True)
+
+
+def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:
+    """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it."""
+    if roles.high_wgrad or not isinstance(q, Quantized):
+        return x
+    if not roles.columns:
+        return q
+    return x if q.col is None else replace(q, row=None)
 
 
 def high(x: Operand) -> Tensor:
     """x in high precision."""
     return x.dequantize() if isinstance(x, Quantized) else x
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class Linear(Op[LinearSaved], nn.Linear):

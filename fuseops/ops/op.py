@@ -4,7 +4,7 @@ Level 1: only `fwd`; its backward is autograd over `fwd`, its saved tensors are 
 Level 2: `Saved`, `saves_for` and `bwd` by hand.
 Level 3: a method that names a `call` parameter gets the frozen record of the plan.
 
-Everything else (autograd, fusion, offload, compile, explain) is written once, in `fuseops.fusions`.
+Everything else (autograd, fusion, offload, compile, explain) is written once, elsewhere.
 """
 
 import inspect
@@ -337,6 +337,9 @@ class FusedOp:
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
+
+    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
+    (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
     """
 
     Saved: ClassVar[type[Any]]
@@ -345,6 +348,7 @@ class FusedOp:
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
     takes_saved: ClassVar[bool] = False
+    recipes: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
@@ -363,15 +367,15 @@ class FusedOp:
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
-    """Bound by `fuseops.fusions` (imports point down only, and the planner lives above)."""
+    """Bound by `fuseops.run` (imports point down only, and the planner lives above)."""
     raise NotImplementedError("import fuseops before calling an op")

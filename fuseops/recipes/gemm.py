@@ -13,38 +13,68 @@ from torch import Tensor
 
 from fuseops import kernels as K
 
+from .operands import Operand
 from .quantized import Quantized, values
 
 
-def fprop(x: Quantized, weight: Quantized, tiles: Tensor | None = None) -> Tensor:
+def fprop(
+    x: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
     """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)"""
-    return _multiplied(values(x, "row"), values(weight, "row"), x, tiles)
+    return _multiplied(x, weight, "row", offs, tiles)
 
 
-def dgrad(dy: Quantized, weight: Quantized, tiles: Tensor | None = None) -> Tensor:
+def dgrad(
+    dy: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
-    return _multiplied(values(dy, "row"), values(weight, "col"), dy, tiles)
+    return _multiplied(dy, weight, "col", offs, tiles)
 
 
-def _multiplied(a: Tensor, b: Tensor, like: Quantized, tiles: Tensor | None) -> Tensor:
-    b = b.to(a.dtype)
-    y = F.linear(a, b) if like.offs is None else K.grouped_mm(a, b, like.offs, tiles)
-    return y.to(like.dtype)
+def _multiplied(
+    a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
+) -> Tensor:
+    """A product of rows with a weight, whose layout has the summed axis last."""
+    if isinstance(a, Quantized) and isinstance(weight, Quantized):
+        left, right = values(a, "row"), values(weight, layout)
+    else:  # one of them is high precision: what both stand for, in float32
+        left = _wide(a)
+        right = _wide(weight) if layout == "row" else _wide(weight).mT
+    right = right.to(left.dtype)
+    y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
+    return y.to(a.dtype)
 
 
-def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
+def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
+    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)):
+        left, right = _wide(dy), _wide(x)
+        dw = left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
+        return dw.to(dtype)
     left, right = values(dy, "col"), values(x, "col")
-    if x.offs is None:
+    if offs is None:
         return K.wide_mm(left, right.to(left.dtype)).to(dtype)
-    left, right = left.t(), right.t().to(left.dtype)
-    dw = left.new_empty(len(x.offs), left.shape[1], right.shape[1], dtype=torch.float32)
-    K.grouped_wgrad_into(dw, left, right, K.column_offs(x.offs), accumulate=False)
+    dw = left.new_empty(len(offs), len(left), len(right), dtype=torch.float32)
+    wgrad_into(dw, dy, x, offs, accumulate=False)
     return dw.to(dtype)
 
 
-def wgrad_into(main_grad: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
+def wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
-    left, right = values(dy, "col").t(), values(x, "col").t()
-    ends = K.column_offs(x.offs)  # type: ignore[arg-type]
+    if isinstance(dy, Quantized) and isinstance(x, Quantized):
+        left, right, ends = values(dy, "col").t(), values(x, "col").t(), K.column_offs(offs)
+    else:
+        left, right, ends = _wide(dy), _wide(x), offs
     K.grouped_wgrad_into(main_grad, left, right.to(left.dtype), ends, accumulate=accumulate)
+
+
+def _wide(t: Operand) -> Tensor:
+    """What an operand, or a weight, stands for, in float32 (float64 of float64)."""
+    if isinstance(t, Quantized):
+        found = values(t, "row") if t.row is not None else values(t, "col").mT
+        return found.to(_accumulator(t.dtype))
+    return t.to(_accumulator(t.dtype))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

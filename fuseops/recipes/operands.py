@@ -85,7 +85,7 @@ def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
         data, _, scale, _ = K.quantize_tensor(x, scaling.data)
     else:
         data, scale = K.grouped_quantize(x, offs, scaling.data)
-    columns = Layout(K.columnsin_groups(data, offs), scale) if col else None
+    columns = Layout(K.columns_in_groups(data, offs), scale) if col else None
     return Layout(data, scale) if row else None, columns
 
 

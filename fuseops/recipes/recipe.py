@@ -17,29 +17,38 @@ HIDDEN = ("bf16", "float8")
 
 @dataclass(frozen=True)
 class Roles:
-    """The formats of one op's operands under a recipe.
+    """The formats of one op's operands under a recipe; None is high precision.
 
     input, weight, grad_output   of the GEMMs' operands
     high_wgrad  the weight gradient multiplies x and dy as they are
-    hidden      of what a fused MLP saves between its GEMMs; None: as it is
+    hidden      of what a fused MLP saves between its GEMMs
     weights     how long quantized weights are kept: "none", "step", "unshard"
     """
 
-    input: Scaling
-    weight: Scaling
-    grad_output: Scaling
+    input: Scaling | None = None
+    weight: Scaling | None = None
+    grad_output: Scaling | None = None
     high_wgrad: bool = False
     hidden: Scaling | None = None
     weights: str = "none"
 
-    def __str__(self) -> str:
-        wgrad = ", weight gradient in high precision" if self.high_wgrad else ""
-        return f"x {self.input}, weight {self.weight}, dy {self.grad_output}{wgrad}"
+    @property
+    def high(self) -> bool:
+        """Whether no operand is quantized."""
+        return self.input is None and self.weight is None and self.grad_output is None
+
+    @property
+    def columns(self) -> bool:
+        """Whether the weight gradient multiplies two quantized operands; of one alone it reads the rows."""
+        return self.input is not None and self.grad_output is not None and not self.high_wgrad
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """Base of recipes."""
+    """Base of recipes. A recipe turns the role of an operand into its format.
+
+    A subclass that is a frozen dataclass is compared by its fields, any other one by identity.
+    """
 
     def roles(self) -> Roles:
         """The formats of an op's operands."""
