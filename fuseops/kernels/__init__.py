@@ -3,7 +3,7 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, norm, permute, quantize, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, bias, casts, norm, operands, permute, quantize, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
@@ -37,6 +37,11 @@ from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .operands import dswiglu_operand as dswiglu_operand
+from .operands import permute_operand as permute_operand
+from .operands import quantize_operand as quantize_operand
+from .operands import quantize_weight as quantize_weight
+from .operands import swiglu_operand as swiglu_operand
 from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
@@ -54,9 +59,6 @@ from .reference import columns_in_groups as columns_in_groups
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
-from .reference import permute_operand as permute_operand
-from .reference import quantize_operand as quantize_operand
-from .reference import quantize_weight as quantize_weight
 from .reference import scaled_mm as scaled_mm
 from .registry import reference_only as reference_only
 from .router import router_bwd as router_bwd

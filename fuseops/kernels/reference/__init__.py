@@ -36,9 +36,11 @@ from .norm import rmsnorm_fwd as rmsnorm_fwd
 from .operands import by_group as by_group
 from .operands import columns_in_groups as columns_in_groups
 from .operands import columns_of as columns_of
+from .operands import dswiglu_operand as dswiglu_operand
 from .operands import permute_operand as permute_operand
 from .operands import quantize_operand as quantize_operand
 from .operands import quantize_weight as quantize_weight
+from .operands import swiglu_operand as swiglu_operand
 from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activation import act_fwd, scaled_act_bwd, scaled_act_fwd
 from .grouped import group_of_row, padding_mask
 from .quantize import BLOCK, SMALLEST, inverse_scale, magnitude, quantize_blocks, saturate
 
@@ -114,3 +115,47 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
         *((data.contiguous(), scale.contiguous()) if row else (none, empty)),
         *((data.mT.contiguous(), scale.mT.contiguous()) if col else (none, empty)),
     )
+
+
+def swiglu_operand(
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+) -> Four:
+    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
+    a = act_fwd(h, "swiglu") if probs is None else scaled_act_fwd(h, probs, "swiglu")
+    if col:
+        return quantize_operand(a, offs, dtype, row)
+    data, _, scale, _ = quantize_blocks(a, dtype, 1, "row", True)
+    return data, scale, data.new_empty(0), scale.new_empty(0)
+
+
+def dswiglu_operand(
+    da: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    a_dtype: torch.dtype,
+    row: bool = True,
+    col: bool = True,
+    act: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs), each rounded as h
+    is before it is quantized.   (R, F), (R, 2F), (R,) -> over (R, 2F), (R, F), (R,)
+
+    What is not wanted is empty, and dprobs without probs; of padding rows dprobs is zero.
+    """
+    by = torch.ones(len(h), device=h.device) if probs is None else probs
+    dh, dprobs, a = scaled_act_bwd(da, h, by, "swiglu", probs is not None, True)
+    none, empty = h.new_empty(0, dtype=dtype), h.new_empty(0, dtype=torch.float32)
+    rows = quantize_operand(dh, offs, dtype, row) if row or col else (none, empty) * 2
+    if not col:
+        rows = (*rows[:2], none, empty)
+    columns = quantize_operand(a, offs, a_dtype, False)[2:] if act else (none.to(a_dtype), empty)
+    if probs is not None and offs is not None:
+        dprobs = dprobs.masked_fill(padding_mask(offs, len(h))[:, 0], 0.0)
+    return *rows, *columns, dprobs  # type: ignore[return-value]

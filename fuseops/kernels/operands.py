@@ -1,0 +1,287 @@
+"""FP8 operands of GEMMs in blocks of 128: rows, and columns that are the codes of the rows at one exponent a square.
+
+Maths: a token's 128 features share a power of two, scale = 1 / inv, inv = limit / amax rounded down, at most 2^63;
+codes = saturate(x * inv).  The columns of a square of 128 tokens by 128 features take the largest of its tokens' scales
+and the codes times scale / largest, rounded where they fall below the format's normal numbers.
+Shapes: x (R, K) -> rows (R, K), scales (ceil(K/128), R); columns (K, C), scales (ceil(K/128), C/128). With `offs` the
+tokens of each group begin at a multiple of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it
+C = ceil(R/128) * 128.  What is not wanted is empty. Rows of padding (at or beyond offs[-1]) are not written.
+Layout: rows of what is read may be strided.
+Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference, tiles
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.quantize import FORMATS, SM_89
+from fuseops.kernels.registry import kernel_op, tensor_bytes
+from fuseops.kernels.tiles import as_rows, cdiv, require
+
+BLOCK = 128
+SHIFT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+"""The formats end at 1.75 * 2^SHIFT."""
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _tile(warps: int, **more: int) -> Config:
+    return {"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": warps, **more}
+
+
+def _space(name: str, default: int) -> Space:
+    """A tile is a square; what is open is how many threads hold it."""
+    choices = [_tile(4), _tile(8), _tile(16)]
+    return Space(
+        name, lambda dims, itemsize: choices, lambda rows, dims, itemsize: choices[default]
+    )
+
+
+QUANTIZE = _space("quantize_operand", 1)
+PERMUTE = _space("permute_operand", 0)
+SWIGLU = _space("swiglu_operand", 1)
+DSWIGLU = _space("dswiglu_operand", 2)
+WEIGHT = _space("quantize_weight", 1)
+
+fp8_op = functools.partial(kernel_op, min_arch=SM_89)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+_OFFS = functools.partial(_meta, 64, dtype=torch.int32)
+_SIZES = ((4096, torch.bfloat16), (1000, torch.bfloat16), (4096, torch.float32))
+
+
+def _quantize_cases() -> Iterator[tuple[Any, ...]]:
+    for n, dtype in _SIZES:
+        for offs in (None, _OFFS()):
+            for fmt in FORMATS if n == 4096 and dtype is torch.bfloat16 else FORMATS[:1]:
+                yield _meta(8190, n, dtype=dtype), offs, fmt, True
+
+
+def _permute_cases() -> Iterator[tuple[Any, ...]]:
+    for n in (4096, 1000):
+        data, scale = _meta(8190, n, dtype=FORMATS[0]), _meta(cdiv(n, 128), 8190, dtype=torch.float32)
+        index = _meta(65530, dtype=torch.int32)
+        yield data, scale, index, _OFFS(), True, True
+        yield data, scale, index, _OFFS(), True, False
+        yield data, scale, index, _OFFS(), False, True
+        yield data, scale, None, _OFFS(), False, True
+        yield data, scale, None, None, False, True
+
+
+def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
+    for n, dtype in _SIZES:
+        h, probs = _meta(8190, 2 * n, dtype=dtype), _meta(8190, dtype=torch.float32)
+        yield h, probs, _OFFS(), FORMATS[0], True, False
+        yield h, None, None, FORMATS[0], True, True
+
+
+def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
+    for n, dtype in _SIZES:
+        da, h = _meta(8190, n, dtype=dtype), _meta(8190, 2 * n, dtype=dtype)
+        yield da, h, _meta(8190, dtype=torch.float32), _OFFS(), FORMATS[0], FORMATS[0]
+        yield da, h, None, None, FORMATS[1], FORMATS[0]
+
+
+def _weight_cases() -> Iterator[tuple[Any, ...]]:
+    for shape, dtype in (((8, 1024, 4096), torch.bfloat16), ((8, 1000, 4000), torch.float32)):
+        for wanted in ((True, True), (True, False), (False, True)):
+            yield _meta(*shape, dtype=dtype), FORMATS[0], *wanted
+
+
+@fp8_op(twin=reference.quantize_operand, cases=_quantize_cases)
+def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
+    """(rows, their scales, columns, their scales) of x."""
+    x = _rows(x, dtype)
+    rows, n = x.shape
+    if not x.numel() or _too_large(x):
+        return reference.quantize_operand(x, offs, dtype, row)
+    out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
+    launch(
+        device("operands").quantize_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        x, _ends(offs, x), *out, rows, n, _groups(offs), x.stride(0),
+        SHIFT=SHIFT[dtype], ROW=row, **_by_group(offs), **overlap(x.device), **QUANTIZE.pick(rows, (n,), x),
+    )  # fmt: skip
+    return out
+
+
+@fp8_op(
+    twin=reference.permute_operand,
+    cases=_permute_cases,
+    nbytes=lambda data, scale, index, offs, row=True, col=True: _permute_bytes(
+        data, index, row, col
+    ),
+)
+def permute_operand(
+    data: Tensor,
+    scale: Tensor,
+    index: Tensor | None,
+    offs: Tensor | None,
+    row: bool = True,
+    col: bool = True,
+) -> Four:
+    """(rows, their scales, columns, their scales) of rows index[r] of an operand; all of them, in order, without one."""
+    data = _rows(data, data.dtype)
+    tokens, n = data.shape
+    rows = tokens if index is None else len(index)
+    require(
+        scale.shape == (cdiv(n, BLOCK), tokens),
+        f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
+    )
+    if not data.numel() or not rows or not (row or col) or _too_large(data) or not data.is_contiguous():
+        return reference.permute_operand(data, scale, index, offs, row, col)
+    out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
+    launch(
+        device("operands").permute_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        data, scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
+        rows, tokens, n, _groups(offs), ROW=row, COL=col, INDEX=index is not None,
+        **_by_group(offs), **overlap(data.device), **PERMUTE.pick(rows, (n,), data),
+    )  # fmt: skip
+    return out
+
+
+@fp8_op(twin=reference.swiglu_operand, cases=_swiglu_cases)
+def swiglu_operand(
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool = True,
+    col: bool = False,
+) -> Four:
+    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
+    h = _rows(h, dtype)
+    rows, n = len(h), h.shape[1] // 2
+    if not h.numel() or not (row or col) or _too_large(h):
+        return reference.swiglu_operand(h, probs, offs, dtype, row, col)
+    out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
+    launch(
+        device("operands").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        h, _probs(probs, h), _ends(offs, h), *out, rows, n, _groups(offs), h.stride(0),
+        SHIFT=SHIFT[dtype], SCALED=probs is not None, ROW=row, COL=col,
+        **_by_group(offs), **overlap(h.device), **SWIGLU.pick(rows, (n,), h),
+    )  # fmt: skip
+    return out
+
+
+@fp8_op(twin=reference.dswiglu_operand, cases=_dswiglu_cases)
+def dswiglu_operand(
+    da: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    a_dtype: torch.dtype,
+    row: bool = True,
+    col: bool = True,
+    act: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs)."""
+    da, h = _rows(da, dtype), _rows(h, a_dtype)
+    rows, n = da.shape
+    require(h.shape == (rows, 2 * n), f"h is {tuple(h.shape)}, expected {(rows, 2 * n)}.")
+    if not h.numel() or n % BLOCK or _too_large(h):  # a square lies in one half
+        return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act)
+    out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
+    (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
+    partial = h.new_zeros(n // BLOCK if probs is not None else 0, rows, dtype=torch.float32)
+    launch(
+        device("operands").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        da, h, _probs(probs, h), _ends(offs, h), *out, a, a_scale, partial,
+        rows, n, _groups(offs), da.stride(0), h.stride(0),
+        SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], SCALED=probs is not None, ROW=row, COL=col, ACT=act,
+        **_by_group(offs), **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
+    )  # fmt: skip
+    dprobs = partial.sum(0) if probs is not None else partial.view(0)
+    return *out, a, a_scale, dprobs  # type: ignore[return-value]
+
+
+@fp8_op(
+    twin=reference.quantize_weight,
+    cases=_weight_cases,
+    nbytes=lambda w, dtype, row=True, col=True: tensor_bytes(w) + w.numel() * (row + col),
+)
+def quantize_weight(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> Four:
+    """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (E, N, K)"""
+    require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
+    groups, n, k = weight.shape
+    if not weight.numel() or max(n, k) >= 1 << 24 or n % 16 or not (row or col):
+        return reference.quantize_weight(weight, dtype, row, col)
+    weight = weight.contiguous()
+    blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
+    data = weight.new_empty((groups, n, k) if row else 0, dtype=dtype)
+    scale = weight.new_empty((groups, *blocks) if row else 0, dtype=torch.float32)
+    turned = weight.new_empty((groups, k, n) if col else 0, dtype=dtype)
+    turned_scale = weight.new_empty((groups, *blocks[::-1]) if col else 0, dtype=torch.float32)
+    launch(
+        device("operands").quantize_weight_kernel, (groups * blocks[0] * blocks[1],),
+        weight, data, scale, turned, turned_scale, n, k, SHIFT=SHIFT[dtype], ROW=row, COL=col,
+        ALIGN=16, **overlap(weight.device), **WEIGHT.pick(n, (k,), weight),
+    )  # fmt: skip
+    return data, scale, turned, turned_scale
+
+
+def _outputs(
+    like: Tensor,
+    rows: int,
+    n: int,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+    row: bool,
+    col: bool,
+) -> tuple[Four, int]:
+    """(rows, scales, columns, scales), and the number of blocks of tokens."""
+    blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + len(offs)
+    features = cdiv(n, BLOCK)
+    data = like.new_empty((rows, n) if row else 0, dtype=dtype)
+    scale = like.new_empty((features, rows) if row else 0, dtype=torch.float32)
+    columns = like.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
+    squares = like.new_empty((features, blocks) if col else 0, dtype=torch.float32)
+    return (data, scale, columns, squares), blocks
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, K).")
+    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    return as_rows(x)
+
+
+def _probs(probs: Tensor | None, h: Tensor) -> Tensor:
+    if probs is None:
+        return h
+    require(probs.shape == (len(h),), f"probs is {tuple(probs.shape)}, expected {(len(h),)}.")
+    return probs.to(torch.float32).contiguous()
+
+
+def _ends(offs: Tensor | None, x: Tensor) -> Tensor:
+    return x if offs is None else offs.contiguous()
+
+
+def _groups(offs: Tensor | None) -> int:
+    return 0 if offs is None else len(offs)
+
+
+def _by_group(offs: Tensor | None) -> dict[str, int | bool]:
+    return {"GROUPS": offs is not None, "BLOCK_E": tiles.pow2(_groups(offs), least=32)}
+
+
+def _too_large(x: Tensor) -> bool:
+    """Columns of a tile are 32 bits."""
+    return max(*x.shape, x.stride(0)) >= 1 << 24
+
+
+def _permute_bytes(data: Tensor, index: Tensor | None, row: bool, col: bool) -> int:
+    rows, n = len(data) if index is None else len(index), data.shape[1]
+    return n * (len(data) + rows * (row + col)) if index is not None else n * rows * (1 + row + col)

@@ -1,0 +1,124 @@
+"""FP8 operands: kernels equal their twins bit for bit, twins an oracle of numpy, and the shift of exponents is exact."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import SEEDS, VALUES, few, run, splits, tensor
+
+from fuseops.kernels import operands as k
+from fuseops.kernels import reference
+
+pytestmark = pytest.mark.usefixtures("kernels")
+FORMATS = st.sampled_from(k.FORMATS)
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+ROWS = st.sampled_from([1, 7, 127, 128, 130, 300])
+WIDTHS = st.sampled_from([8, 100, 128, 130, 256])
+
+
+def varied(shape, dtype, values="normal", seed=0, strided=False):
+    """Magnitudes that change from token to token and block to block: else a scale read from a wrong place passes."""
+    x = tensor(shape, dtype, values, seed, strided)
+    if values == "normal":
+        g = torch.Generator().manual_seed(seed)
+        x *= torch.exp2(torch.randint(-5, 6, (len(x), 1), generator=g).float()).to(dtype)
+        blocks = torch.exp2(torch.randint(-5, 6, (1, -(-x.shape[1] // 128)), generator=g).float())
+        x *= blocks.repeat_interleave(128, 1)[:, : x.shape[1]].to(dtype)
+    return x
+
+
+def same(got, want, end=None, rows=()):
+    """Equal codes and scales; those of rows up to `end`, behind which nothing is written."""
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.shape == w.shape and g.dtype == w.dtype
+        if i in rows and end is not None:
+            g, w = (t[:, :end] if t.dtype is torch.float32 else t[:end] for t in (g, w))
+        if g.dtype.itemsize == 1:
+            nan = w.float().isnan()
+            assert torch.equal(g.float().isnan(), nan)
+            assert torch.equal(g.float()[~nan], w.float()[~nan]), i
+        else:
+            assert torch.equal(g, w), i
+
+
+@given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, st.booleans(), st.sampled_from([0, 1, 3, 40]))
+@few
+def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
+    x = varied((rows, n), dtype, values, seed, strided=bool(seed % 2))
+    offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
+    want = reference.quantize_operand(x, offs, fmt, row)
+    end = rows if offs is None else int(offs[-1])
+    same(run(k.quantize_operand, x, offs, fmt, row), want, end, (0, 1))
+
+
+@given(ROWS, WIDTHS, FORMATS, SEEDS, st.sampled_from([(1, 1), (1, 0), (0, 1)]), st.booleans(), st.booleans())
+@few
+def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
+    grouped = grouped or by_index
+    data, _, scale, _ = reference.quantize_blocks(varied((tokens, n), torch.bfloat16, "normal", seed), fmt, 1, "row", True)
+    g = torch.Generator().manual_seed(seed)
+    rows = tokens if not by_index else tokens + seed % 150
+    index = torch.randint(0, tokens, (rows,), generator=g).int() if by_index else None
+    offs = splits(rows, 1 + seed % 4, seed, min(rows, seed % 3)) if grouped else None
+    row, col = map(bool, wanted)
+    want = reference.permute_operand(data, scale, index, offs, row, col)
+    end = rows if offs is None else int(offs[-1])
+    same(run(k.permute_operand, data, scale, index, offs, row, col), want, end, (0, 1))
+
+
+@given(ROWS, st.sampled_from([8, 128, 200, 256]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans())
+@few
+def test_swiglu(rows, n, dtype, fmt, seed, scaled, col):
+    h = tensor((rows, 2 * n), dtype, "normal", seed)
+    probs = torch.rand(rows) if scaled else None
+    offs = splits(rows, 3, seed, min(rows, seed % 3)) if seed % 2 else None
+    got = run(k.swiglu_operand, h, probs, offs, fmt, True, col)
+    want = reference.swiglu_operand(h, probs, offs, fmt, True, col)
+    close(got, want, fmt, rows if offs is None else int(offs[-1]))
+
+
+@given(ROWS, st.sampled_from([128, 256]), DTYPES, FORMATS, SEEDS, st.booleans())
+@few
+def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
+    da, h = tensor((rows, n), dtype, "normal", seed), tensor((rows, 2 * n), dtype, "normal", seed + 1)
+    probs = torch.rand(rows) if scaled else None
+    offs = splits(rows, 3, seed, min(rows, seed % 3)) if seed % 2 else None
+    end = rows if offs is None else int(offs[-1])
+    args = da, h, probs, offs, fmt, torch.float8_e4m3fn
+    got, want = run(k.dswiglu_operand, *args), reference.dswiglu_operand(*args)
+    close(got[:4], want[:4], fmt, end)
+    none = torch.empty(0)
+    close((none, none, *got[4:6]), (none, none, *want[4:6]), torch.float8_e4m3fn, end)
+    torch.testing.assert_close(got[6], want[6], rtol=1e-4, atol=1e-5 * n)
+
+
+def close(got, want, fmt, end):
+    """Equal values but for a last place of the activation: a code beside, and a scale beside where amax is on its edge."""
+    for codes, scales, columns in ((0, 1, False), (2, 3, True)):
+        if not want[codes].numel():
+            assert not got[codes].numel()
+            continue
+        mine, theirs = (values(t[codes], t[scales], columns) for t in (got, want))
+        if not columns:
+            mine, theirs = mine[:end], theirs[:end]
+        assert not mine.isnan().any()
+        assert (mine != theirs).float().mean() <= 0.02
+        step = 2.0 ** -(3 if fmt is torch.float8_e4m3fn else 2)
+        torch.testing.assert_close(mine, theirs, rtol=step, atol=step * 2.0**-5 * float(theirs.abs().amax() if theirs.numel() else 0))
+
+
+def values(codes, scales, columns):
+    """What codes stand for, written a second time."""
+    if columns:
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
+    else:
+        wide = scales.repeat_interleave(128, 0)[: codes.shape[1]].t()
+    return codes.float() * wide
+
+
+@given(st.sampled_from([(1, 16, 8), (2, 128, 128), (3, 144, 260), (2, 30, 40)]), DTYPES, VALUES, FORMATS, SEEDS, st.sampled_from([(1, 1), (1, 0), (0, 1)]))
+@few
+def test_weights(shape, dtype, values, fmt, seed, wanted):
+    w = tensor((shape[0] * shape[1], shape[2]), dtype, values, seed).view(shape)
+    row, col = map(bool, wanted)
+    same(run(k.quantize_weight, w, fmt, row, col), reference.quantize_weight(w, fmt, row, col))
