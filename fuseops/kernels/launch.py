@@ -22,7 +22,7 @@ from fuseops import torch_private
 from fuseops.kernels.plans import Again, planning
 from fuseops.kernels.recorder import Launch, Recorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
-from fuseops.kernels.triton_private import Launcher, launcher_of
+from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
 NUM_SMS_INTERPRETED = 3
 
@@ -66,9 +66,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
 def launched(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]
 ) -> Launcher | None:
-    """Launch.   -> what launches this variant of the kernel, if anything but Triton can"""
-    launch(kernel, grid, *args, **options)
-    return _bound.get(_key(kernel, tuple(args), options), (None, None))[1]
+    """Launch operands that are aligned.   -> what launches the kernel again, if anything but Triton can"""
+    compiled = launch(kernel, grid, *args, **options)
+    if compiled is None:
+        return None
+    return launcher_of(compiled, tuple(options[name] for name in kernel.arg_names[len(args) :]))
 
 
 _bound: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
@@ -81,7 +83,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
     if launcher is not None:
         again_of(launcher, grid, args)()
         return compiled
-    _enter_context()
+    enter_context()
     compiled = kernel[grid](*args, **options)
     if key[2] is not None and key not in _bound:
         constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
@@ -91,13 +93,6 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
 
 def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     return kernel, args[0].device.index, variant_of(args), *options, *options.values()
-
-
-def _enter_context() -> None:
-    """Encoding a descriptor takes a CUDA context, and autograd's threads begin without one. This call into CUDA gives
-    them theirs; Triton does so only when it loads or launches, which is later.
-    """
-    torch.cuda.is_current_stream_capturing()
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -156,7 +151,6 @@ def again_of(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -
             flat.append(arg.data_ptr())
         else:
             if arg.flat is None:
-                _enter_context()
                 arg.flat = launcher.encoded(arg, number)
             flat += arg.flat
             number += 1

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuseops.errors import FuseOpsError
+
 
 class Launch(NamedTuple):
     """One noted launch: what the ahead-of-time gate compiles."""
@@ -49,3 +51,13 @@ def noting(recorder: Recorder) -> Iterator[Recorder]:
         yield recorder
     finally:
         thread.recorder = outer
+
+
+class ReplayError(FuseOpsError):
+    """A launcher does more than allocate and launch, or depends on more than its operands."""
+
+
+def depends(on: str) -> None:
+    """Called by a launcher whose launches depend on something else than operands: they are not replayed."""
+    if thread.recorder is not None and thread.recorder.stands_for is not None:
+        raise ReplayError(f"it depends on {on}")

@@ -18,16 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError
-from fuseops.kernels.recorder import Launch, Recorder, noting
+from fuseops.kernels.recorder import Launch, Recorder, ReplayError, noting
+from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
 MOST_KINDS = 8  # of one op and shape of its first operand
 MOST_SHAPES = 4096
-
-
-class ReplayError(FuseOpsError):
-    """A launcher does more than allocate and launch."""
+NOT_REPLAYED = object()
+MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
 
 
 class Place(NamedTuple):
@@ -37,6 +35,46 @@ class Place(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class Described(NamedTuple):
+    """An operand of a launch that is a tensor descriptor of a place."""
+
+    place: Place
+    descriptor: Any
+
+    def over(self, t: Any) -> Any:
+        """The descriptor of another tensor, or address."""
+        d = self.descriptor
+        return type(d)(t, d.shape, d.strides, d.block_shape)
+
+
+class Address:
+    """What a descriptor is encoded from."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype, self.is_meta = address, dtype, False
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Encoded(dict[int, Any]):
+    """Tensor maps of one operand of a kernel, by address."""
+
+    def __init__(self, launcher: Launcher, number: int, described: Described, dtype: Any) -> None:
+        super().__init__()
+        self.launcher, self.number, self.described, self.dtype = launcher, number, described, dtype
+
+    def encode(self, address: int) -> list[Any]:
+        descriptor = self.described.over(Address(address, self.dtype))
+        return self.launcher.encoded(descriptor, self.number)
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MOST_KEPT:
+            self.clear()
+        found = self[address] = self.encode(address)[0]
+        return found
 
 
 class Allocation(NamedTuple):
@@ -75,7 +113,8 @@ class Replay:
         with torch.no_grad(), noting(recorder), stage:
             out = launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
         self.several = isinstance(out, tuple)
-        outputs = [stage.place(t) for t in (out if self.several else (out,))]
+        self.returns = out is not None  # an op may write to its operands alone
+        outputs = [stage.place(t) for t in (out if self.several else (out,) * self.returns)]
         self.allocations, self.outputs = _returned(stage.allocations, outputs, len(tensors))
         self.launch = recorder.launch
         self.programs = [
@@ -93,14 +132,14 @@ class Replay:
         )
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Allocate and launch.   -> what the launcher returns, or None where it has to run itself"""
+        """Allocate and launch.   -> what the launcher returns, or NOT_REPLAYED where it has to run itself"""
         given = self.tensors_of(args)
         pointers = [t.data_ptr() for t in given]
         bits = 0
         for pointer in pointers:
             bits |= pointer
         if bits % ALIGNED or self.programs is None:
-            return None
+            return NOT_REPLAYED
         if self.index >= 0 and self.index != torch_private.current_device():
             with torch.cuda.device(self.device):
                 return self(args)
@@ -110,26 +149,27 @@ class Replay:
         else:
             pointers += [t.data_ptr() for t in new]
             stream = self.stream_of(self.index)
-            for raw, grid, head, operands, numbers in self.ready:
-                raw(*grid, stream, *head, *operands((*pointers, *numbers)))
+            for raw, grid, head, operands, maps, numbers in self.ready:
+                if maps:
+                    encoded = [found[pointers[slot]] for slot, found in maps]
+                    raw(*grid, stream, *head, *operands((*pointers, *encoded, *numbers)))
+                else:
+                    raw(*grid, stream, *head, *operands((*pointers, *numbers)))
         made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
-        return tuple(made) if self.several else made[0]
+        return tuple(made) if self.several else made[0] if self.returns else None
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
         launchers = []
         for kernel, grid, args, options in self.programs:  # type: ignore[union-attr]
-            given = [_view(tensors, a) if type(a) is Place else a for a in args]
+            given = [_argument(a, tensors) for a in args]
             launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
         if None in launchers or not launchers:
             return
         ready = []
         for launcher, (_, grid, args, _) in zip(launchers, self.programs, strict=True):  # type: ignore[arg-type]
-            numbers = [a for a in args if type(a) is not Place] + [*launcher.constants]
-            behind = iter(range(len(tensors), len(tensors) + len(numbers)))
-            order = [a.slot if type(a) is Place else next(behind) for a in args]
-            operands = _getter([*order, *behind])
-            ready.append((launcher.raw, (*grid, 1, 1)[:3], launcher.head, operands, numbers))
+            fixed = launcher.raw, (*grid, 1, 1)[:3], launcher.head
+            ready.append((*fixed, *_flat(launcher, args, tensors)))
         self.stream_of, self.hooks = launchers[0].stream_of, launchers[0].hooks.launch_enter_hook
         self.ready = ready
 
@@ -170,6 +210,9 @@ class _Stage(TorchDispatchMode):
             if place.offset:
                 raise ReplayError("a launch begins in the middle of a tensor")
             return place
+        if hasattr(value, "block_shape"):
+            base = value.base if isinstance(value.base, Tensor) else value.base.rehearsed
+            return Described(self.operand(base), value)
         if type(value) not in (int, float):
             raise ReplayError(f"a launch takes a {type(value).__name__}")
         return value
@@ -204,6 +247,41 @@ def _view(tensors: Sequence[Tensor], place: Place) -> Tensor:
     if t.shape == place.shape and t.stride() == place.strides:
         return t
     return torch.as_strided(t, place.shape, place.strides, t.storage_offset() + place.offset)
+
+
+def _argument(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """An operand of a launch, as the launcher gives it."""
+    if type(value) is Place:
+        return _view(tensors, value)
+    return value.over(_view(tensors, value.place)) if type(value) is Described else value
+
+
+def _flat(launcher: Launcher, args: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """How the operands of a launch come from (*pointers, *tensor maps, *numbers), the maps, and the numbers."""
+    places: list[tuple[str, int]] = []
+    maps: list[tuple[int, Encoded]] = []
+    numbers: list[Any] = []
+
+    def number(value: Any) -> None:
+        places.append(("number", len(numbers)))
+        numbers.append(value)
+
+    for value in args:
+        if type(value) is Place:
+            places.append(("pointer", value.slot))
+        elif type(value) is Described:
+            t = tensors[value.place.slot]
+            found = Encoded(launcher, len(maps), value, t.dtype)
+            places.append(("map", len(maps)))
+            maps.append((value.place.slot, found))
+            for rest in found.encode(t.data_ptr())[1:]:
+                number(rest)
+        else:
+            number(value)
+    for constant in launcher.constants:
+        number(constant)
+    begin = {"pointer": 0, "map": len(tensors), "number": len(tensors) + len(maps)}
+    return _getter([begin[what] + k for what, k in places]), maps, numbers
 
 
 def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

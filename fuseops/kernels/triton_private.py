@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 VERSION = "3.6."  # whose launcher takes its arguments in this order
 
 
@@ -51,8 +53,16 @@ class Launcher:
         """The operands that the kernel's descriptor of this number becomes."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
+        enter_context()
         found: list[Any] = make_tensordesc_arg(descriptor, self.metas[number])
         return found
+
+
+def enter_context() -> None:
+    """Encoding a descriptor takes a CUDA context, and autograd's threads begin without one. This call into CUDA gives
+    them theirs; Triton does so only when it loads or launches, which is later.
+    """
+    torch.cuda.is_current_stream_capturing()
 
 
 def launcher_of(compiled: Any, constants: tuple[Any, ...]) -> Launcher | None:
