@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.ops import names as naming
 from fuseops.ops import scopes
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import Case, Split, chains, filled, group_splits, row_counts, widths
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
-from fuseops.fusions.fused.bias_act import BiasAct
-from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.rules.fused.bias_act import BiasAct
+from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
 

@@ -4,7 +4,7 @@ Level 1: only `fwd`; its backward is autograd over `fwd`, its saved tensors are 
 Level 2: `Saved`, `saves_for` and `bwd` by hand.
 Level 3: a method that names a `call` parameter gets the frozen record of the plan.
 
-Everything else (autograd, fusion, offload, compile, explain) is written once, in `fuseops.fusions`.
+Everything else (autograd, fusion, offload, compile, explain) is written once, elsewhere.
 """
 
 import inspect
@@ -372,15 +372,15 @@ class FusedOp:
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
-    """Bound by `fuseops.fusions` (imports point down only, and the planner lives above)."""
+    """Bound by `fuseops.run` (imports point down only, and the planner lives above)."""
     raise NotImplementedError("import fuseops before calling an op")
