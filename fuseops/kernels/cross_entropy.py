@@ -1,4 +1,7 @@
-"""Cross entropy of a linear layer's logits, which are never whole in memory: chunks of rows, one after the other.
+"""Cross entropy of a linear layer's logits, which are never whole in memory.
+
+Chunks are of rows where the loss is made, which needs all logits of a row. Where the gradients are made later, from
+lse, they are of classes: the weight's gradient is written once, and it is dx, a smaller sum, that chunks are added to.
 
 Maths, of the logits l = f(x W^T + b) of a row with target t, where f caps and divides:
     raw -> soft_cap tanh(raw / soft_cap) (if soft_cap) -> / temperature
@@ -6,12 +9,13 @@ Maths, of the logits l = f(x W^T + b) of a row with target t, where f caps and d
     loss = -(1 - smoothing) w_t logp + smoothing / V sum_c w_c (lse - l_c) + z_loss lse^2
 and 0 for a target of `ignore_index`; NaN for one outside of the vocabulary (nothing is read on the host). w are the
 class weights, 1 without. The gradient of the logits takes their place in the chunk, in their dtype; lse and p are taken
-from the same logits, in float32. The weight's gradient is a float32 sum over the chunks, unrounded.
+from the same logits, in float32. Sums over chunks are float32.
 Shapes: x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,); row results (N,) float32, dx (N, D)
-in the dtype of x, dweight (V, D) and dbias (V,) float32. What nobody needs is empty.
+in the dtype of x, dweight (V, D) in that of the weight or an unrounded float32 sum (`_grads`), dbias (V,) float32. What
+nobody needs is empty.
 Cost: 2 N D V operations forward, 6 in `linear_cross_entropy_bwd` (it makes the logits again), 6 in
 `linear_cross_entropy_grads`, which is forward and backward at once.
-Hardware: sm_80 and later; the GEMMs are cuBLAS's, the sum of dweight is `grouped_wgrad_into`.
+Hardware: sm_80 and later; the GEMMs are cuBLAS's.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
-from fuseops.kernels.grouped import grouped_wgrad_into
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
 from fuseops.kernels.registry import kernel_op
@@ -36,8 +39,8 @@ LINE = 64  # rows of logits begin at multiples of so many elements, as tensor de
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Eight elements a thread: with more, registers spill on sm_120."""
-    sizes = ((4096, 16), (2048, 8), (8192, 32))
+    """Eight elements a thread: with more, or with more warps, registers spill."""
+    sizes = ((4096, 16), (2048, 8))
     return [
         {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
         for block, warps in sizes
@@ -110,7 +113,7 @@ def linear_cross_entropy_fwd(
     _check(x, weight, bias, targets, class_weights)
     rows = _row_results(x)
     total = _total(class_weights, x)
-    for s, logits in _logits(x, weight, bias, chunk_bytes):
+    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
         _launch(
             logits,
             targets[s],
@@ -152,25 +155,33 @@ def linear_cross_entropy_bwd(
     """
     _check(x, weight, bias, targets, class_weights)
     require(len(grads) in (1, 4), f"got {len(grads)} gradients, expected that of loss or all four.")
+    rows = [lse, lse, lse, expected]  # loss and logp are not written
     grads = [g.to(lse.dtype).contiguous() for g in grads]
-    sums = _Sums(x, weight, needs, main_grad)
+    dx, dweight = _empty(x, needs[0], torch.float32), _empty(weight, needs[1], weight.dtype)
+    dbias = _empty(weight[:, 0], needs[2], torch.float32)
     total = _total(class_weights, x)
-    for s, logits in _logits(x, weight, bias, chunk_bytes):
-        rows = [lse[s], lse[s], lse[s], expected[s]]  # loss and logp are not written
-        given = [g[s] for g in grads]
+    for s, logits in _class_chunks(x, weight, bias, chunk_bytes):
         _launch(
             logits,
-            targets[s],
+            targets,
             class_weights,
             total,
             rows,
-            given,
+            grads,
             options,
             ignore_index,
-            statistics=False,
+            s.start,
+            len(weight),
         )
-        sums.add(s, logits)
-    return sums.results(main_grad is None)
+        if needs[0]:
+            _add_product(dx, logits, weight[s], first=s.start == 0)
+        if needs[1] and main_grad is not None:
+            _add_product(main_grad[s], logits.t(), x)
+        elif needs[1]:
+            torch.mm(logits.t(), x, out=dweight[s])
+        if needs[2]:
+            dbias[s] = bias_bwd(logits)
+    return dx.to(x.dtype), dweight if main_grad is None else x.new_empty(0), dbias
 
 
 @kernel_op(twin=reference.linear_cross_entropy_grads, flops=_flops(3), cases=_cases_grads)
@@ -189,46 +200,32 @@ def linear_cross_entropy_grads(
     """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
     _check(x, weight, bias, targets, class_weights)
     rows, dloss = _row_results(x), dloss.float().contiguous()
-    sums = _Sums(x, weight, needs, None)
+    dx, dweight = _empty(x, needs[0], x.dtype), _empty(weight, needs[1], torch.float32)
+    dbias = torch.zeros(len(weight) if needs[2] else 0, dtype=torch.float32, device=x.device)
     total = _total(class_weights, x)
-    for s, logits in _logits(x, weight, bias, chunk_bytes):
+    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
         mine = [r[s] for r in rows]
         _launch(logits, targets[s], class_weights, total, mine, [dloss[s]], options, ignore_index)
-        sums.add(s, logits)
-    return rows[0], *sums.results(True)
+        if needs[0]:
+            torch.mm(logits, weight, out=dx[s])
+        if needs[1]:
+            _add_product(dweight, logits.t(), x[s], first=s.start == 0)
+        if needs[2]:
+            dbias += bias_bwd(logits)
+    return rows[0], dx, dweight, dbias
 
 
-class _Sums:
-    """The gradients, while chunk after chunk is added to them."""
+def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape if wanted else (0,), dtype=dtype, device=like.device)
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, needs: Sequence[bool], main_grad: Tensor | None
-    ) -> None:
-        self.x, self.weight, self.needs = x, weight, needs
-        self.dx = torch.empty(x.shape if needs[0] else (0,), dtype=x.dtype, device=x.device)
-        shape = (1, *weight.shape) if needs[1] else (0,)
-        self.adds = main_grad is not None
-        self.dweight = (
-            torch.empty(shape, dtype=torch.float32, device=x.device)
-            if main_grad is None
-            else main_grad[None]
-        )
-        self.dbias = torch.zeros(len(weight) if needs[2] else 0, device=x.device)
 
-    def add(self, s: slice, dlogits: Tensor) -> None:
-        if self.needs[0]:
-            torch.mm(dlogits, self.weight, out=self.dx[s])
-        if self.needs[1]:
-            ends = torch.full((1,), len(dlogits), dtype=torch.int32, device=dlogits.device)
-            grouped_wgrad_into(self.dweight, dlogits, self.x[s], ends, None, self.adds)
-            self.adds = True
-        if self.needs[2]:
-            self.dbias += bias_bwd(dlogits)
-
-    def results(self, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """own: whether dweight is a result, not a buffer of the caller."""
-        dweight = self.dweight.view(self.weight.shape) if own and self.needs[1] else self.dbias[:0]
-        return self.dx, dweight, self.dbias
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total (float32) += a b, or = of the first: in one pass, without a rounding between."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
+    else:
+        product = torch.mm(a.to(total.dtype), b.to(total.dtype))
+        total.copy_(product) if first else total.add_(product)
 
 
 def _check(
@@ -259,23 +256,32 @@ def _total(class_weights: Tensor | None, x: Tensor) -> Tensor:
     return x if class_weights is None else class_weights.sum(dtype=torch.float32).view(1)
 
 
-def _logits(
+def _row_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits as the GEMM stores them), chunk after chunk in one buffer."""
-    vocab = len(weight)
-    line = cdiv(vocab, LINE) * LINE
-    buffer = x.new_empty(0)
-    for s in row_chunks(len(x), line, x.itemsize, chunk_bytes):
-        rows = s.stop - s.start
-        if not buffer.numel():
-            buffer = x.new_empty(rows, line)
-        logits = buffer[:rows, :vocab]
-        if bias is None:
-            torch.mm(x[s], weight.t(), out=logits)
-        else:
-            torch.addmm(bias.to(x.dtype), x[s], weight.t(), out=logits)
-        yield s, logits
+    """(rows, all of their logits as the GEMM stores them), chunk after chunk in one buffer."""
+    line = cdiv(len(weight), LINE) * LINE
+    chunks = list(row_chunks(len(x), line, x.itemsize, chunk_bytes))
+    buffer = x.new_empty(chunks[0].stop, line)
+    for s in chunks:
+        yield s, _product(x[s], weight, bias, buffer[: s.stop - s.start, : len(weight)])
+
+
+def _class_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(classes, their logits of all rows), chunk after chunk in one buffer."""
+    chunks = list(row_chunks(len(weight), len(x), x.itemsize, chunk_bytes))
+    buffer = x.new_empty(len(x), cdiv(chunks[0].stop, LINE) * LINE)
+    for s in chunks:
+        part = None if bias is None else bias[s]
+        yield s, _product(x, weight[s], part, buffer[:, : s.stop - s.start])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
 
 
 def _launch(
@@ -287,10 +293,11 @@ def _launch(
     grads: Sequence[Tensor],
     options: Sequence[float],
     ignore_index: int,
-    statistics: bool = True,
+    first: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """rows: loss, lse, logp and expected, written or (with `statistics` False) read."""
-    loss, vocab = Loss(*options), logits.shape[1]
+    """rows: loss, lse, logp and expected, written; read where the logits are those from `first` on of a `vocab`."""
+    loss, width = Loss(*options), logits.shape[1]
     loss_rows, lse, logp, expected = rows
     dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
     weights = lse if class_weights is None else class_weights.contiguous()
@@ -298,8 +305,8 @@ def _launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
         logits, targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
-        vocab, logits.stride(0), ignore_index, *map(float, loss),
+        first, width, vocab or width, logits.stride(0), ignore_index, *map(float, loss),
         WEIGHTED=class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
-        STATISTICS=statistics, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
-        **SPACE.pick(len(logits), (vocab,), logits),
+        STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
+        **SPACE.pick(len(logits), (width,), logits),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +216,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             return torch.ones_like(counts)
         if class_weights is None:
             return counts / counts.sum()
-        known = targets.clamp(0, self.vocab_size - 1)
+        known = targets.clamp(0, len(class_weights) - 1)
         return counts / (counts * class_weights[known].to(dtype)).sum()
 
     # --- backward
@@ -248,7 +249,12 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             else:
                 params[name] = _times(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
         dx = _times(saved.dx, dy, saved.dx.dtype) if "x" in call.needs else None  # type: ignore[arg-type, union-attr]
-        return Grads(dx, params)
+        return self._by_owner(dx, params)
+
+    def _by_owner(self, dx: Tensor | None, found: dict[str, Tensor | None]) -> Grads:
+        """The gradients, of tensors that the caller gave apart from those of own parameters."""
+        given = {name: t for name, t in found.items() if name in self.reads}
+        return Grads(dx, {n: t for n, t in found.items() if n not in given}, given)
 
     def _made(
         self,
@@ -286,10 +292,10 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             main_grad,  # type: ignore[arg-type]
         )
         params = {
-            "weight": dw.to(saved.weight.dtype) if needs[1] and main_grad is None else None,  # type: ignore[union-attr]
+            "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
         }
-        return Grads(dx.view(x.shape) if needs[0] else None, params)  # type: ignore[union-attr]
+        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)  # type: ignore[union-attr]
 
 
 DEFAULTS = {
@@ -343,3 +349,54 @@ def _check_options(
     for bad, said in wrong:
         if bad:
             raise FuseOpsError(f"LinearCrossEntropy got {said}.")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    publishes: tuple[str, ...] = (),
+    gradients: str | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Any:
+    """`LinearCrossEntropy` on a given weight, such as that of an `lm_head` or of a tied embedding.
+
+    Arguments as of `torch.nn.functional.linear_cross_entropy`: input (..., D), linear_weight (V, D), target (...)
+    int64, linear_bias (V,), weight (V,); the others as of the op. -> the loss, with `publishes` a tuple of it and those
+    Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
+    """
+    options = (
+        *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
+        *(tuple(publishes), gradients, chunk_bytes),
+    )
+    given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
+    side = {name: t for name, t in given.items() if t is not None}
+    return _on_given(tuple(side), options)(input, targets=target, **side)
+
+
+class _OnGivenWeight(LinearCrossEntropy):
+    """The same of tensors that come from the caller, as side inputs of these names."""
+
+    def __init__(self, names: tuple[str, ...], options: tuple[Any, ...]) -> None:
+        Op.__init__(self)
+        self._set_options(*options)
+        self.reads = ("targets", *names)
+        self.weight = self.bias = self.class_weights = None  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        return f"given {', '.join(self.reads)}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return shape[:-1] if self.reduction == "none" else ()
+
+
+_on_given = functools.cache(_OnGivenWeight)

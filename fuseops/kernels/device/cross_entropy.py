@@ -13,17 +13,18 @@ def _final(logits, soft_cap, temperature, CAPPED: tl.constexpr):
     return logits / temperature
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "first"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, class_weights_ptr, total_ptr,
     loss_ptr, lse_ptr, logp_ptr, expected_ptr, dloss_ptr, dlse_ptr, dlogp_ptr, dexpected_ptr,
-    V, stride, ignore_index, smoothing, z_loss, soft_cap, temperature,
+    first, width, V, stride, ignore_index, smoothing, z_loss, soft_cap, temperature,
     WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a row (two passes become one read where the row stays in the cache), then its gradient in place.
+    """Statistics of a row, then its gradient in place, which reads it once more, from the cache if it fits.
 
+    Of V classes the logits are those of `width` from `first` on; statistics need all of them.
     OTHERS: gradients of lse, logp and expected are given too.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -38,15 +39,15 @@ def cross_entropy_kernel(
     if WEIGHTED:
         weight = tl.load(class_weights_ptr + at).to(tl.float32)
         total = tl.load(total_ptr)
-    chosen = _final(tl.load(logits_ptr + at), soft_cap, temperature, CAPPED)
 
     if STATISTICS:
+        chosen = _final(tl.load(logits_ptr + at), soft_cap, temperature, CAPPED)
         most = -float("inf")
         scale = 0.0
-        first = 0.0
+        moment = 0.0
         smooth = 0.0
-        for start in range(0, V, BLOCK):
-            mask = start + cols < V
+        for start in range(0, width, BLOCK):
+            mask = start + cols < width
             raw = tl.load(logits_ptr + start + cols, mask=mask, other=-float("inf"))
             logits = _final(raw, soft_cap, temperature, CAPPED)
             logits = tl.where(mask, logits, -float("inf"))
@@ -55,7 +56,7 @@ def cross_entropy_kernel(
             p = tl.exp(logits - shift)
             rest = tl.where(most == -float("inf"), 0.0, tl.exp(most - shift))
             scale = scale * rest + tl.sum(p, axis=0)
-            first = first * rest + tl.sum(tl.where(p > 0, p * logits, p * 0.0), axis=0)
+            moment = moment * rest + tl.sum(tl.where(p > 0, p * logits, p * 0.0), axis=0)
             if SMOOTHED:
                 if WEIGHTED:
                     logits *= tl.load(class_weights_ptr + start + cols, mask=mask, other=0.0).to(
@@ -64,7 +65,7 @@ def cross_entropy_kernel(
                 smooth += tl.sum(tl.where(mask, logits, 0.0), axis=0)
             most = new
         lse = tl.where(most == -float("inf"), most, most + tl.log(scale))
-        expected = first / scale
+        expected = moment / scale
         logp = chosen - lse
         loss = -(1 - smoothing) * weight * logp + z_loss * lse * lse
         if SMOOTHED:
@@ -92,8 +93,8 @@ def cross_entropy_kernel(
             every += tl.load(dlse_ptr + row) - dlogp
             hard -= dlogp
             dexpected = tl.load(dexpected_ptr + row)
-        for start in range(0, V, BLOCK):
-            mask = start + cols < V
+        for start in range(0, width, BLOCK):
+            mask = start + cols < width
             raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
             logits = _final(raw, soft_cap, temperature, CAPPED)
             p = tl.exp(logits - lse)
@@ -104,12 +105,12 @@ def cross_entropy_kernel(
                 d = p * every
             if SMOOTHED:
                 if WEIGHTED:
-                    d -= each * tl.load(class_weights_ptr + start + cols, mask=mask, other=0.0).to(
-                        tl.float32
-                    )
+                    d -= each * tl.load(
+                        class_weights_ptr + first + start + cols, mask=mask, other=0.0
+                    ).to(tl.float32)
                 else:
                     d -= each
-            d = tl.where(start + cols == at, d - hard, d)
+            d = tl.where(first + start + cols == at, d - hard, d)
             if CAPPED:
                 tanh = logits * (temperature / soft_cap)
                 d *= 1 - tanh * tanh

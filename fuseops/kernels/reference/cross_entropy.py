@@ -70,6 +70,27 @@ def linear_cross_entropy_bwd(
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) from the gradients of the row results: see the kernel."""
+    args = x, weight, bias, targets, class_weights, lse, expected, grads, options
+    dx, dweight, dbias = _gradients(*args, ignore_index, chunk_bytes, needs, main_grad)
+    return dx, dweight.to(weight.dtype) if main_grad is None else x.new_empty(0), dbias
+
+
+def _gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    lse: Tensor,
+    expected: Tensor,
+    grads: Sequence[Tensor],
+    options: Sequence[float],
+    ignore_index: int,
+    chunk_bytes: int,
+    needs: Sequence[bool],
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the sums of dweight (or main_grad, with them added) and dbias unrounded."""
     dtype = accumulator(x.dtype)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
     dweight = main_grad if main_grad is not None else _zeros(weight, dtype, needs[1])
@@ -91,7 +112,7 @@ def linear_cross_entropy_bwd(
             dweight += (wide(dlogits).t() @ wide(x[s])).to(dweight.dtype)
         if needs[2]:
             dbias += wide(dlogits).sum(0)
-    return dx, dweight if main_grad is None else x.new_empty(0, dtype=dtype), dbias
+    return dx, dweight, dbias
 
 
 def linear_cross_entropy_grads(
@@ -111,8 +132,7 @@ def linear_cross_entropy_grads(
     ends = options, ignore_index, chunk_bytes
     loss, lse, _, expected = linear_cross_entropy_fwd(*args, *ends)
     with torch.no_grad():
-        found = linear_cross_entropy_bwd(*args, lse, expected, [dloss], *ends, needs)
-    return loss, *found
+        return loss, *_gradients(*args, lse, expected, [dloss], *ends, needs)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
