@@ -35,7 +35,7 @@ def cross_entropy_kernel(
     outside = counts & ((target < 0) | (target >= V))
     at = tl.where(counts & (target >= 0) & (target < V), target, 0)
     weight = 1.0
-    total = V.to(tl.float32)
+    total = 1.0 * V
     if WEIGHTED:
         weight = tl.load(class_weights_ptr + at).to(tl.float32)
         total = tl.load(total_ptr)
