@@ -104,8 +104,10 @@ _RUNS = {"call": "is called through its own __call__", "plain": "runs as plain t
 
 
 def _notes_of(plan: RunPlan) -> Iterator[str]:
-    if plan.forward and all(s.note == "reference" for s in plan.forward):
+    notes = [s.note.partition("; ") for s in plan.forward]
+    if notes and all(why == "reference" for why, _, _ in notes):
         yield "fuseops.reference(): every op runs as plain torch, and no rule is tried"
+        yield from dict.fromkeys(ignored for _, _, ignored in notes if ignored)
         return
     for span in plan.forward:
         if span.kind in _RUNS and span.note != "alias":

@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     strict: frozenset[str] | bool = False  # True: every rule; names: those rules
     rules: tuple[Any, ...] = ()  # user rules, tried before the built-in ones
     recipe: Any = None
+    strict_recipe: bool = False  # an op that would ignore the recipe raises
     reference: bool = False
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`
 

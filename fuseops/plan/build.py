@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
-from fuseops.recipes import Format, Roles
+from fuseops.recipes import HIGH, ROW, Format, Roles
 
 from .chain import Chain, outside_reads
 from .cover import Candidate, Cover
@@ -308,18 +308,20 @@ class _Builder:
     def _roles(self, i: int) -> Roles:
         op, recipe = self.ops[i], self.facts.settings.recipe
         if recipe is None or op.granularity is None or self.facts.modes[i]:
-            return Roles()
+            return HIGH
         roles: Roles = recipe.roles(op.granularity)
-        return roles
+        return HIGH if roles == HIGH else roles
 
     def _format(self, i: int, role: Literal["input", "grad_output"]) -> Format | None:
         """What an operand of op i is quantized to before the op runs."""
         op, needs, backward = self.ops[i], self.needs[i], role == "grad_output"
-        form: Format | None = getattr(self._roles(i), role)
+        roles = self._roles(i)
+        form: Format | None = getattr(roles, role)
         if form is None or (backward and not needs):
             return None
         high = backward and not needs.isdisjoint(("bias", "probs"))
-        form = replace(form, layouts=op.layouts(role, needs), high=high)
+        layouts = op.layouts(role, needs) if roles.columns else frozenset({ROW})
+        form = replace(form, layouts=layouts, high=high)
         direction = "backward" if backward else "forward"
         self.edges.append(Edge(self.names[i], direction, str(form), "quantize step"))
         return form

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
-from fuseops.rules.rule import Conditions, Match, Place, Rule, match
+from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
 
 from .chain import Chain, Sides
 from .records import Miss
@@ -165,6 +165,25 @@ def _clash(writes: Sequence[Sides]) -> Reason:
     keywords = [keyword for pairs in writes for keyword, _ in pairs]
     twice = next((keyword for keyword in keywords if keywords.count(keyword) > 1), None)
     return None if twice is None else f"two of its ops publish {twice!r}"
+
+
+def in_precision(
+    scanned: Scan, ops: Sequence[Op[Any]], reasons: Sequence[Reason], settings: Settings
+) -> tuple[Reason, ...]:
+    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one."""
+    recipe = settings.recipe
+    if recipe is None:
+        return tuple(reasons)
+    answers = []
+    for c, reason in zip(scanned.candidates, reasons, strict=True):
+        members = ops[c.start : c.stop]
+        if reason is None and any(op.granularity is not None for op in members):
+            takes = getattr(c.rule.build(*members), "recipes", False)
+            reason = require(
+                takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
+            )
+        answers.append(reason)
+    return tuple(answers)
 
 
 def _delayed(ops: Sequence[Op[Any]]) -> Reason:

@@ -23,14 +23,14 @@ from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.rules.fused.norm_linear import NormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
-from .conditions import act_widths, no_recipe, one_bias, same_groups, same_top_k, two_axes
+from .conditions import act_widths, one_bias, same_groups, same_top_k, two_axes
 from .rule import Rule, maybe
 
 SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
 PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | ReLU | SiLU | GELU
 ACTS = SiLU | GELU | ReLU | SReLU  # of one kernel that also sums dbias
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
-FIT = (same_groups, act_widths, no_recipe)
+FIT = (same_groups, act_widths)
 
 # fmt: off
 JOINT = (
@@ -39,7 +39,7 @@ JOINT = (
 )
 FORWARD = (
     Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
-    Rule("norm_linear", (RMSNorm, Linear),                            NormLinear, "forward", (no_recipe,)),
+    Rule("norm_linear", (RMSNorm, Linear),                            NormLinear, "forward"),
 )
 BACKWARD = (
     Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),

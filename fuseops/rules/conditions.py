@@ -37,12 +37,6 @@ def expert_ops(ops: Ops) -> Ops:
     return tuple(op for op in ops if not isinstance(op, Permute | Combine))
 
 
-def no_recipe(ops: Ops, c: Conditions) -> str | None:
-    return require(
-        c.recipe is None, f"runs in high precision only, the recipe is {type(c.recipe).__name__}"
-    )
-
-
 def two_axes(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(c.shape) == 2, f"x has {len(c.shape)} axes, the fused op takes (rows, width)"

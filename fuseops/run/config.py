@@ -157,9 +157,12 @@ def rules(*extra: Rule) -> AbstractContextManager[None]:
     return scopes.scope(_override(rules=extra))
 
 
-def recipe(value: Recipe | None) -> AbstractContextManager[None]:
-    """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside."""
-    return scopes.scope(_override(recipe=value))
+def recipe(value: Recipe | None, *, strict: bool = False) -> AbstractContextManager[None]:
+    """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
+
+    strict: an op that would ignore it (it works on DTensors, or under `fo.reference()`) raises FusionMissError.
+    """
+    return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
 
 
 def reference() -> AbstractContextManager[None]:

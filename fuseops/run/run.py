@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape, numel
@@ -23,7 +23,15 @@ from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.chain import Chain
-from fuseops.plan.cover import Scan, check_names, check_strict, choose, reasons_against, scan
+from fuseops.plan.cover import (
+    Scan,
+    check_names,
+    check_strict,
+    choose,
+    in_precision,
+    reasons_against,
+    scan,
+)
 from fuseops.plan.facts import Facts, needs_of
 from fuseops.plan.key import Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
@@ -78,6 +86,7 @@ class Run:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
+            reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
             misses = choose(entry.scan, reasons, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
@@ -148,6 +157,7 @@ class Run:
         check_dtype(self.ops, self.names, key.dtype)
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
+        modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
         facts = Facts(
             settings=settings,
             x_needs=key.x_needs,
@@ -194,11 +204,25 @@ class Run:
             return "plain", "level-1 op under torch.compile"
         return ("plain", "alias") if op.alias else ("", "")
 
+    def _heeded(self, i: int, mode: str, note: str, settings: Settings) -> tuple[str, str]:
+        """The mode of op i and its note, which says so where the recipe is not heeded.
+
+        Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
+        """
+        op, recipe = self.ops[i], settings.recipe
+        if recipe is None or mode != "plain" or op.granularity is None:
+            return mode, note
+        ignored = f"the recipe {type(recipe).__name__} is ignored"
+        if settings.strict is True or settings.strict_recipe:
+            raise FusionMissError(f"op {self.names[i]!r} ({type(op).__name__}): {note}; {ignored}.")
+        return mode, f"{note}; {ignored}"
+
     def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry, given the outcome of its conditions, from the cache or new."""
         answers = tuple(reason is None for reason in reasons)
         if answers in entry.plans:
             return entry.plans[answers]
+        reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
         plan = build(self.chain, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
         entry.plans[answers] = plan

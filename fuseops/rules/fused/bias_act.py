@@ -12,6 +12,8 @@ from fuseops.ops.op import Call, FusedOp, Grads
 class BiasAct(FusedOp):
     """dx = dy * act'(h), dbias = sum of dx, where h is the activation's saved input (the bias is already in it)."""
 
+    recipes = True
+
     def bwd(
         self,
         saved: tuple[Any, ...],

@@ -14,12 +14,14 @@ from fuseops.ops.op import Call, FusedOp, Out
 class LinearAct(FusedOp):
     """y = act(x W^T + b), b of the Linear or of a Bias.   Forward only; saves what its members save."""
 
+    recipes = True
+
     def fwd(self, x: Any, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
         act: Any = self.members[-1]
         weight = t[0]["weight"]
         bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]
         h = linear(x, weight, bias, calls[0])
-        saved: list[Any] = [LinearSaved(saved_operand(x), weight), ActivationSaved(h)]
+        saved: list[Any] = [LinearSaved(saved_operand(x, calls[0]), weight), ActivationSaved(h)]
         if len(t) == 3:
             saved.insert(1, BiasSaved())
         return Out(K.act_fwd(h, act.kind), tuple(saved))
