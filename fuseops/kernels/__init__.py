@@ -7,7 +7,8 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
                     router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
-    all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
+    all of them     registry (`@kernel_op`), launch, plans (kept launches), replay (of a launcher whose operands come
+                    again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 """
