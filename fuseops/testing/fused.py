@@ -12,6 +12,7 @@ from fuseops.fusions.sequential import Sequential
 from fuseops.fusions.sides import check_module
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.ops.paths import walk
 
 from .compare import Difference, difference, last_place, tolerance
 from .step import Fired, Step, training_step
@@ -71,7 +72,7 @@ def bisect(
 def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
     """Disable the rules that `which` picks, module by module: a rule may belong to one of them."""
     before = {}
-    for module in model.modules():
+    for _, module in walk(model):
         if isinstance(module, Sequential | Op):
             token = module.__dict__.get("_settings", 0)
             known = scopes.resolve(scopes.process.token, token, scopes.current().token).rules

@@ -20,7 +20,7 @@ from fuseops.fusions.run import Run
 from fuseops.fusions.runner import Composed, runner_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import prefix_of
+from fuseops.ops.paths import prefix_of, walk
 
 from .saved import Where
 
@@ -69,7 +69,7 @@ class Observer:
         self._thread = threading.get_ident()
         self._owners = {
             id(piece.ops[0]): module
-            for module in root.modules()
+            for _, module in walk(root)
             if isinstance(module, Composed)
             for _, piece in runner_of(module).pieces
             if isinstance(piece, Run)
