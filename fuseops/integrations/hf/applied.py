@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import LENT
 
 from . import experts, lent, mlp, norm, recognise, router
 from .report import Entry, Report
@@ -71,7 +72,7 @@ def _bind(module: nn.Module, part: Part, stand_in: nn.Module) -> None:
 def _unbind(module: nn.Module) -> None:
     if bound(module):
         del module.__dict__["forward"]
-    module.__dict__.pop(lent.LENT, None)
+    module.__dict__.pop(LENT, None)
 
 
 def bound(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fuseops import ops
 from fuseops.fusions.sequential import Sequential
+from fuseops.ops.paths import LENT
 from fuseops.torch_private import assume_constant_result
 
 from . import lent, recognise
@@ -56,7 +57,7 @@ def forward(
     """
     if torch.compiler.is_compiling():
         _build_outside(id(self), top_k_index.shape[-1])
-        stand_in = self.__dict__.get(lent.LENT)
+        stand_in = self.__dict__.get(LENT)
     else:
         stand_in = built(self, top_k_index.shape[-1])
     if stand_in is None:
@@ -75,7 +76,7 @@ def forward(
 def _stock() -> Callable[..., Tensor]:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    return grouped_mm_experts_forward  # type: ignore[no-any-return]
+    return grouped_mm_experts_forward
 
 
 # --- building
@@ -116,9 +117,12 @@ def _registered(experts: nn.Module, name: str) -> Tensor | None:
 def built(experts: nn.Module, top_k: int) -> Sequential | None:
     """What runs these experts, built once; anew when what they say of themselves has changed. None where refused."""
     said = vars(experts)
-    known = (top_k, said.get("act_fn"), experts._modules.get("act_fn"), said.get("num_experts"))
-    known += (said.get("has_gate"), said.get("has_bias"), said.get("is_transposed"))
-    known += (getattr(type(experts), "_apply_gate", None), said.get("_apply_gate"))
+    known = (
+        *(top_k, said.get("num_experts")),
+        *(said.get("has_gate"), said.get("has_bias"), said.get("is_transposed")),
+        *(said.get("act_fn"), experts._modules.get("act_fn")),
+        *(said.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
+    )
     found: Sequential | None = lent.hung(experts, known)
     if found is None and refused(experts) is None:
         found = _build(experts, top_k)

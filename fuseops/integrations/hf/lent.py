@@ -49,7 +49,7 @@ def hung(owner: nn.Module, built_for: Any) -> Any:
     return found if found is not None and found.built_for == built_for else None
 
 
-def plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
+def plain(module: nn.Module | None, kind: type[nn.Module]) -> str | None:
     """Why a module may not be read past its `forward`, that of `kind`; None if it may."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         return f"is {type(module).__name__}, whose forward is not {kind.__name__}'s"

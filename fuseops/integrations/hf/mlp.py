@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
+from fuseops.ops.paths import LENT
 
 from . import lent
 from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
@@ -104,8 +105,7 @@ class MLP(Op[MLPSaved]):
         if dh is None:
             return Grads(None, params)
         dx: Tensor | None = None
-        parts = dh.chunk(2, dim=1) if gate is not None or self.kind in K.GATES else (dh,)
-        for name, weight, part in zip(("gate", "up")[-len(parts) :], (gate, up)[-len(parts) :], parts, strict=True):  # fmt: skip
+        for name, weight, part in self._parts(dh, gate, up):
             if name in needs:
                 params[name] = torch.mm(part.t(), x)  # type: ignore[arg-type]
             if f"{name}_bias" in needs:
@@ -114,6 +114,15 @@ class MLP(Op[MLPSaved]):
                 w: Any = cast(weight)
                 dx = torch.mm(part, w) if dx is None else torch.addmm(dx, part, w)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
+
+    def _parts(
+        self, dh: Tensor, gate: Tensor | None, up: Tensor | None
+    ) -> list[tuple[str, Tensor | None, Tensor]]:
+        """(name, weight, dh) of the first products."""
+        if self.kind not in K.GATES:
+            return [("up", up, dh)]
+        left, right = dh.chunk(2, dim=1)
+        return [("gate", gate, left), ("up", up, right)]
 
     def _through_act(
         self, dy: Tensor, h: Tensor | None, down: Tensor | None, needs: frozenset[str]
@@ -151,7 +160,7 @@ def refused(module: nn.Module) -> str | None:
     """Why fuseops does not run this module of gate_proj, up_proj and down_proj, or None."""
     for name in _names(module):
         child = module._modules[name]
-        if (why := lent.plain(child, nn.Linear)) is not None:  # type: ignore[arg-type]
+        if (why := lent.plain(child, nn.Linear)) is not None:
             return f"{name} {why}"
         if (why := lent.quantized(child.weight)) is not None:  # type: ignore[union-attr, arg-type]
             return f"{name} {why}"
@@ -184,6 +193,6 @@ def _read(child: str, name: str, owner: Any) -> Tensor | None:
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """As the module's own, which runs where a projection is no plain Linear at the moment: an adapter, a hook."""
-    if any(lent.plain(self._modules[n], nn.Linear) is not None for n in _names(self)):  # type: ignore[arg-type]
-        return type(self).forward(self, x)  # type: ignore[no-any-return]
-    return self.__dict__[lent.LENT](x)
+    if any(lent.plain(self._modules[n], nn.Linear) is not None for n in _names(self)):
+        return type(self).forward(self, x)
+    return self.__dict__[LENT](x)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseops import ops
+from fuseops.ops.paths import LENT
 
 from . import lent
 from .recognise import norm_of
@@ -46,4 +47,4 @@ def build(module: nn.Module) -> RMSNorm | None:
 
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
-    return self.__dict__[lent.LENT](hidden_states)
+    return self.__dict__[LENT](hidden_states)

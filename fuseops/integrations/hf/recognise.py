@@ -20,7 +20,9 @@ from fuseops.kernels import reference
 from fuseops.ops.activations import Activation, ScaledActivation
 
 ROWS = 16
-TOLERANCE = 32 * torch.finfo(torch.float32).eps  # modules compute in float32 in places, whatever their dtype
+TOLERANCE = (
+    32 * torch.finfo(torch.float32).eps
+)  # modules compute in float32 in places, whatever their dtype
 
 
 class Gate(NamedTuple):
@@ -72,7 +74,7 @@ def _made(cls: Any, gate: Gate) -> Any:
 # --- by what it computes
 
 
-def same(found: Any, expected: Tensor) -> bool:
+def same(found: Any, expected: Any) -> bool:
     """Whether a module gave what a formula gives."""
     if not isinstance(found, Tensor) or found.shape != expected.shape:
         return False
@@ -94,12 +96,12 @@ def twin(
         yield new
 
 
-def tried(run: Callable[[], Any]) -> Any:
-    """What a module of unknown code gives, on random numbers of our own; None for any error."""
+def tried(run: Callable[..., Any], *args: Any) -> Any:
+    """What unknown code gives, on random numbers of our own; None for any error."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
         torch.manual_seed(0)
         try:
-            return run()
+            return run(*args)
         except Exception:  # whatever it needs is not here, so it is not what we know
             return None
 
@@ -115,7 +117,7 @@ def drawn(*shape: int) -> Tensor:
 def activation_of(act_fn: Any) -> Gate | None:
     """The plain activation that a callable computes."""
     x = _wide_range(64)
-    found = tried(lambda: act_fn(x.clone()))
+    found = tried(act_fn, x.clone())
     for kind in PLAIN:
         if same(found, reference.act_fwd(x, kind)):
             return Gate(kind)
@@ -128,7 +130,7 @@ def gate_of(experts: nn.Module) -> Gate | None:
         return activation_of(getattr(experts, "act_fn", None))
     x = _wide_range(32)
     gate: Any = getattr(experts, "_apply_gate", None)
-    found = tried(lambda: gate(x.clone()))
+    found = tried(gate, x.clone())
     for candidate in _gates(experts):
         if same(found, reference.act_fwd(x, candidate.kind, *candidate.options)):
             return candidate
@@ -180,7 +182,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     x, scale = drawn(ROWS, len(weight)) * small, drawn(len(weight))
     y = reference.rmsnorm_fwd(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
-    found = [tried(lambda m=m: type(m).forward(m, x.clone())) for m in twins]
+    found = [tried(type(m).forward, m, x.clone()) for m in twins]
     for plus in (0.0, 1.0):
         if all(same(f, y * (scale + plus)) for f in found):
             return Norm(eps, plus)
@@ -211,7 +213,7 @@ def mlp_of(module: nn.Module) -> Gate | None:
     h = reference.act_fwd(gate, act.kind) * (up if len(names) == 3 else 1)
     expected = layers["down_proj"](h).detach()
     for m in twin(module, {}, {**others, **layers}):
-        if not same(tried(lambda m=m: type(m).forward(m, x.clone())), expected):
+        if not same(tried(type(m).forward, m, x.clone()), expected):
             return None
     return Gate(GATED_BY[act.kind], (0,)) if len(names) == 3 else act
 
@@ -250,7 +252,7 @@ def route_of(router: nn.Module) -> Route | None:
     for m in twin(router, parameters, {}):
         if correction is not None:
             m._buffers = {"e_score_correction_bias": correction}
-        found.append(tried(lambda m=m: type(m).forward(m, x.clone())))
+        found.append(tried(type(m).forward, m, x.clone()))
     if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
         return None
     logits = x @ parameters["weight"].t() + parameters.get("bias", torch.zeros(()))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
+from fuseops.ops.paths import LENT
 
 from . import lent
 from .recognise import Route, route_of
@@ -50,7 +51,9 @@ class Router(Op[RouterSaved]):
 
     def out_shape(self, shape: Shape) -> Shape:
         if len(shape) != 2 or shape[1] != self.width:
-            raise ShapeError(f"Router expects x of shape (tokens, {self.width}), got {tuple(shape)}.")
+            raise ShapeError(
+                f"Router expects x of shape (tokens, {self.width}), got {tuple(shape)}."
+            )
         return (shape[0], self.experts)
 
     def fwd(
@@ -117,6 +120,6 @@ def _correction(owner: Any) -> Any:
 
 def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
-    op = self.__dict__[lent.LENT]
+    op = self.__dict__[LENT]
     logits, weights, experts = op(hidden_states.reshape(-1, op.width))
     return logits, weights, experts.to(torch.int64)
