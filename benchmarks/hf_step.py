@@ -203,7 +203,7 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
-    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--models", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
@@ -229,8 +229,8 @@ def main() -> None:
         print(kind, json.dumps(found["steps"][kind], indent=1), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
