@@ -14,7 +14,7 @@ CELLS = [(feature, name) for feature in FEATURES for name in feature.families]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*rank_pattern keys:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern keys:RuntimeWarning"),
 ]
 
 

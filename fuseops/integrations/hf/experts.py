@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.fusions.sequential import Sequential
+from fuseops.layers.sequential import Sequential
 from fuseops.ops.paths import LENT
 from fuseops.torch_private import assume_constant_result
 
@@ -133,7 +133,7 @@ def built(experts: nn.Module, top_k: int) -> Sequential | None:
 @assume_constant_result
 def _build_outside(experts: int, top_k: int) -> int:
     """Build in a trace, outside of it."""
-    from fuseops.fusions.traced import alive
+    from fuseops.run.traced import alive
 
     built(alive(experts), top_k)
     return 0
