@@ -102,3 +102,9 @@ def differences(found: Step, expected: Step, tolerance: float = EXACT) -> list[s
         if not error <= tolerance:
             wrong.append(f"{name} is {error:.1e} off")
     return wrong
+
+
+def agree(found: Step, expected: Step) -> None:
+    """Fail where they differ."""
+    wrong = differences(found, expected)
+    assert not wrong, wrong

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import hf_table
 import pytest
-import torch
 from families import FAMILIES
 from hf_features import FEATURES, Feature
 
@@ -18,15 +16,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("feature, name", CELLS, ids=lambda v: getattr(v, "name", v))
 def test_cell(feature: Feature, name: str) -> None:
     feature.run(name)
@@ -34,3 +23,8 @@ def test_cell(feature: Feature, name: str) -> None:
 
 def test_every_family_has_cells() -> None:
     assert {name for _, name in CELLS} == set(FAMILIES)
+
+
+def test_the_tables_are_up_to_date() -> None:
+    """`python tests/hf/hf_table.py` writes them."""
+    assert hf_table.FILE.read_text(encoding="utf-8") == hf_table.text()
