@@ -126,7 +126,7 @@ class Op(nn.Module, Generic[S]):
     `fwd`. Either takes a `call: Call` if it names one, and the bwd of an op with `writes` takes `dside`, the gradients
     of what it published, by name.
 
-    What a subclass declares (the last two, and reads and writes, an instance may set for itself):
+    What a subclass declares (the last two, reads, writes and saves_for an instance may set for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
     integers     of them: those that have no gradient
@@ -145,7 +145,7 @@ class Op(nn.Module, Generic[S]):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     integers: ClassVar[frozenset[str]] = frozenset()
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+    saves_for: Mapping[str, tuple[str, ...]] | None = None
     recomputes: ClassVar[tuple[str, ...]] = ()
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
@@ -263,9 +263,6 @@ class Op(nn.Module, Generic[S]):
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
 
-    def _prepare(self, children: tuple[nn.Module, ...]) -> None:
-        prepare(self, children)
-
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 
@@ -364,11 +361,6 @@ class FusedOp:
     def choices(self, x: Any, t: Any, calls: Any) -> str:
         """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
         return ""
-
-
-def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.run`, as `run_alone` is."""
-    raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:
