@@ -70,7 +70,10 @@ def _quantize_cases() -> Iterator[tuple[Any, ...]]:
 
 def _permute_cases() -> Iterator[tuple[Any, ...]]:
     for n in (4096, 1000):
-        data, scale = _meta(8190, n, dtype=FORMATS[0]), _meta(cdiv(n, 128), 8190, dtype=torch.float32)
+        data, scale = (
+            _meta(8190, n, dtype=FORMATS[0]),
+            _meta(cdiv(n, 128), 8190, dtype=torch.float32),
+        )
         index = _meta(65530, dtype=torch.int32)
         yield data, scale, index, _OFFS(), True, True
         yield data, scale, index, _OFFS(), True, False
@@ -130,7 +133,7 @@ def permute_operand(
     row: bool = True,
     col: bool = True,
 ) -> Four:
-    """(rows, their scales, columns, their scales) of rows index[r] of an operand; all of them, in order, without one."""
+    """(rows, their scales, columns, their scales) of rows index[r] of an operand: of all, in order, without one."""
     data = _rows(data, data.dtype)
     tokens, n = data.shape
     rows = tokens if index is None else len(index)
@@ -138,7 +141,13 @@ def permute_operand(
         scale.shape == (cdiv(n, BLOCK), tokens),
         f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
     )
-    if not data.numel() or not rows or not (row or col) or _too_large(data) or not data.is_contiguous():
+    if (
+        not data.numel()
+        or not rows
+        or not (row or col)
+        or _too_large(data)
+        or not data.is_contiguous()
+    ):
         return reference.permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     launch(
@@ -211,9 +220,7 @@ def dswiglu_operand(
     cases=_weight_cases,
     nbytes=lambda w, dtype, row=True, col=True: tensor_bytes(w) + w.numel() * (row + col),
 )
-def quantize_weight(
-    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
-) -> Four:
+def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True) -> Four:
     """(codes, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.   (E, N, K)"""
     require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
     groups, n, k = weight.shape

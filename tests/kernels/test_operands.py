@@ -1,4 +1,4 @@
-"""FP8 operands: kernels equal their twins bit for bit, twins an oracle of numpy, and the shift of exponents is exact."""
+"""FP8 operands: kernels equal their twins bit for bit, twins an oracle of numpy, and the shift is exact."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from fuseops.kernels import reference
 pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-ROWS = st.sampled_from([1, 7, 127, 128, 130, 300])
-WIDTHS = st.sampled_from([8, 100, 128, 130, 256])
+ROWS = st.sampled_from([1, 7, 127, 128, 130])
+WIDTHS = st.sampled_from([8, 100, 128, 130])
 
 
 def varied(shape, dtype, values="normal", seed=0, strided=False):
@@ -31,6 +31,8 @@ def same(got, want, end=None, rows=()):
     """Equal codes and scales; those of rows up to `end`, behind which nothing is written."""
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape and g.dtype == w.dtype
+        if not w.numel():
+            continue
         if i in rows and end is not None:
             g, w = (t[:, :end] if t.dtype is torch.float32 else t[:end] for t in (g, w))
         if g.dtype.itemsize == 1:
@@ -41,7 +43,7 @@ def same(got, want, end=None, rows=()):
             assert torch.equal(g, w), i
 
 
-@given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, st.booleans(), st.sampled_from([0, 1, 3, 40]))
+@given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, st.booleans(), st.sampled_from([0, 1, 3]))
 @few
 def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
     x = varied((rows, n), dtype, values, seed, strided=bool(seed % 2))
@@ -51,11 +53,21 @@ def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
     same(run(k.quantize_operand, x, offs, fmt, row), want, end, (0, 1))
 
 
-@given(ROWS, WIDTHS, FORMATS, SEEDS, st.sampled_from([(1, 1), (1, 0), (0, 1)]), st.booleans(), st.booleans())
+@given(
+    ROWS,
+    WIDTHS,
+    FORMATS,
+    SEEDS,
+    st.sampled_from([(1, 1), (1, 0), (0, 1)]),
+    st.booleans(),
+    st.booleans(),
+)
 @few
 def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     grouped = grouped or by_index
-    data, _, scale, _ = reference.quantize_blocks(varied((tokens, n), torch.bfloat16, "normal", seed), fmt, 1, "row", True)
+    data, _, scale, _ = reference.quantize_blocks(
+        varied((tokens, n), torch.bfloat16, "normal", seed), fmt, 1, "row", True
+    )
     g = torch.Generator().manual_seed(seed)
     rows = tokens if not by_index else tokens + seed % 150
     index = torch.randint(0, tokens, (rows,), generator=g).int() if by_index else None
@@ -66,7 +78,9 @@ def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     same(run(k.permute_operand, data, scale, index, offs, row, col), want, end, (0, 1))
 
 
-@given(ROWS, st.sampled_from([8, 128, 200, 256]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans())
+@given(
+    ROWS, st.sampled_from([8, 128, 200, 256]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans()
+)
 @few
 def test_swiglu(rows, n, dtype, fmt, seed, scaled, col):
     h = tensor((rows, 2 * n), dtype, "normal", seed)
@@ -80,7 +94,10 @@ def test_swiglu(rows, n, dtype, fmt, seed, scaled, col):
 @given(ROWS, st.sampled_from([128, 256]), DTYPES, FORMATS, SEEDS, st.booleans())
 @few
 def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
-    da, h = tensor((rows, n), dtype, "normal", seed), tensor((rows, 2 * n), dtype, "normal", seed + 1)
+    da, h = (
+        tensor((rows, n), dtype, "normal", seed),
+        tensor((rows, 2 * n), dtype, "normal", seed + 1),
+    )
     probs = torch.rand(rows) if scaled else None
     offs = splits(rows, 3, seed, min(rows, seed % 3)) if seed % 2 else None
     end = rows if offs is None else int(offs[-1])
@@ -93,7 +110,7 @@ def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
 
 
 def close(got, want, fmt, end):
-    """Equal values but for a last place of the activation: a code beside, and a scale beside where amax is on its edge."""
+    """Equal values but for a last place of the activation: a code beside, and a scale where amax is on its edge."""
     for codes, scales, columns in ((0, 1, False), (2, 3, True)):
         if not want[codes].numel():
             assert not got[codes].numel()
@@ -104,19 +121,59 @@ def close(got, want, fmt, end):
         assert not mine.isnan().any()
         assert (mine != theirs).float().mean() <= 0.02
         step = 2.0 ** -(3 if fmt is torch.float8_e4m3fn else 2)
-        torch.testing.assert_close(mine, theirs, rtol=step, atol=step * 2.0**-5 * float(theirs.abs().amax() if theirs.numel() else 0))
+        torch.testing.assert_close(
+            mine,
+            theirs,
+            rtol=step,
+            atol=step * 2.0**-5 * float(theirs.abs().amax() if theirs.numel() else 0),
+        )
 
 
 def values(codes, scales, columns):
     """What codes stand for, written a second time."""
     if columns:
-        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+            : codes.shape[0], : codes.shape[1]
+        ]
     else:
         wide = scales.repeat_interleave(128, 0)[: codes.shape[1]].t()
     return codes.float() * wide
 
 
-@given(st.sampled_from([(1, 16, 8), (2, 128, 128), (3, 144, 260), (2, 30, 40)]), DTYPES, VALUES, FORMATS, SEEDS, st.sampled_from([(1, 1), (1, 0), (0, 1)]))
+def test_more_groups_than_a_warp_sees_at_once():
+    x, offs = varied((130, 16), torch.bfloat16, "normal", 1), splits(130, 40, 3, 2)
+    want = reference.quantize_operand(x, offs, torch.float8_e4m3fn)
+    same(run(k.quantize_operand, x, offs, torch.float8_e4m3fn), want, int(offs[-1]), (0, 1))
+
+
+@pytest.mark.parametrize("fmt", k.FORMATS, ids=str)
+def test_the_shift_of_a_code_is_exact_unless_its_bits_fall_off(fmt):
+    """Every code at every shift: the value itself where the format holds it at the larger scale, else the nearest."""
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt)
+    codes = codes[codes.float().isfinite()]
+    data = torch.cat([codes.view(torch.uint8)] * 20).view(20, -1).view(fmt)
+    data = torch.cat([data, data[:1]])  # a row at the largest scale
+    scale = torch.exp2(torch.tensor([-float(d) for d in range(20)] + [0.0])).expand(2, -1)
+    _, _, col, square = run(k.permute_operand, data, scale.contiguous(), None, None, False, True)
+    assert (square == 1.0).all()
+    got = col[:, :20].float().t()
+    value = data[:20].float() * scale[0, :20, None]
+    assert torch.equal(got, value.to(fmt).float())
+    exact = value.to(fmt).float() == value
+    smallest = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14}[fmt]
+    assert exact[value.abs() >= smallest].all()
+    assert ((got - value).abs() <= torch.finfo(fmt).tiny * torch.finfo(fmt).eps / 2).all()
+    assert not exact.all()
+
+
+@given(
+    st.sampled_from([(1, 16, 8), (2, 128, 128), (3, 144, 260), (2, 30, 40)]),
+    DTYPES,
+    VALUES,
+    FORMATS,
+    SEEDS,
+    st.sampled_from([(1, 1), (1, 0), (0, 1)]),
+)
 @few
 def test_weights(shape, dtype, values, fmt, seed, wanted):
     w = tensor((shape[0] * shape[1], shape[2]), dtype, values, seed).view(shape)

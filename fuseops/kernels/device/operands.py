@@ -43,9 +43,7 @@ def shifted(q, scale, square):
 
 
 @triton.jit
-def slice_mask(
-    J: tl.constexpr, row0, end, col0, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def slice_mask(J: tl.constexpr, row0, end, col0, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """(tokens of slice J, features, which of them are there)."""
     r = row0 + tl.arange(0, BLOCK_R // 4) * 4 + J
     c = col0 + tl.arange(0, BLOCK_N)
@@ -83,10 +81,18 @@ def store_operand(
 ):  # fmt: skip
     """Codes of a tile and the scales of its tokens, as rows and as columns of the block of tokens."""
     if ROW:
-        store_tokens(row_ptr, scale_ptr, qa, sa, 0, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N)
-        store_tokens(row_ptr, scale_ptr, qb, sb, 1, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N)
-        store_tokens(row_ptr, scale_ptr, qc, sc, 2, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N)
-        store_tokens(row_ptr, scale_ptr, qd, sd, 3, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N)
+        store_tokens(
+            row_ptr, scale_ptr, qa, sa, 0, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N
+        )
+        store_tokens(
+            row_ptr, scale_ptr, qb, sb, 1, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N
+        )
+        store_tokens(
+            row_ptr, scale_ptr, qc, sc, 2, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N
+        )
+        store_tokens(
+            row_ptr, scale_ptr, qd, sd, 3, row0, end, col0, R, N, first, width, BLOCK_R, BLOCK_N
+        )
     if COL:
         square = tl.max(tl.maximum(tl.maximum(sa, sb), tl.maximum(sc, sd)), axis=0)
         tl.store(square_ptr + ((first + col0) // BLOCK_N).to(tl.int64) * blocks + block, square)
@@ -165,10 +171,18 @@ def permute_operand_kernel(
     pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
-    qa, sa = gather_codes(data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N)
-    qb, sb = gather_codes(data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N)
-    qc, sc = gather_codes(data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N)
-    qd, sd = gather_codes(data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N)
+    qa, sa = gather_codes(
+        data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+    )
+    qb, sb = gather_codes(
+        data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+    )
+    qc, sc = gather_codes(
+        data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+    )
+    qd, sd = gather_codes(
+        data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+    )
     store_operand(
         qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, row_scale_ptr, col_ptr, square_ptr,
         row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
@@ -253,10 +267,74 @@ def dswiglu_operand_kernel(
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
     zero = col0 * 0
-    ga, ua, ya = dswiglu_slice(da_ptr, h_ptr, probs_ptr, partial_ptr, 0, row0, end, col0, R, N, stride_da, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    gb, ub, yb = dswiglu_slice(da_ptr, h_ptr, probs_ptr, partial_ptr, 1, row0, end, col0, R, N, stride_da, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    gc, uc, yc = dswiglu_slice(da_ptr, h_ptr, probs_ptr, partial_ptr, 2, row0, end, col0, R, N, stride_da, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    gd, ud, yd = dswiglu_slice(da_ptr, h_ptr, probs_ptr, partial_ptr, 3, row0, end, col0, R, N, stride_da, stride_h, SCALED, BLOCK_R, BLOCK_N)
+    ga, ua, ya = dswiglu_slice(
+        da_ptr,
+        h_ptr,
+        probs_ptr,
+        partial_ptr,
+        0,
+        row0,
+        end,
+        col0,
+        R,
+        N,
+        stride_da,
+        stride_h,
+        SCALED,
+        BLOCK_R,
+        BLOCK_N,
+    )
+    gb, ub, yb = dswiglu_slice(
+        da_ptr,
+        h_ptr,
+        probs_ptr,
+        partial_ptr,
+        1,
+        row0,
+        end,
+        col0,
+        R,
+        N,
+        stride_da,
+        stride_h,
+        SCALED,
+        BLOCK_R,
+        BLOCK_N,
+    )
+    gc, uc, yc = dswiglu_slice(
+        da_ptr,
+        h_ptr,
+        probs_ptr,
+        partial_ptr,
+        2,
+        row0,
+        end,
+        col0,
+        R,
+        N,
+        stride_da,
+        stride_h,
+        SCALED,
+        BLOCK_R,
+        BLOCK_N,
+    )
+    gd, ud, yd = dswiglu_slice(
+        da_ptr,
+        h_ptr,
+        probs_ptr,
+        partial_ptr,
+        3,
+        row0,
+        end,
+        col0,
+        R,
+        N,
+        stride_da,
+        stride_h,
+        SCALED,
+        BLOCK_R,
+        BLOCK_N,
+    )
     if ACT:
         qa, sa = coded(ya, a_ptr, A_SHIFT)
         qb, sb = coded(yb, a_ptr, A_SHIFT)
@@ -295,7 +373,16 @@ def weight_slice(
 
 @triton.jit
 def store_weight_slice(
-    row_ptr, q, J: tl.constexpr, base, row0, col0, N, K, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+    row_ptr,
+    q,
+    J: tl.constexpr,
+    base,
+    row0,
+    col0,
+    N,
+    K,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     r, c, mask = slice_mask(J, row0, N, col0, K, BLOCK_R, BLOCK_N)
     tl.store(row_ptr + base + r[:, None] * K + c[None, :], q, mask=mask)
@@ -325,10 +412,18 @@ def quantize_weight_kernel(
     if ROW:
         tl.store(scale_ptr + pid, scale)
         kind: tl.constexpr = row_ptr.dtype.element_ty
-        store_weight_slice(row_ptr, (widened(a) * inv).to(kind), 0, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-        store_weight_slice(row_ptr, (widened(b) * inv).to(kind), 1, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-        store_weight_slice(row_ptr, (widened(c) * inv).to(kind), 2, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
-        store_weight_slice(row_ptr, (widened(d) * inv).to(kind), 3, base, row0, col0, N, K, BLOCK_R, BLOCK_N)
+        store_weight_slice(
+            row_ptr, (widened(a) * inv).to(kind), 0, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+        )
+        store_weight_slice(
+            row_ptr, (widened(b) * inv).to(kind), 1, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+        )
+        store_weight_slice(
+            row_ptr, (widened(c) * inv).to(kind), 2, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+        )
+        store_weight_slice(
+            row_ptr, (widened(d) * inv).to(kind), 3, base, row0, col0, N, K, BLOCK_R, BLOCK_N
+        )
     if COL:
         tl.store(col_scale_ptr + (expert * num_n + block_n) * num_r + block_r, scale)
         end = N // ALIGN * ALIGN  # N, in a form that says to the compiler what divides it
