@@ -1,5 +1,7 @@
 """FP8 operands: kernels equal their twins bit for bit, twins an oracle of numpy, and the shift is exact."""
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -179,3 +181,79 @@ def test_weights(shape, dtype, values, fmt, seed, wanted):
     w = tensor((shape[0] * shape[1], shape[2]), dtype, values, seed).view(shape)
     row, col = map(bool, wanted)
     same(run(k.quantize_weight, w, fmt, row, col), reference.quantize_weight(w, fmt, row, col))
+
+
+# --- the twins against numpy and ml_dtypes
+
+NUMPY = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
+
+
+def oracle(x, fmt):
+    """(codes as bytes, scales) of one block, by numpy: a power of two by frexp, rounding by ml_dtypes."""
+    limit = float(ml_dtypes.finfo(NUMPY[fmt]).max)
+    amax = np.max(
+        np.abs(np.nan_to_num(x, nan=0.0, posinf=3.4028235e38, neginf=-3.4028235e38)), initial=0
+    )
+    inv = 2.0**63 if amax == 0 else min(2.0 ** (np.frexp(limit / float(amax))[1] - 1), 2.0**63)
+    return cast(x * np.float32(inv), fmt), np.float32(1 / inv)
+
+
+def cast(x, fmt):
+    limit = float(ml_dtypes.finfo(NUMPY[fmt]).max)
+    return np.clip(x, -limit, limit).astype(NUMPY[fmt])
+
+
+def bits(t):
+    return t.contiguous().view(torch.uint8).numpy()
+
+
+@given(st.sampled_from([1, 130, 200]), st.sampled_from([8, 130]), VALUES, FORMATS, SEEDS)
+@few
+def test_twins_equal_numpy(rows, n, values, fmt, seed):
+    x = varied((rows, n), torch.bfloat16, values, seed)
+    offs = splits(rows, 3, seed, min(rows, seed % 3))
+    row, scale, col, square = reference.quantize_operand(x, offs, fmt)
+    wide, start = x.float().numpy(), 0
+    codes, scales = np.empty((rows, n), NUMPY[fmt]), np.empty((-(-n // 128), rows), np.float32)
+    for r in range(rows):
+        for b in range(len(scales)):
+            at = slice(128 * b, 128 * b + 128)
+            codes[r, at], scales[b, r] = oracle(wide[r, at], fmt)
+    nan = np.isnan(codes.astype(np.float32))
+    assert (bits(row)[~nan] == codes.view(np.uint8)[~nan]).all() and (scale.numpy() == scales).all()
+    written = np.zeros(square.shape, bool)
+    for g, end in enumerate(offs.tolist()):
+        for t in range(start, end, 128):
+            token, column = slice(t, min(t + 128, end)), (start // 128 + g) * 128 + t - start
+            for b in range(len(scales)):
+                at, largest = slice(128 * b, 128 * b + 128), scales[b, token].max()
+                shift = (scales[b, token] / largest)[:, None]
+                want = cast(codes[token, at].astype(np.float32) * shift, fmt).T
+                got = bits(col[at, column : column + want.shape[1]])
+                keep = ~np.isnan(want.astype(np.float32))
+                assert (got[keep] == want.view(np.uint8)[keep]).all()
+                assert square[b, column // 128] == largest
+                written[b, column // 128] = True
+        start = end
+    columns = torch.zeros(col.shape, dtype=torch.bool)
+    for g, (begin, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        first = (begin // 128 + g) * 128
+        columns[:, first : first + end - begin] = True
+    assert not bits(col)[~columns.numpy()].any()
+
+
+@given(st.sampled_from([(1, 130, 8), (2, 16, 200)]), VALUES, FORMATS, SEEDS)
+@few
+def test_the_twin_of_weights_equals_numpy(shape, values, fmt, seed):
+    w = varied((shape[0] * shape[1], shape[2]), torch.bfloat16, values, seed).view(shape)
+    row, scale, col, col_scale = reference.quantize_weight(w, fmt)
+    assert torch.equal(bits_of(col), bits_of(row).mT) and torch.equal(col_scale, scale.mT)
+    for e, i, j in np.ndindex(*scale.shape):
+        at = (e, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        want, mine = oracle(w[at].float().numpy(), fmt)
+        keep = ~np.isnan(want.astype(np.float32))
+        assert (bits(row[at])[keep] == want.view(np.uint8)[keep]).all() and scale[e, i, j] == mine
+
+
+def bits_of(t):
+    return t.contiguous().view(torch.uint8)
