@@ -1,7 +1,7 @@
 """Fused equals unfused, for any module; and if it does not, which rule is to blame."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from fuseops.layers.sequential import Sequential
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import walk
+from fuseops.recipes import Recipe
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.run.sides import check_module
 
@@ -23,7 +24,11 @@ FUSED = (("fusion", True),)
 
 
 def assert_fused_matches_unfused(
-    model: nn.Module, *inputs: Any, tolerance: float | None = None, **side: Any
+    model: nn.Module,
+    *inputs: Any,
+    tolerance: float | None = None,
+    recipe: Recipe | None = None,
+    **side: Any,
 ) -> tuple[str, ...]:
     """Run a training step of `model` with and without fusion and compare all that comes out of it.
 
@@ -31,12 +36,14 @@ def assert_fused_matches_unfused(
     the inputs that ask for a gradient, once with all floating ones asking. Any module that holds
     Sequentials will do. Gradients, buffers and random states are afterwards as they were.
 
+    recipe: the precision recipe that both run under; None is that of the scopes around.
     tolerance: relative, taken from the coarsest dtype involved unless given. A difference that
     rounding the inputs otherwise would cause as well is none.
     Returns the names of the rules that fired.  Raises AssertionError with the tensor, its worst
     element and the rules that fired.
     """
-    found, fired = _differences(model, inputs, side, tolerance)
+    with scopes.scope((("recipe", recipe),)) if recipe is not None else nullcontext():
+        found, fired = _differences(model, inputs, side, tolerance)
     if found:
         raise AssertionError(_message(model, found, fired))
     return tuple(dict.fromkeys(f.rule for f in fired))

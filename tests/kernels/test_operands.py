@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 ROWS = st.sampled_from([1, 7, 127, 128, 130])
-WIDTHS = st.sampled_from([8, 100, 128, 130])
+WIDTHS = st.sampled_from([16, 112, 128, 144, 100])  # the last runs the reference
 
 
 def varied(shape, dtype, values="normal", seed=0, strided=False):
@@ -48,7 +48,7 @@ def same(got, want, end=None, rows=()):
 @given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, st.booleans(), st.sampled_from([0, 1, 3]))
 @few
 def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
-    x = varied((rows, n), dtype, values, seed, strided=bool(seed % 2))
+    x = varied((rows, n), dtype, values, seed, strided=seed % 4 == 0)
     offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
     want = reference.quantize_operand(x, offs, fmt, row)
     end = rows if offs is None else int(offs[-1])
@@ -80,9 +80,7 @@ def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     same(run(k.permute_operand, data, scale, index, offs, row, col), want, end, (0, 1))
 
 
-@given(
-    ROWS, st.sampled_from([8, 128, 200, 256]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans()
-)
+@given(ROWS, st.sampled_from([16, 128, 208]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans())
 @few
 def test_swiglu(rows, n, dtype, fmt, seed, scaled, col):
     h = tensor((rows, 2 * n), dtype, "normal", seed)

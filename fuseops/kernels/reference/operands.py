@@ -158,4 +158,4 @@ def dswiglu_operand(
     columns = quantize_operand(a, offs, a_dtype, False)[2:] if act else (none.to(a_dtype), empty)
     if probs is not None and offs is not None:
         dprobs = dprobs.masked_fill(padding_mask(offs, len(h))[:, 0], 0.0)
-    return *rows, *columns, dprobs  # type: ignore[return-value]
+    return *rows, *columns, dprobs

@@ -21,15 +21,18 @@ from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, group
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
+from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
-from . import dswiglu
+from . import dswiglu, quantized_mlp
 
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
 # a tensor, and the index of its rows: None for all, in order
 Rows = tuple[Tensor | None, Tensor | None]
 WEIGHT = frozenset({"weight"})
+Source = Callable[..., Rows]
+Finish = Callable[[Tensor], Tensor]
 
 
 EPILOGUE = Space(
@@ -44,7 +47,7 @@ EPILOGUE = Space(
 
 class GroupedMLPSaved(NamedTuple):
     x: Tensor | None
-    h: Tensor | None
+    h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
     fc1: Tensor | None  # parameters themselves
@@ -58,6 +61,7 @@ class GroupedMLP(FusedOp):
 
     Saved = GroupedMLPSaved
     takes_saved = True
+    recipes = True
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -93,7 +97,7 @@ class GroupedMLP(FusedOp):
         self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
-        h, a = self.activated(saved, calls[0], "h" in keep)
+        h, a = self.activated(saved, calls, "h" in keep)
         return Out(self.output(saved, a, calls[2]), saved._replace(h=h))
 
     def bwd(
@@ -105,9 +109,11 @@ class GroupedMLP(FusedOp):
     ) -> tuple[Grads, ...]:
         rest, taken = without_h(held.pop())
         taken.append(dy)
-        return self.gradients(rest, taken, calls, lambda width: (rest.x, None))
+        return self.gradients(rest, taken, calls, lambda *width: (rest.x, None))
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        if calls[0].precision.roles is not None:
+            return ""
         why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, len(x))
         return dswiglu.in_words(why)
 
@@ -132,12 +138,21 @@ class GroupedMLP(FusedOp):
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """fc1."""
         scale = s.probs if self.scale1 else None
-        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)[0]  # type: ignore[arg-type]
+        forward = _without(call, "weight")  # whose columns the backward makes
+        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, forward, index)[0]  # type: ignore[arg-type]
 
     def activated(
-        self, s: GroupedMLPSaved, call: Call, need_h: bool, index: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor]:
+        self,
+        s: GroupedMLPSaved,
+        calls: tuple[Call, ...],
+        need_h: bool,
+        index: Tensor | None = None,
+    ) -> tuple[Operand | None, Operand]:
         """fc1, where it is needed, and the activation of it, in one kernel where that is faster."""
+        call = calls[0]
+        if call.precision.roles is not None:
+            kept, codes = quantized_mlp.activated(self, s, calls, index)
+            return kept if need_h else None, codes
         x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
         probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
@@ -169,10 +184,11 @@ class GroupedMLP(FusedOp):
         dims = (*weight.shape, index is not None, need_h)
         return bool(EPILOGUE.pick(rows, dims, x)["EPILOGUE"])
 
-    def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
+    def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
         """fc2."""
         scale = s.probs if self.scale2 else None
-        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, call)[0]  # type: ignore[arg-type]
+        forward = _without(call, "weight")
+        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, forward)[0]  # type: ignore[arg-type]
 
     def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
         if not self.scaled:
@@ -183,11 +199,11 @@ class GroupedMLP(FusedOp):
     def gradients(
         self,
         s: GroupedMLPSaved,
-        held: list[Tensor | None],
+        held: list[Any],
         calls: tuple[Call, ...],
-        source: Callable[[int], Rows],
+        source: Source,
         dy_index: Tensor | None = None,
-        finish: Callable[[Tensor], Tensor] = lambda dx: dx,
+        finish: Finish = lambda dx: dx,
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
@@ -196,12 +212,14 @@ class GroupedMLP(FusedOp):
         dx before the last of them: there the peak would be.
         """
         first, act, last = calls
+        if first.precision.roles is not None:
+            return quantized_mlp.gradients(self, s, held, calls, source, dy_index, finish)
         fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
         fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
-        dy: Tensor = held.pop()  # type: ignore[assignment]
+        dy: Tensor = held.pop()
         h, a, dh, dprobs = held.pop(), None, None, None
         if h is None and not last.needs.isdisjoint(("x", "weight")):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
@@ -215,13 +233,13 @@ class GroupedMLP(FusedOp):
         )
         da, above = above.x, above._replace(x=None)
         if fused:
-            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)  # type: ignore[arg-type]
+            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)
         elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
-            dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
+            dh, dprobs, a = self.activation_bwd(da, h, s.probs, *wanted)
             del da
         if "weight" in last.needs and a is None:
-            a = self.activation(h, s.probs)  # type: ignore[arg-type]
+            a = self.activation(h, s.probs)
         del h
         if "weight" in last.needs:
             dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
@@ -237,7 +255,7 @@ class GroupedMLP(FusedOp):
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
-    def _activation_bwd(
+    def activation_bwd(
         self,
         da: Tensor,
         h: Tensor,
@@ -259,7 +277,7 @@ class GroupedMLP(FusedOp):
         return dh, dprobs, a if need_a else None
 
 
-def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | None]]:
+def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Any]]:
     """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
     return saved._replace(h=None), [saved.h]
 

@@ -19,6 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine
+from fuseops.recipes import Operand
 
 from . import dswiglu
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
@@ -26,7 +27,7 @@ from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 class RoutedMLPSaved(NamedTuple):
     x: Tensor | None  # (T, D)
-    h: Tensor | None
+    h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
     fc1: Tensor | None  # parameters themselves
@@ -68,6 +69,7 @@ class RoutedMLP(FusedOp):
 
     Saved = RoutedMLPSaved
     takes_saved = True
+    recipes = True
     recomputes = GroupedMLP.recomputes
     names = {
         **{field: _moved(name) for field, name in GroupedMLP.names.items()},
@@ -95,8 +97,9 @@ class RoutedMLP(FusedOp):
         s = self.mlp.inputs(x, t[1:4])
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
-        rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h, a = self.mlp.activated(s._replace(x=rows), calls[1], "h" in keep, by)
+        copies = calls[1].precision.roles is None and _copies(FC1, x, index, features)
+        rows, by = _rows(x, index, pos, offs, copies)
+        h, a = self.mlp.activated(s._replace(x=rows), calls[1:4], "h" in keep, by)
         del rows
         y = self.mlp.output(s, a, calls[3])
         del a
@@ -112,15 +115,17 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
-        s, taken = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
+        s, taken = without_h(GroupedMLPSaved._make(held.pop()[: len(GroupedMLPSaved._fields)]))
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
             dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
 
-        def source(width: int) -> Rows:
+        def source(*width: int) -> Rows:
             x: Tensor = s.x  # type: ignore[assignment]
-            return _rows(x, index, pos, offs, _copies(FC1, x, index, width))
+            if calls[1].precision.roles is not None:
+                return x, index  # its codes are permuted
+            return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
 
         def finish(dx: Tensor) -> Tensor:
             return K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
@@ -132,6 +137,8 @@ class RoutedMLP(FusedOp):
         return Grads(grads[0].x), *grads, *after
 
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        if calls[1].precision.roles is not None:
+            return ""
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
         gathers = self.combines and not self._copies_dy(x, s, index, calls)
         by = index if gathers else None
@@ -142,6 +149,8 @@ class RoutedMLP(FusedOp):
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
     ) -> bool:
         """Whether the rows of dy are copied for fc2's gradients."""
+        if calls[1].precision.roles is not None:
+            return False
         if not calls[3].needs.isdisjoint(("bias", "probs")):  # sums over rows, not over tokens
             return True
         if index is None or s.fc2 is None:

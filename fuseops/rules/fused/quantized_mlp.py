@@ -1,0 +1,159 @@
+"""The grouped MLP over quantized operands: what `GroupedMLP` does under a recipe.
+
+No pass reads or writes what the high-precision one does not, but for the tokens' own quantization: SwiGLU and its
+backward write codes, rows by index are permuted as codes, and columns are made of the codes of rows. The backward
+quantizes x again, to the same codes, so what is saved is what high precision saves, or less with `hidden="float8"`.
+Numerics: as of the ops one by one. What SwiGLU writes is rounded as its tensor would be before it is quantized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.ops.grouped_linear import (
+    GroupedLinearSaved,
+    grouped_linear_bwd,
+    input_gradient,
+    weight_gradient,
+)
+from fuseops.ops.linear import grad_operand, high
+from fuseops.ops.op import Call, Grads
+from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
+from fuseops.recipes.scaling import SQUARE
+
+if TYPE_CHECKING:
+    from .grouped_mlp import Finish, GroupedMLP, GroupedMLPSaved, Params, Source
+
+
+def activated(
+    mlp: GroupedMLP, s: GroupedMLPSaved, calls: tuple[Call, ...], index: Tensor | None
+) -> tuple[Operand, Operand]:
+    """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
+    roles = cast("Roles", calls[0].precision.roles)
+    h: Operand = mlp.hidden(s, calls[0], index)
+    if roles.hidden is not None:  # what the backward will read, the forward reads too
+        h = operand(h, roles.hidden)
+    if not _writes_codes(mlp, high(h), calls):
+        return h, mlp.activation(high(h), s.probs)
+    scaling = cast("Scaling", cast("Roles", calls[2].precision.roles).input)
+    wide = high(h)
+    parts = K.swiglu_operand(wide, s.probs if mlp.scaled else None, None, scaling.data)
+    return h, Quantized(Layout(*parts[:2]), None, scaling, s.offs, wide.dtype)
+
+
+def gradients(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    held: list[Any],
+    calls: tuple[Call, ...],
+    source: Source,
+    dy_index: Tensor | None,
+    finish: Finish,
+) -> tuple[Grads, Grads, Grads]:
+    """`GroupedMLP.gradients`."""
+    first, act, last = calls
+    fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
+    fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if mlp.scale2 else None)
+    offs, w1, w2 = cast("tuple[Tensor, Tensor, Tensor]", (s.offs, s.fc1, s.fc2))
+    dy: Any = held.pop()
+    h: Any = held.pop()
+    above = grouped_linear_bwd(fc2, dy, _only(last, "bias", "probs"), dy_index=dy_index)
+    q = _operand_of(dy, last, offs, dy_index)
+    if not _high_wgrad(last):
+        dy = None
+    if h is None and not last.needs.isdisjoint(("x", "weight")):
+        x, x_index = source()
+        h = mlp.hidden(s._replace(x=x), first, x_index)
+        del x
+    h = None if h is None else high(h)
+    da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
+    dh, a, dprobs = _through_activation(mlp, s, da, h, calls)
+    del da, h
+    dw2: Params = {}
+    if "weight" in last.needs:
+        left, by = (dy, dy_index) if _high_wgrad(last) else (q, None)
+        dw2 = {
+            "weight": weight_gradient(
+                cast("Operand", left), cast("Operand", a), offs, last, None, by
+            )
+        }
+    del a, dy, q
+    below, dw1 = Grads(), {}
+    if dh is not None:
+        below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
+        q = _operand_of(dh, first, offs, None)
+        if "x" in first.needs:
+            below = below._replace(x=finish(input_gradient(q, w1, offs, first)))
+        if "weight" in first.needs:
+            x, x_index = source()
+            left = dh if _high_wgrad(first) else q
+            dw1 = {"weight": weight_gradient(left, x, offs, first, x_index, None)}
+    side = {"probs": dprobs} if "probs" in act.needs else None
+    return (
+        below._replace(params={**(below.params or {}), **dw1}),
+        Grads(side=side),
+        above._replace(params={**(above.params or {}), **dw2}),
+    )
+
+
+def _through_activation(
+    mlp: GroupedMLP,
+    s: GroupedMLPSaved,
+    da: Tensor | None,
+    h: Tensor | None,
+    calls: tuple[Call, ...],
+) -> tuple[Operand | None, Operand | None, Tensor | None]:
+    """(dh, a as fc2's weight gradient reads it, dprobs), in one pass over h."""
+    first, act, last = calls
+    if h is None:
+        return None, None, None
+    need_a = "weight" in last.needs
+    if da is None:
+        return None, mlp.activation(h, s.probs) if need_a else None, None
+    if not (first.needs and _writes_codes(mlp, h, calls)) or h.shape[1] % 256:
+        wanted = bool(first.needs), "probs" in act.needs, need_a
+        high_dh, dprobs, high_a = mlp.activation_bwd(da, h, s.probs, *wanted)
+        if need_a and high_a is None:
+            high_a = mlp.activation(h, s.probs)
+        return high_dh, high_a, dprobs
+    row, col = "x" in first.needs, "weight" in first.needs
+    of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
+    of_a = cast("Scaling", cast("Roles", last.precision.roles).input)
+    probs = s.probs if mlp.scaled else None
+    parts = K.dswiglu_operand(da, h, probs, s.offs, of_dh.data, of_a.data, row, col, need_a)
+    dh_rows, dh_columns = Layout(*parts[:2]), Layout(*parts[2:4])
+    dh = Quantized(dh_rows if row else None, dh_columns if col else None, of_dh, s.offs, h.dtype)
+    a = Quantized(None, Layout(*parts[4:6]), of_a, s.offs, h.dtype) if need_a else None
+    return dh, a, parts[6]
+
+
+def _writes_codes(mlp: GroupedMLP, h: Tensor, calls: tuple[Call, ...]) -> bool:
+    """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
+    whose gradient reads dh.
+    """
+    if mlp.kind != "swiglu" or any(mlp.options) or not calls[0].needs.isdisjoint(("bias", "probs")):
+        return False
+    if mlp.scaled and h.dim() != 2:
+        return False
+    roles = [call.precision.roles for call in (calls[0], calls[2])]
+    scalings = [t for r in roles if r is not None for t in (r.input, r.grad_output)]
+    squares = all(t is not None and t.columns == SQUARE for t in scalings)
+    return squares and all(r is not None and r.columns for r in roles)
+
+
+def _operand_of(dy: Operand, call: Call, offs: Tensor, index: Tensor | None) -> Operand:
+    """dy as the GEMMs of the gradients read it; as it is where none does."""
+    if call.needs.isdisjoint(("x", "weight")):
+        return dy
+    return grad_operand(dy, call, cast("Roles", call.precision.roles), offs, index)
+
+
+def _high_wgrad(call: Call) -> bool:
+    return cast("Roles", call.precision.roles).high_wgrad
+
+
+def _only(call: Call, *needs: str) -> Call:
+    return call._replace(needs=call.needs.intersection(needs))

@@ -1,0 +1,133 @@
+"""Expert MLPs under a recipe: equal to their ops one by one, in no more saved bytes than high precision."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseops as fo
+from fuseops.ops import scopes
+from fuseops.testing import assert_fused_matches_unfused
+
+D, F, E, K, T = 128, 128, 3, 2, 200
+BLOCK = fo.recipes.Float8BlockScaling
+RECIPES = [
+    BLOCK(),
+    BLOCK(wgrad="block"),
+    BLOCK(wgrad="bf16"),
+    BLOCK(bwd=torch.float8_e5m2),
+    fo.recipes.Float8CurrentScaling(),
+]
+
+
+def varied(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers whose magnitude changes from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    exponents = torch.randint(-4, 4, (shape[0], 1), generator=generator)
+    return (x * torch.exp2(exponents.float())).bfloat16()
+
+
+def layer(**options: Any) -> fo.MoE:
+    torch.manual_seed(0)
+    return fo.MoE(D, F, E, K, dtype=torch.bfloat16, **options)
+
+
+def experts() -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = fo.Sequential(
+        {
+            "fc1": fo.ops.GroupedLinear(E, D, 2 * F, bias=False),
+            "act": fo.ops.ScaledSwiGLU(),
+            "fc2": fo.ops.GroupedLinear(E, F, D, bias=False),
+        }
+    ).bfloat16()
+    offs = torch.tensor([130, 130, 300], dtype=torch.int32)
+    return model, varied(310, D), {"offs": offs, "probs": torch.rand(310)}
+
+
+def gradients(model: fo.Sequential, x: Tensor, **side: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    dy = varied(len(x), D, seed=3)
+    y = model(x, **side)
+    return [y, *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("wants", ["all", "x", "weights"])
+def test_a_layer_equals_its_ops_one_by_one(recipe: Any, wants: str) -> None:
+    model, x = layer(), varied(T, D)
+    if wants == "x":
+        model.requires_grad_(False)
+    x.requires_grad_(wants != "weights")
+    fired = assert_fused_matches_unfused(model, x, recipe=recipe)
+    assert fired == ("routed_mlp",)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_experts_equal_their_ops_one_by_one_bit_for_bit(recipe: Any) -> None:
+    model, x, side = experts()
+    with fo.recipe(recipe):
+        fused = gradients(model, x, **side)
+        with fo.fusion(False):
+            unfused = gradients(model, x, **side)
+    for mine, theirs in zip(fused, unfused, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def saved_bytes(model: fo.Sequential, x: Tensor, recipe: Any, **side: Tensor) -> int:
+    """Bytes kept for the backward beyond parameters and the input."""
+    with fo.recipe(recipe):
+        plan = model.plan(x.detach().requires_grad_(), **side)
+    return sum(t.nbytes for t in plan.saved if not t.name.endswith(".x") or "act" in t.name)
+
+
+def test_saved_bytes_are_those_of_high_precision_or_half_of_them() -> None:
+    model, x, side = experts()
+    high = saved_bytes(model, x, None, **side)
+    assert saved_bytes(model, x, BLOCK(), **side) <= high
+    assert saved_bytes(model, x, BLOCK(hidden="float8"), **side) <= 0.55 * high
+    whole, tokens = layer(), varied(T, D)
+    high = saved_bytes(whole, tokens, None)
+    assert saved_bytes(whole, tokens, BLOCK()) <= high
+    assert saved_bytes(whole, tokens, BLOCK(hidden="float8")) <= 0.6 * high
+
+
+def test_a_hidden_in_float8_is_what_the_forward_reads_too() -> None:
+    model, x, side = experts()
+    recipe = BLOCK(hidden="float8")
+    with fo.recipe(recipe):
+        fused = gradients(model, x, **side)
+    fc1, act, fc2 = model
+    with fo.recipe(
+        BLOCK()
+    ):  # the same by hand: h through its codes, with the gradient of the tensor itself
+        leaf = x.detach().requires_grad_()
+        h = fo.Sequential(fc1)(leaf, offs=side["offs"])
+        q = fo.quantize(h.detach(), fo.recipes.Scaling()).dequantize()
+        y = fo.Sequential(act, fc2)(h + (q - h.detach()), **side)
+        unfused = [y, *torch.autograd.grad(y, [leaf, *model.parameters()], varied(310, D, seed=3))]
+    for mine, theirs in zip(fused, unfused, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_weight_gradient_of_squares_rounds_what_the_forward_read() -> None:
+    """x of powers of two times a code is exact in rows, and in columns while the shift keeps its bits."""
+    exact = torch.randint(-8, 9, (256, D)).bfloat16()
+    exact[:, ::128] = 448.0  # every vector has the scale 1
+    dy = torch.randint(-8, 9, (256, 64)).bfloat16()
+    dy[:, 0] = 448.0
+    op = fo.ops.Linear(D, 64, bias=False, dtype=torch.bfloat16)
+    with fo.recipe(BLOCK()):
+        op(exact).backward(dy)
+    want = (dy.double().t() @ exact.double()).bfloat16()
+    assert op.weight.grad is not None and torch.equal(op.weight.grad, want)
+
+
+def test_a_plan_says_which_operands_are_quantized() -> None:
+    plans: list[Any] = []
+    with fo.recipe(BLOCK()), scopes.watching(plans.append):
+        layer()(varied(T, D))
+    found = {o.op for plan in plans for o in plan.operands}
+    assert found == {"fc1", "fc2"}
