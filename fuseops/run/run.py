@@ -258,7 +258,7 @@ class Run:
         Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
         """
         op, recipe = self.ops[i], settings.recipe
-        if recipe is None or mode != "plain" or op.granularity is None:
+        if recipe is None or mode != "plain" or not op.multiplies:
             return mode, note
         ignored = f"the recipe {type(recipe).__name__} is ignored"
         if settings.strict is True or settings.strict_recipe:
@@ -420,7 +420,7 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
+            y, _, _ = bridge.run_forward(seg, x, inputs, once)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
