@@ -152,6 +152,11 @@ def _by_router(op: Any) -> str:
     return ", ".join([*said, *[f"{r.top_groups} of {r.groups} groups"] * (r.groups > 1)])
 
 
+def _by_loss(second: Any) -> str:
+    soft_cap = second.losses.mean.soft_cap
+    return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
+
+
 EXPERTS = Part(
     "experts",
     experts.forward,

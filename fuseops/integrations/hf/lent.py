@@ -27,7 +27,10 @@ def lent(name: str) -> Any:
         source: Source | None = op.sources.get(name)
         return None if source is None else source(op.owner)
 
-    return property(read)
+    def leave(op: Any, value: Any) -> None:
+        """A constructor may say that there is none, before it is known who lends one."""
+
+    return property(read, leave)
 
 
 def lend(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:

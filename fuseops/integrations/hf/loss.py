@@ -1,7 +1,7 @@
 """The loss of a causal language model without its logits: what stands in for the forward of the model itself.
 
 The model's own forward runs on a second self, a shallow copy with the same children but two: its head gives the hidden
-states as they are, and its loss function is `ops.linear_cross_entropy` over the head's weight. So what a model adds
+states as they are, and its loss function is `ops.LinearCrossEntropy` over the head's weight. So what a model adds
 around the two (auxiliary losses, slices, caches) stays its own. A model whose logits go through more than the head is
 recognised by a run on a few numbers, and left alone, but for the soft cap that the loss knows.
 """
@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuseops.ops.cross_entropy import linear_cross_entropy
+from fuseops import ops
+from fuseops.ops.paths import LENT
 
 from . import lent, recognise
 
 HEAD, SELF = "lm_head", "_without_logits"
+IGNORED = -100
 
 
 class PassOn(nn.Module):
@@ -31,37 +33,35 @@ class PassOn(nn.Module):
         return hidden_states
 
 
+class HeadLoss(ops.LinearCrossEntropy):
+    """A LinearCrossEntropy over the weight and bias of a head."""
+
+    weight = lent.lent("weight")
+    bias = lent.lent("bias")
+
+
 def loss_of_hidden(
     model: Any,
-    soft_cap: float | None,
     logits: Tensor,
     labels: Tensor | None,
     vocab_size: int | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
     """transformers' loss of a causal language model, from hidden states in the place of logits.   (..., D) -> ()"""
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
-    head, targets = model.lm_head, shift_labels.reshape(-1).to(logits.device)
-    x = logits.reshape(-1, logits.shape[-1])
+        shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]  # type: ignore[arg-type]
+    x, targets = logits.flatten(0, -2), shift_labels.flatten().to(logits.device)
     if not torch.is_autocast_enabled(x.device.type):  # a model may make float32 of its logits
-        x = x.to(head.weight.dtype)
-    summed = num_items_in_batch is not None
-    loss: Tensor = linear_cross_entropy(
-        x,
-        head.weight,
-        targets,
-        linear_bias=head.bias,
-        ignore_index=ignore_index,
-        reduction="sum" if summed else "mean",
-        soft_cap=soft_cap,
-    )
+        x = x.to(model.lm_head.weight.dtype)
+    losses = model.__dict__[LENT]
+    if num_items_in_batch is None:
+        return losses.mean(x, targets=targets)
     if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch if summed else loss  # type: ignore[operator]
+        num_items_in_batch = num_items_in_batch.to(x.device)
+    return losses.sum(x, targets=targets) / num_items_in_batch
 
 
 def forward(
@@ -91,9 +91,10 @@ def forward(
 
 
 def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a call can do without logits: labels by name, a plain head, and an output that has names."""
+    """Whether a call can do without logits: labels by name, a plain head, an output that has names."""
     by_name = keywords.get("labels") is not None and keywords.get("return_dict") is not False
-    return by_name and len(args) < 2 and lent.plain(model._modules[HEAD], nn.Linear) is None
+    known = keywords.get("ignore_index", IGNORED) == IGNORED and len(args) < 2
+    return by_name and known and lent.plain(model._modules[HEAD], nn.Linear) is None
 
 
 # --- building
@@ -122,9 +123,28 @@ def build(model: Any) -> nn.Module | None:
         if not _fits(model, config, None):
             return None
     new = _second(model, config, {**model._modules, HEAD: PassOn()})
-    new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model, soft_cap)
-    new.__dict__["soft_cap"] = soft_cap
+    new.__dict__["_loss_function"] = functools.partial(loss_of_hidden, model)
+    new.__dict__["losses"] = _losses(model, soft_cap)
     return new
+
+
+def _losses(model: Any, soft_cap: float | None) -> nn.Module:
+    """The loss as a mean over tokens, and as a sum."""
+    head, found = model.lm_head, nn.Module()
+    for reduction in ("mean", "sum"):
+        sizes = head.in_features, head.out_features, head.bias is not None
+        op = HeadLoss(*sizes, soft_cap=soft_cap, reduction=reduction, device="meta")
+        lent.lend(op, head, {"weight": _weight, "bias": _bias})
+        found.add_module(reduction, op)
+    return found
+
+
+def _weight(head: Any) -> Any:
+    return head.weight
+
+
+def _bias(head: Any) -> Any:
+    return head.bias
 
 
 def _second(model: nn.Module, config: Any, modules: dict[str, Any]) -> Any:
@@ -186,6 +206,7 @@ def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
 def bind(model: Any, second: nn.Module) -> Any:
     """The forward of a model with a second self. It has the parameters of the model's own, by which callers go."""
     model.__dict__[SELF] = second
+    lent.hang(model, second.losses, None)  # type: ignore[arg-type]
     bound = functools.partial(forward, model)
     known = inspect.signature(type(model).forward).parameters.values()
     plain = [p.replace(annotation=p.empty) for p in known][1:]  # by name, as pickle needs them
