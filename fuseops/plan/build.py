@@ -242,6 +242,7 @@ class _Builder:
             form=self._format(u.stop - 1, "grad_output") if u.kind != "joint" else None,
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
+            dx="x" in calls[0].needs,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             writes=self._writes(u, position),
             params=tuple(

@@ -47,6 +47,7 @@ class Step:
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
+    dx: bool = False  # backward: somebody needs the gradient of x
     later: Step | None = None  # the part that waits for backward_dw
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
@@ -81,7 +82,8 @@ class Segment:
     needs_grad: bool = False
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
-    checked: bool = False  # a backward gave every gradient, of the right shape
+    checked_fwd: bool = False  # a forward kept the contract
+    checked_bwd: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
     elsewhere: bool = field(init=False)  # some gradients do not go through autograd
     # names of what calls published, by what they depend on

@@ -18,9 +18,9 @@ from fuseops.recipes import gemm
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
 from .checks import describe
-from .first import FirstCall
+from .first import Look, look_at
 from .saving import pack, saved_names, unpack
-from .traced import TABLE
+from .traced import TABLE, distinct
 
 Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 
@@ -30,7 +30,7 @@ class Once(NamedTuple):
 
     scratch: dict[str, Any] | None = None
     out: Buffers | None = None  # the caller's, of an op that runs alone
-    look: FirstCall | None = None  # looks at the first call of a segment
+    look: Look | None = None  # looks at the first forward and the first backward of a segment
 
 
 class Live:
@@ -107,6 +107,8 @@ def run_forward(
                 t.append(out.side[name])  # type: ignore[index]
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
+    if look is not None:
+        seg.checked_fwd = True
     if once.out is not None and "y" in once.out:
         x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
@@ -190,20 +192,26 @@ def run_backward(
                 ops = [seg.ops[i] for i in step.members]
                 results = weight_grads.elsewhere(step, ops, run, mine, dy)
         try:
+            missing = False
             for member, name, position in step.params:
-                grads[position] = results[member].params[name]  # type: ignore[index]
+                grads[position] = given = results[member].params[name]  # type: ignore[index]
+                missing = missing or given is None
             for member, name, position in step.sides:
-                grads[position] = _add(grads[position], results[member].side[name])  # type: ignore[index]
+                given = results[member].side[name]  # type: ignore[index]
+                grads[position] = _add(grads[position], given)
+                missing = missing or given is None
             dy = results[0].x
+            if missing or (dy is None and step.dx):
+                checks.check_complete(step, results, partly)
         except (TypeError, KeyError, AttributeError, IndexError):
             raise checks.wrong_grads(step, results) from None
         if look is not None:
-            look.after_bwd(step, results, partly)
+            look.after_bwd(step, results)
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
     if look is not None:
-        seg.checked = True
+        seg.checked_bwd = True
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
@@ -278,8 +286,8 @@ class Node(torch.autograd.Function):
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
-            if not seg.checked:
-                live.once = live.once._replace(look=FirstCall(seg, inputs))
+            if not seg.checked_bwd:
+                live.once = live.once._replace(look=look_at(seg, inputs))
             y, saved, ctx.entered = run_forward(seg, x, t, live.once)
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
@@ -362,15 +370,7 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
     """`run_node` as dynamo traces it; names, ties and messages are eager."""
-    return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
-
-
-def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
-    seen = [x]
-    for t in inputs:
-        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
-    return seen[1:]
+    return Node.apply(number, None, x, *distinct(x, inputs))  # type: ignore[no-untyped-call]
 
 
 # --- messages ------------------------------------------------------------------------------------------------------

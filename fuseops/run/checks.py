@@ -121,6 +121,21 @@ def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOp
     )
 
 
+def check_complete(step: Step, results: Sequence[Grads], partly: bool) -> None:
+    """Raise FuseOpsError where a backward left out a gradient that somebody needs.
+
+    partly: some results of the step have no gradient, so it may leave out what only those depend on. So may a level-1
+    op, whose `fwd` does not use the tensor as torch found, and one that has put the gradient elsewhere itself.
+    """
+    if partly or step.pure:
+        return
+    left_out = step.dx and results[0].x is None
+    for k, name, _ in step.params:
+        left_out = left_out or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
+    if left_out or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
+        raise wrong_grads(step, results)
+
+
 def wrong_grads(step: Step, results: Any) -> FuseOpsError:
     """The error for a backward that is no Grads, or leaves out a gradient that somebody needs."""
     bwd = f"{type(step.target).__name__}.bwd"

@@ -369,7 +369,7 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             env.update(zip(seg.exports, exported, strict=True))
         return y
     once = Once() if live is None else live.once
-    if live is not None and not seg.checked:
+    if live is not None and not seg.checked_fwd:
         once = once._replace(look=FirstCall(seg, inputs))
     if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
@@ -377,8 +377,6 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
-    if once.look is not None:
-        seg.checked = True
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
