@@ -199,6 +199,22 @@ def running_modules() -> list[torch.nn.Module]:
     return found
 
 
+def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of this module runs in the place of `_call_impl`: None, or what `Module.compile` put there."""
+    return module._compiled_call_impl
+
+
+def replace_call(
+    module: torch.nn.Module, call: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    """Have calls of this module run `call`.   -> what they ran before"""
+    before = call_of(module)
+    module._compiled_call_impl = call
+    if call is None:
+        del module._compiled_call_impl
+    return before
+
+
 def never_compile(function: Callable[..., Any]) -> None:
     """Have torch.compile run `function`, and all that it calls, as it is.
 

@@ -1,5 +1,6 @@
 """Every private torch name that fuseops uses exists and does what fuseops wants of it."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -488,3 +489,16 @@ def test_an_unsafe_view_is_no_view_to_autograd() -> None:
     assert y.shape == (2, 3) and not y._is_view()
     y.mul_(3).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((6,), 6.0))
+
+
+def test_a_call_is_replaced_and_put_back_and_no_copy_has_it() -> None:
+    module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    before = module(x)
+    assert torch_private.call_of(module) is None
+    assert torch_private.replace_call(module, lambda x: 2 * module._call_impl(x)) is None
+    torch.testing.assert_close(module(x), 2 * before)
+    assert torch_private.call_of(copy.deepcopy(module)) is None
+    replacement = torch_private.call_of(module)
+    assert torch_private.replace_call(module, None) is replacement
+    assert "_compiled_call_impl" not in vars(module)
+    torch.testing.assert_close(module(x), before)
