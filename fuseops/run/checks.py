@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Grads, Op, Out
-from fuseops.plan.segment import Step
+from fuseops.plan.segment import Segment, Step
 from fuseops.words import dtype_name
 
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
@@ -24,12 +24,48 @@ def describe(t: Any) -> str:
 
 def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
     """The step that one of these functions was at when the error passed through it."""
+    step: Step | None = _locals(error, *bodies).get("step")
+    return step
+
+
+def _locals(error: BaseException, *bodies: CodeType) -> Mapping[str, Any]:
+    """The variables of one of these functions when the error passed through it."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in bodies:
-            step: Step | None = trace.tb_frame.f_locals.get("step")
-            return step
+            return trace.tb_frame.f_locals
         trace = trace.tb_next
+    return {}
+
+
+def dtype_mismatch(
+    seg: Segment, path: str, error: BaseException, body: CodeType
+) -> FuseOpsError | None:
+    """The error of a GEMM over two dtypes, in words, where that is what this one says.
+
+    body: of the function that runs the steps, in which x is that of the step.
+    """
+    found = _locals(error, body)
+    step, x = found.get("step"), found.get("x")
+    if (
+        step is None
+        or step.cast is not None
+        or not isinstance(x, Tensor)
+        or "dtype" not in str(error)
+    ):
+        return None
+    for i in step.members:
+        op = seg.ops[i]
+        if not op.autocast or op.pure:  # it is no GEMM
+            continue
+        for name in op.parameter_names():
+            p = op.sample(name)
+            if p is not None and p.dtype is not x.dtype:
+                return FuseOpsError(
+                    f"op '{path}{seg.names[i]}' ({type(op).__name__}): x is {dtype_name(x.dtype)} and {name} is "
+                    f"{dtype_name(p.dtype)}, which one GEMM does not take: convert either with .to(...), or run under "
+                    "torch.autocast."
+                )
     return None
 
 

@@ -8,14 +8,14 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.errors import FuseOpsError, FusionMissError, ShapeError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Shape, numel
@@ -23,7 +23,6 @@ from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.cover import (
-    Scan,
     check_names,
     check_strict,
     choose,
@@ -36,26 +35,18 @@ from fuseops.plan.key import Asked, Glance, Key, Tokens, has_hooks, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
-from fuseops.torch_private import is_dtensor
+from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, traced
 from .bridge import Live, Once
 from .buffers import Buffers
-from .checks import check_dtype, describe
+from .checks import check_dtype, describe, dtype_mismatch
+from .entries import Entries, Entry
 from .first import FirstCall
 from .sides import reads_and_writes
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
-
-
-class Entry(NamedTuple):
-    """All plans of one key; they differ in the outcome of conditions only."""
-
-    scan: Scan
-    facts: Facts
-    needs: tuple[frozenset[str], ...]  # of every op
-    plans: dict[tuple[bool, ...], RunPlan]
 
 
 def opaque_reason(op: Op[Any]) -> str | None:
@@ -84,7 +75,7 @@ class Run:
     ) -> None:
         self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
         self.offset = offset  # of the first op among everything that the Sequential runs
-        self.entries: dict[Key, Entry] = {}
+        self.entries = Entries(self.names[0])
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
         self.last: tuple[Glance, Entry] | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
@@ -100,9 +91,9 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         entry = self._entry_of(x, side, tokens, live)
+        self._check_shape(x)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
-        self._check_shape(x)
         if plan is None:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
@@ -114,7 +105,10 @@ class Run:
 
     def _check_shape(self, x: Tensor) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
-        shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        try:
+            shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        except RuntimeError:
+            raise self._nested() from None  # of the strided layout, it has no shape
         try:
             if shape not in self.shapes:
                 self._through(0, len(self.ops), tuple(x.shape), x)
@@ -130,7 +124,7 @@ class Run:
         if last is not None and last[0].fits(x, side, tokens, live):
             return last[1]
         key = key_of(self.asked, x, side, tokens, live)
-        entry = self.entries.get(key) or self.entry(key)
+        entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
             self.last = Glance(self.asked, key), entry
@@ -173,6 +167,8 @@ class Run:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
         settings = scopes.resolve(*key.tokens)
+        if is_nested(key.x_class) and not settings.reference:
+            raise self._nested()
         modes = [self._mode(op, key, settings) for op in self.ops]
         modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
         facts = Facts(
@@ -191,10 +187,15 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
-        entry = self.entries[key] = Entry(
-            scan(self.ops, rules, place), facts, needs_of(self.ops, facts), {}
+        held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
+        return self.entries.put(key, Entry(held, scanned, facts, needs_of(self.ops, facts), {}))
+
+    def _nested(self) -> ShapeError:
+        op = f"{path_of(self.ops[0]) or self.names[0]!r} ({type(self.ops[0]).__name__})"
+        return ShapeError(
+            f"op {op} got a nested tensor, whose rows have no one shape: pass its values(), (rows, ...), and put the "
+            "offsets back behind it; or run under fuseops.reference(), where torch takes it."
         )
-        return entry
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
@@ -334,10 +335,14 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
                 return _run(seg, x, env, live)
         return _run(seg, x, env, live)
     except Exception as error:
-        error.add_note(
-            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}{_others(seg, env)}"
-        )
-        raise
+        where = bridge.where(seg, live.path, error)
+        note = f"in the forward of fuseops {where}; x {describe(x)}{_others(seg, env)}"
+        clearer = dtype_mismatch(seg, live.path, error, bridge.run_forward.__code__)
+        if clearer is None:
+            error.add_note(note)
+            raise
+        clearer.add_note(note)
+        raise clearer from error
 
 
 def _others(seg: Segment, env: Mapping[str, Any]) -> str:

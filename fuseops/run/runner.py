@@ -43,12 +43,14 @@ class Runner:
             for (_, module), names in zip(self.pieces, self.taken, strict=True)
             if isinstance(module, Composed) or (names and isinstance(module, nn.Module))
         )
+        self.composed = any(isinstance(module, Composed) for module in self.children)
         self.said = [
             (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad)
             for op in self.children
             if isinstance(op, Op)
         ]
         self.last: Tokens | None = None
+        self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
@@ -157,6 +159,8 @@ def _side_names(
 
 def side_names_of(piece: Any) -> tuple[str, ...]:
     """The side inputs that a piece takes by keyword: its `reads`, or those of the layer that it wraps, as PEFT's do."""
+    if isinstance(piece, Composed) and piece._runner is not None:
+        return piece._runner.reads  # prepared before what it is in
     reads = getattr(piece, "reads", None)
     if reads is not None:
         return tuple(reads)
@@ -175,7 +179,28 @@ def runner_of(module: Any) -> Runner:
 
 
 def prepare(module: Any, children: tuple[nn.Module, ...]) -> None:
-    """Build the runner of a module, unless the one that it has still fits."""
+    """Build the runner of a module, and before it those of the Sequentials in it, unless what they have still fits."""
+    runner: Runner | None = module._runner
+    if runner is None or runner.composed:
+        for inner in _inside_out(module):
+            _prepare(inner, inner._planned_modules())
+    _prepare(module, children)
+
+
+def _inside_out(module: Any) -> Iterator[Composed]:
+    """The Sequentials in a module that runs them itself, the innermost first: no recursion, they may be deep."""
+    found: dict[int, Any] = {id(module): module}
+    pending = [module]
+    while pending:
+        inner = {id(m): m for m in pending.pop()._planned_modules() if isinstance(m, Composed)}
+        for key, m in inner.items():
+            found.pop(key, None)  # below all that it is in
+            found[key] = m
+        pending += inner.values()
+    return reversed([*found.values()][1:])
+
+
+def _prepare(module: Any, children: tuple[nn.Module, ...]) -> None:
     runner: Runner | None = module._runner
     if runner is None or not runner.fits(children) or runner.names != [*module._modules]:
         runner = module.__dict__["_runner"] = Runner(module._planned(), isinstance(module, Op))
@@ -190,7 +215,9 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     tokens = (scopes.process.token, module._settings, scopes.current().token)
     if torch.compiler.is_compiling():
         return tokens
-    if runner.last is not None and runner.last != tokens and torch_private.in_backward():
+    if runner.last == tokens:
+        return tokens
+    if runner.last is not None and torch_private.in_backward():
         scoped = tokens[2] if scopes.current().reentered else runner.last[2]
         before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
@@ -200,7 +227,7 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
-    runner.last = tokens
+    runner.last, runner.held = tokens, scopes.held(tokens)
     return tokens
 
 
