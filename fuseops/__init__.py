@@ -28,6 +28,7 @@ from .rules.rule import require as require
 from .layers.sequential import Residual as Residual
 from .layers.sequential import Sequential as Sequential
 from .layers import MoE as MoE
+from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -502,3 +503,30 @@ def test_a_call_is_replaced_and_put_back_and_no_copy_has_it() -> None:
     assert torch_private.replace_call(module, None) is replacement
     assert "_compiled_call_impl" not in vars(module)
     torch.testing.assert_close(module(x), before)
+
+
+def test_tensor_guard_tells_kinds_apart_and_holds_nothing(asked: list[bool]) -> None:
+    x, w = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
+    fits = torch_private.tensor_guard([x, w])
+    assert fits(x, w) and fits(torch.zeros(3, 4), w) and not fits(x, None)
+    others = [x.double(), x.t(), x[:2], torch.randn(4, 3).t(), torch.randn(3, 4, device="meta")]
+    assert not any(fits(other, w) for other in others)
+    assert not fits(x, w.detach()) and not fits(x.clone().requires_grad_(), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fits(x, w)
+    with FakeTensorMode() as mode:
+        assert not fits(mode.from_tensor(x), mode.from_tensor(w))
+    seen: list[bool] = []
+    torch.vmap(lambda row: (seen.append(fits(x, w)), row)[1])(x)
+    torch.func.grad(lambda t: (seen.append(fits(x, w)), t.sum())[1])(x)
+    assert seen == [False, False]
+    lone = torch.ones(2)
+    fits, alive = torch_private.tensor_guard([lone]), weakref.ref(lone)
+    del lone
+    assert alive() is None and fits(torch.zeros(2))
+
+
+def test_empty_strided_is_torchs() -> None:
+    found = torch_private.empty_strided(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
+    assert found.shape == (2, 3) and found.stride() == (1, 2) and found.dtype is torch.bfloat16
+    assert torch_private.empty_strided(torch.device("meta"))((2,), (1,), torch.int32).is_meta

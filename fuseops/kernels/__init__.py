@@ -3,10 +3,12 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, norm, permute, quantize, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, bias, casts, cross_entropy, norm, permute, quantize, router,
+                    router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
-    all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
+    all of them     registry (`@kernel_op`), launch, plans (kept launches), replay (of a launcher whose operands come
+                    again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 """
@@ -25,6 +27,9 @@ from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
+from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
+from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
+from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into

@@ -129,7 +129,7 @@ class Op(nn.Module, Generic[S]):
     `fwd`. Either takes a `call: Call` if it names one, and the bwd of an op with `writes` takes `dside`, the gradients
     of what it published, by name.
 
-    What a subclass declares (the last two, and reads and writes, an instance may set for itself):
+    What a subclass declares (the last two, reads, writes and saves_for an instance may set for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
     integers     of them: those that have no gradient
@@ -148,7 +148,7 @@ class Op(nn.Module, Generic[S]):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     integers: ClassVar[frozenset[str]] = frozenset()
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+    saves_for: Mapping[str, tuple[str, ...]] | None = None
     recomputes: ClassVar[tuple[str, ...]] = ()
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False

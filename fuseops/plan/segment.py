@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
@@ -57,6 +58,28 @@ class Step:
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
+class Rows(list[Any]):
+    """By op, where the fields of its Saved are among the saved tensors.
+
+    take: how to read them back: op, Saved class, and a getter from (*tensors, None)
+    """
+
+    def __init__(self, seg: Segment, places: Mapping[tuple[int, int], int]) -> None:
+        super().__init__([None] * len(seg.ops))
+        self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
+        for slot in seg.slots:
+            row = tuple([places.get((slot.owner, k)) for k in range(len(slot.names))])
+            self[slot.owner] = row
+            self.take.append((slot.owner, slot.cls, _getter([-1 if p is None else p for p in row])))
+
+
+def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
+    """The values at these places, one at least, in a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1 or None))
+
+
 @dataclass(eq=False)
 class Segment:
     """A run of ops that is one autograd node ("node"), or runs outside of it ("plain", "call").
@@ -82,24 +105,29 @@ class Segment:
     needs_grad: bool = False
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
-    checked_fwd: bool = False  # a forward kept the contract
-    checked_bwd: bool = False  # a backward gave every gradient, of the right shape
+    checked_forward: bool = False  # a forward kept the contract
+    checked_backward: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
     elsewhere: bool = field(init=False)  # some gradients do not go through autograd
     # names of what calls published, by what they depend on
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
-    # where the fields of every Saved are among the saved tensors, when no two are one tensor
-    distinct: list[tuple[int | None, ...] | None] = field(init=False)
+    # where the fields of every Saved are among the saved tensors, when no two are one tensor, by which fields are None
+    distinct: dict[tuple[bool, ...], Rows] = field(default_factory=dict)
+    aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
 
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
-        places = {place: number for number, place in enumerate(self.kept)}
-        self.distinct = [None] * len(self.ops)
-        for slot in self.slots:
-            fields = range(len(slot.names))
-            self.distinct[slot.owner] = tuple(places.get((slot.owner, k)) for k in fields)
+        self.aliases = all(op.alias for op in self.ops)
+
+    def rows(self, none: tuple[bool, ...]) -> Rows:
+        """The rows of a call whose kept fields are tensors of their own, but for those that are None."""
+        found = self.distinct.get(none)
+        if found is None:
+            tensors = [place for place, missing in zip(self.kept, none, strict=True) if not missing]
+            found = self.distinct[none] = Rows(self, {place: n for n, place in enumerate(tensors)})
+        return found
 
     @property
     def inputs(self) -> int:

@@ -11,14 +11,13 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
-from fuseops.plan.key import autocast_dtype
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import gemm
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
 from .checks import describe
-from .first import Look, look_at
+from .first import FirstCall
 from .saving import pack, saved_names, unpack
 from .traced import TABLE, distinct
 
@@ -30,7 +29,7 @@ class Once(NamedTuple):
 
     scratch: dict[str, Any] | None = None
     out: Buffers | None = None  # the caller's, of an op that runs alone
-    look: Look | None = None  # looks at the first forward and the first backward of a segment
+    look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
 
 
 class Live:
@@ -43,7 +42,7 @@ class Live:
     def __init__(self, path: str, once: Once) -> None:
         self.path = path
         self.once = once
-        self.ties: list[Tensor] = []
+        self.ties: Sequence[Tensor] = ()
         self.frame: names.Frame | None = None
 
 
@@ -108,7 +107,7 @@ def run_forward(
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
     if look is not None:
-        seg.checked_fwd = True
+        seg.checked_forward = True
     if once.out is not None and "y" in once.out:
         x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
@@ -211,7 +210,7 @@ def run_backward(
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
     if look is not None:
-        seg.checked_bwd = True
+        seg.checked_backward = True
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
@@ -286,11 +285,13 @@ class Node(torch.autograd.Function):
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
-            if not seg.checked_bwd:
-                live.once = live.once._replace(look=look_at(seg, inputs))
+            if not seg.checked_backward:
+                live.once = live.once._replace(look=FirstCall(seg, inputs))
             y, saved, ctx.entered = run_forward(seg, x, t, live.once)
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
+        if live is not None:
+            live.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
         if seg.elsewhere:
@@ -333,7 +334,7 @@ def _backward_in(
     if live is None:
         return run_backward(seg, saved, dy, dsides, entered, Once())
     try:
-        if autocast_dtype(seg.device) is not None:
+        if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
                 return run_backward(seg, saved, dy, dsides, entered, live.once)
         return run_backward(seg, saved, dy, dsides, entered, live.once)
@@ -357,7 +358,6 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise _not_transformed("torch.func", seg, live)
     if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
         raise _not_transformed("forward-mode AD", seg, live)
-    live.ties = second_order.ties_of(x, inputs)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import torch
+
 from fuseops.ops.scopes import Said
 from fuseops.plan.build import RunPlan
 from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
-from fuseops.plan.key import Key
+from fuseops.plan.key import Attributes, Glance, Key
 
 MOST = 64  # keys
+MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
 log = logging.getLogger("fuseops.fusion")
 _told = False  # that entries are forgotten, once a process
 
@@ -24,6 +27,20 @@ class Entry(NamedTuple):
     facts: Facts
     needs: tuple[frozenset[str], ...]  # of every op
     plans: dict[tuple[bool, ...], RunPlan]
+
+
+class Last(NamedTuple):
+    """What a call like the last one is known by, and its plans by shape of x.
+
+    Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
+    of their ops.
+    """
+
+    glance: Glance
+    entry: Entry
+    # of the ops that conditions read; None: ask conditions at each call
+    attributes: Attributes | None
+    plans: dict[torch.Size, RunPlan]
 
 
 class Entries(dict[Key, Entry]):

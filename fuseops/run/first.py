@@ -42,11 +42,8 @@ class Version(NamedTuple):
     writes: int
 
 
-class Look:
-    """A look at the first backward of a segment, from its forward on.
-
-    Its methods raise FuseOpsError for an op that does not keep the contract.
-    """
+class FirstCall:
+    """One call of a segment. Its methods raise FuseOpsError for an op that does not keep the contract."""
 
     def __init__(self, seg: Segment, inputs: Sequence[Any]) -> None:
         """inputs: side inputs and parameters, as the node takes them."""
@@ -54,12 +51,40 @@ class Look:
         self.inputs = [Given.of(t) for t in inputs]
         self.x: dict[int, Given | None] = {}  # of the op at that index
         self.given: list[Version] = []  # to the fwd or bwd that runs
+        self.expected: Out | None = None  # of the fused op that runs, on the meta device
+
+    # --- forward
 
     def before_fwd(self, step: Step, x: Any, t: Sequence[Any]) -> None:
-        self.x[step.members[0]] = Given.of(x)
+        seg, first = self.seg, step.members[0]
+        self.x[first] = Given.of(x)
+        if seg.checked_forward:
+            return
+        checks.check_dtype(seg.ops[first : first + 1], seg.names[first : first + 1], x.dtype)
+        if step.kind != "op":
+            self.expected = unfused(seg, step, x, t)
+        read = [
+            (name, t[position])
+            for i, args in zip(step.members, step.args, strict=True)
+            for name, position in args
+            if name not in seg.ops[i]._buffers
+        ]
+        tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
+        self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
 
     def after_fwd(self, step: Step, out: Out) -> None:
-        """Nothing is asked of a forward that is not the first."""
+        if self.seg.checked_forward:
+            return
+        if not isinstance(out.y, Tensor):
+            raise checks.no_tensor(step, out.y)
+        self._check_unwritten(step, "fwd")
+        _check_published(self.seg, step, out.side)
+        if step.kind != "op" and self.expected is not None:
+            _check_results(step, out, self.expected)
+        if self.seg.needs_grad and not step.pure:
+            _check_saved(self.seg, step, out.saved)
+
+    # --- backward
 
     def before_bwd(
         self, step: Step, saved: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
@@ -94,40 +119,6 @@ class Look:
                     "may read it or have saved it. Write to a new tensor, such as x.clone()."
                 )
         self.given = []  # it holds what nobody else may hold any more
-
-
-class FirstCall(Look):
-    """A look at the first call of a segment, forward and backward."""
-
-    def before_fwd(self, step: Step, x: Any, t: Sequence[Any]) -> None:
-        seg, first = self.seg, step.members[0]
-        checks.check_dtype(seg.ops[first : first + 1], seg.names[first : first + 1], x.dtype)
-        super().before_fwd(step, x, t)
-        if step.kind != "op":
-            self.expected = unfused(seg, step, x, t)
-        read = [
-            (name, t[position])
-            for i, args in zip(step.members, step.args, strict=True)
-            for name, position in args
-            if name not in seg.ops[i]._buffers
-        ]
-        tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
-        self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
-
-    def after_fwd(self, step: Step, out: Out) -> None:
-        if not isinstance(out.y, Tensor):
-            raise checks.no_tensor(step, out.y)
-        self._check_unwritten(step, "fwd")
-        _check_published(self.seg, step, out.side)
-        if step.kind != "op" and self.expected is not None:
-            _check_results(step, out, self.expected)
-        if self.seg.needs_grad and not step.pure:
-            _check_saved(self.seg, step, out.saved)
-
-
-def look_at(seg: Segment, inputs: Sequence[Any]) -> Look:
-    """The look at a call of a segment whose backward was not looked at before."""
-    return Look(seg, inputs) if seg.checked_fwd else FirstCall(seg, inputs)
 
 
 def _check_results(step: Step, out: Out, expected: Out) -> None:
@@ -214,10 +205,6 @@ def _check_names(seg: Segment, step: Step, results: Sequence[Grads]) -> None:
             )
 
 
-def _compute(step: Step) -> torch.dtype | None:
-    return step.calls[0].precision.compute
-
-
 def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> None:
     bwd = f"{type(step.target).__name__}.bwd gave"
     if not isinstance(gradient, Tensor):
@@ -236,7 +223,8 @@ def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> No
         raise FuseOpsError(
             f"{bwd} a gradient of {name!r} of {dtype}; {name!r} is {expected.dtype}: autograd would round it."
         )
-    if name == "x" and step.kind != "op" and dtype not in (expected.dtype, _compute(step)):
+    compute = step.calls[0].precision.compute
+    if name == "x" and step.kind != "op" and dtype not in (expected.dtype, compute):
         raise FuseOpsError(
             f"{bwd} a gradient of 'x' of {dtype}; 'x' is {expected.dtype}: give it in the dtype of x."
         )

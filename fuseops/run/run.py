@@ -31,7 +31,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Asked, Glance, Key, Tokens, has_hooks, key_of
+from fuseops.plan.key import Asked, Attributes, Glance, Key, Tokens, has_hooks, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
@@ -41,7 +41,7 @@ from . import bridge, buffers, traced
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, describe, dtype_mismatch
-from .entries import Entries, Entry
+from .entries import MOST_SHAPES, Entries, Entry, Last
 from .first import FirstCall
 from .sides import reads_and_writes
 from .traced import TABLE
@@ -77,7 +77,7 @@ class Run:
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries = Entries(self.names[0])
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
-        self.last: tuple[Glance, Entry] | None = None
+        self.last: Last | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
         self.parameter_names = tuple(op.parameter_names() for op in self.ops)
@@ -91,6 +91,27 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         entry = self._entry_of(x, side, tokens, live)
+        plan = self._plan_in(entry, x)
+        last = self.last
+        if last is not None and last.entry is entry and last.attributes is not None:
+            if len(last.plans) >= MOST_SHAPES:
+                last.plans.clear()
+            last.plans[x.shape] = plan
+        return plan
+
+    def repeated(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> RunPlan | None:
+        """The plan of a call like the last one, if nothing that it depends on has changed."""
+        last = self.last  # once: another thread may put its own there
+        if last is None or not last.glance.fits(x, side, tokens, live):
+            return None
+        plan = last.plans.get(x.shape)
+        if plan is None or last.attributes is None or not last.attributes.unchanged():
+            return None
+        return plan
+
+    def _plan_in(self, entry: Entry, x: Tensor) -> RunPlan:
         self._check_shape(x)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
@@ -121,14 +142,25 @@ class Run:
     ) -> Entry:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
         last = self.last  # once: another thread may put its own there
-        if last is not None and last[0].fits(x, side, tokens, live):
-            return last[1]
+        if (
+            last is not None
+            and last.glance.fits(x, side, tokens, live)
+            and (last.attributes is None or last.attributes.unchanged())
+        ):
+            return last.entry
         key = key_of(self.asked, x, side, tokens, live)
         entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
-            self.last = Glance(self.asked, key), entry
+            self.last = Last(Glance(self.asked, key), entry, self._attributes(entry), {})
         return entry
+
+    def _attributes(self, entry: Entry) -> Attributes | None:
+        """Of the ops that conditions may read; None where a user's may read more."""
+        candidates = entry.scan.candidates
+        if any(c.rule not in BUILTIN_RULES for c in candidates):
+            return None
+        return Attributes([op for c in candidates for op in self.ops[c.start : c.stop]])
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -284,16 +316,19 @@ class Run:
                     "out= is eager only: compile around the ops that write to buffers."
                 )
             return self._traced(x, env, tokens, live)
+        watchers = scopes.current().watchers
+        if out is None and not watchers:
+            repeated = self.repeated(x, env, tokens, live)
+            if repeated is not None:
+                return run_segments(repeated.segments, x, env, path, Once(scratch))
         parametrized = any(op.__dict__["_modules"] for op in self.ops)
         with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
             plan = self.plan(x, env, tokens, live)
-            for watcher in scopes.current().watchers:
+            for watcher in watchers:
                 watcher(plan)
             if out is not None:
                 self._check_buffers(plan, out, x, env, path)
-            for seg in plan.segments:
-                x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
-            return x
+            return run_segments(plan.segments, x, env, path, Once(scratch, out))
 
     def _check_buffers(
         self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
@@ -325,19 +360,24 @@ class Run:
         return x
 
 
-def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
-    """Run one segment with autocast off where the plan reads it, and say where an error happened."""
+def run_segments(
+    segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
+) -> Any:
+    """Run segments with autocast off where the plan reads it, and say where an error happened."""
     try:
-        if seg.kind == "call":
-            return _call(seg, x, env)
-        if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
-            with torch.autocast(seg.device, enabled=False):
-                return _run(seg, x, env, live)
-        return _run(seg, x, env, live)
+        for seg in segments:  # the except reads it
+            if seg.kind == "call":
+                x = _call(seg, x, env)
+            elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+                with torch.autocast(seg.device, enabled=False):
+                    x = _run(seg, x, env, Live(path, once))
+            else:
+                x = _run(seg, x, env, Live(path, once))
+        return x
     except Exception as error:
-        where = bridge.where(seg, live.path, error)
+        where = bridge.where(seg, path, error)
         note = f"in the forward of fuseops {where}; x {describe(x)}{_others(seg, env)}"
-        clearer = dtype_mismatch(seg, live.path, error, bridge.run_forward.__code__)
+        clearer = dtype_mismatch(seg, path, error, bridge.run_forward.__code__)
         if clearer is None:
             error.add_note(note)
             raise
@@ -374,9 +414,9 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             env.update(zip(seg.exports, exported, strict=True))
         return y
     once = Once() if live is None else live.once
-    if live is not None and not seg.checked_fwd:
+    if live is not None and not seg.checked_forward:
         once = once._replace(look=FirstCall(seg, inputs))
-    if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
+    if seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:

@@ -21,6 +21,9 @@ from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
+from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
+from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
+from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .dropout import dropout_mask as dropout_mask
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_dswiglu as grouped_dswiglu

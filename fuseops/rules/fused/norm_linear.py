@@ -17,7 +17,7 @@ class NormLinear(FusedOp):
     def fwd(self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
         norm: Any = self.members[0]
         gamma, weight = t[0]["weight"], t[1]["weight"]
-        h, rstd = K.rmsnorm_fwd(x, gamma, norm.epsilon(x.dtype), dims=len(norm.normalized_shape))
+        h, rstd = K.rmsnorm_fwd(x, gamma, norm.epsilon(x.dtype), 0.0, len(norm.normalized_shape))
         if calls[1].precision.compute is not None:
             h = h.to(calls[1].precision.compute)
         y = linear(h, weight, t[1]["bias"], calls[1])
