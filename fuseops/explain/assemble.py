@@ -13,8 +13,10 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
 from fuseops.plan.records import Edge, Miss, SavedTensor, Span
+from fuseops.run.composed import Composed
 from fuseops.run.run import Run
-from fuseops.run.runner import Composed
+from fuseops.run.runner import runner_of
+from fuseops.run.splice import border
 
 from .fusion_plan import FusionPlan
 
@@ -57,7 +59,7 @@ def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
     offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
-            yield _of_module(name, piece, offset)
+            yield _of_module(name, piece, offset, call.module)
             offset += 1
             continue
         plan, x = next(runs, (None, None))
@@ -66,8 +68,10 @@ def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
         offset += len(piece.ops)
 
 
-def _of_module(name: str, module: nn.Module, at: int) -> _Part:
-    what = "a Sequential of its own" if isinstance(module, Composed) else "plain module"
+def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> _Part:
+    what = "plain module"
+    if isinstance(module, Composed):
+        what = f"a Sequential of its own: {border(module, outer._settings)}"
     cls = type(module).__name__
     span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
     return _Part([span], [span])
@@ -116,7 +120,7 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
 def _notes_on(call: Call) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     settings = scopes.resolve(call.module._settings)
-    for name, child in call.module.named_children():
+    for name, child, *_ in runner_of(call.module).planned:
         if isinstance(child, Op) and child._settings:
             own = scopes.resolve(child._settings).difference(settings)
             if own:

@@ -20,7 +20,7 @@ from .layout import (
     at_peak,
     groups,
     is_outside,
-    place,
+    miss_rows,
     saved_rows,
     shape_of,
     summary,
@@ -163,8 +163,8 @@ def _fused(plan: Planned) -> Iterator[str]:
 
 def _misses(plan: Planned) -> Iterator[str]:
     rows = [
-        _cell(m.rule, "rule lost") + _cell(place(plan, m), "mono") + _cell(m.reason)
-        for m in plan.misses
+        _cell(rule, "rule lost") + _cell(where, "mono") + _cell(reason)
+        for rule, where, reason in miss_rows(plan)
     ]
     if rows:
         yield f"<h3>Not fused, and why</h3>{_table(rows)}"

@@ -29,8 +29,8 @@ from fuseops.ops import names
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped
 from fuseops.plan.records import SavedTensor
+from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
-from fuseops.run.runner import Composed
 from fuseops.run.sides import check_module
 
 from . import text

@@ -13,7 +13,7 @@ from .layout import (
     at_peak,
     groups,
     is_outside,
-    place,
+    miss_rows,
     saved_rows,
     shape_of,
     span_rows,
@@ -44,7 +44,7 @@ def _group(group: Group) -> list[str]:
         )
     if plan.misses:
         lines.append("  not fused")
-        lines += _table([[m.rule, f"at {place(plan, m)}", m.reason] for m in plan.misses])
+        lines += _table([[rule, f"at {where}", why] for rule, where, why in miss_rows(plan)])
     if plan.edges:
         lines.append("  formats on edges")
         lines += _table([[e.before, e.direction, e.format, e.made_by] for e in plan.edges])

@@ -272,9 +272,6 @@ class Op(nn.Module, Generic[S]):
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
 
-    def _prepare(self, children: tuple[nn.Module, ...]) -> None:
-        prepare(self, children)
-
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 
@@ -374,11 +371,6 @@ class FusedOp:
     def choices(self, x: Any, t: Any, calls: Any) -> str:
         """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
         return ""
-
-
-def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.run`, as `run_alone` is."""
-    raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:

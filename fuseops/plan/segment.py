@@ -43,6 +43,7 @@ class Step:
     # what the fwd or bwd of a single op takes by keyword, besides tensors
     keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
+    scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     # backward: what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
@@ -96,6 +97,7 @@ class Segment:
     names: tuple[str, ...]
     reads: tuple[str, ...] = ()  # side inputs, the first tensors of the node after x
     params: tuple[tuple[int, str], ...] = ()  # (op, parameter) of the tensors after those
+    ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
     forward: tuple[Step, ...] = ()

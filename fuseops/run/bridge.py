@@ -27,7 +27,7 @@ Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 class Once(NamedTuple):
     """What lives for one call only."""
 
-    scratch: dict[str, Any] | None = None
+    scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
     look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
 
@@ -126,8 +126,11 @@ def _calls(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = tuple([call._replace(scratch=once.scratch, out=once.out) for call in step.calls])
-    return calls if main is None else weight_grads.with_buffers(calls, main)
+    calls = []
+    for call, scope in zip(step.calls, step.scopes, strict=True):
+        scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
+        calls.append(call._replace(scratch=scratch, out=once.out))
+    return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
 def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:

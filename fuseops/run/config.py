@@ -17,7 +17,7 @@ from fuseops.plan.records import Miss
 from fuseops.recipes import Recipe
 from fuseops.rules.rule import Rule
 
-from .runner import Composed
+from .composed import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
