@@ -204,12 +204,12 @@ def running_modules() -> list[torch.nn.Module]:
     return found
 
 
-_CALL = torch.nn.Module.__call__  # some tools put their own there
+_CALLS = (torch.nn.Module.__call__,)  # some tools put their own there
 
 
 def direct_call(module: torch.nn.Module) -> Callable[..., Any]:
     """What a call of this module comes to, with two frames less on the stack."""
-    if type(module).__call__ is not _CALL or call_of(module) is not None:
+    if type(module).__call__ not in _CALLS or call_of(module) is not None:
         return module
     return module._call_impl
 

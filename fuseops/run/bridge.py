@@ -69,7 +69,7 @@ def run_forward(
             keywords = {name: t[position] for name, position in step.args[0]}
             out = step.target.fwd(x, **keywords, **step.keywords)
             if type(out) is not Out:
-                out = _bare(step, out)
+                out = checks.bare(step, out)
             if look is not None:
                 look.after_fwd(step, out)
             saved[first] = out.saved
@@ -89,7 +89,7 @@ def run_forward(
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
-                out = _bare(step, out)
+                out = checks.bare(step, out)
             saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
@@ -111,15 +111,6 @@ def run_forward(
     if once.out is not None and "y" in once.out:
         x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
-
-
-def _bare(step: Step, y: Any) -> Out:
-    """The Out that a bare tensor stands for."""
-    if not isinstance(y, Tensor):
-        raise checks.no_tensor(step, y)
-    if not step.pure and step.target.Saved._fields:
-        raise checks.bare_tensor(step)
-    return Out(y)
 
 
 def _calls(
@@ -186,13 +177,7 @@ def run_backward(
                 dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
             if look is not None:
                 look.before_bwd(step, saved, dy, dside)
-            if step.later is None and not step.main:
-                results = _results(step, None, saved, dy, dside, once)
-            else:  # what waits for backward_dw holds what this step saved, and no more
-                mine = saved if step.later is None else {i: saved[i] for i in step.members}
-                run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
-                ops = [seg.ops[i] for i in step.members]
-                results = weight_grads.elsewhere(step, ops, run, mine, dy)
+            results = _run_step(seg, step, saved, dy, dside, once)
         try:
             missing = False
             for member, name, position in step.params:
@@ -217,6 +202,18 @@ def run_backward(
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
+
+
+def _run_step(
+    seg: Segment, step: Step, saved: Saved, dy: Any, dside: dict[str, Any] | None, once: Once
+) -> Sequence[Grads]:
+    """`_results`, and parameter gradients that do not go through autograd put where they belong."""
+    if step.later is None and not step.main:
+        return _results(step, None, saved, dy, dside, once)
+    # what waits for backward_dw holds what this step saved, and no more
+    mine = saved if step.later is None else {i: saved[i] for i in step.members}
+    run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
+    return weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run, mine, dy)
 
 
 def _results(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.op import Grads, Op, Out
+from fuseops.ops.paths import path_of
+from fuseops.plan.chain import Chain
 from fuseops.plan.segment import Segment, Step
 from fuseops.words import dtype_name
 
@@ -127,10 +129,28 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
             return
 
 
+def nested_tensor(chain: Chain) -> ShapeError:
+    op = chain.ops[0]
+    return ShapeError(
+        f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__}) got a nested tensor, whose rows have no one "
+        "shape: pass its values(), (rows, ...), and put the offsets back behind it; or run under fuseops.reference(), "
+        "where torch takes a jagged one."
+    )
+
+
 def no_tensor(step: Step, y: Any) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
     )
+
+
+def bare(step: Step, y: Any) -> Out:
+    """The Out that a bare tensor stands for."""
+    if not isinstance(y, Tensor):
+        raise no_tensor(step, y)
+    if not step.pure and step.target.Saved._fields:
+        raise bare_tensor(step)
+    return Out(y)
 
 
 def bare_tensor(step: Step) -> FuseOpsError:

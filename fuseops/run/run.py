@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError, FusionMissError, ShapeError
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
-from fuseops.ops.op import Op, Shape, numel
+from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
-from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
@@ -36,15 +35,15 @@ from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
-from fuseops.torch_private import is_dtensor, is_nested
+from fuseops.torch_private import is_nested
 
-from . import bridge, buffers, traced
+from . import bridge, buffers, checks, traced
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, Entry, Last
 from .first import FirstCall
-from .splice import opaque_reason
+from .modes import mode_of
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
@@ -85,7 +84,10 @@ class Run:
         last = self.last  # once: another thread may put its own there
         if last is None or not last.glance.fits(x, side, tokens, live):
             return None
-        plan = last.plans.get(x.shape)
+        try:
+            plan = last.plans.get(x.shape)
+        except RuntimeError:  # a nested tensor, which `plan` refuses
+            return None
         if plan is None or last.attributes is None or not last.attributes.unchanged():
             return None
         return plan
@@ -108,7 +110,7 @@ class Run:
         try:
             shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
         except RuntimeError:
-            raise self._nested() from None  # of the strided layout, it has no shape
+            raise checks.nested_tensor(self.chain) from None  # the strided ones have no shape
         try:
             if shape not in self.shapes:
                 self._through(0, len(self.ops), tuple(x.shape), x)
@@ -183,9 +185,11 @@ class Run:
         check_dtype(self.ops, self.names, key.dtype)
         settings = scopes.resolve(*key.tokens)
         if is_nested(key.x_class) and not settings.reference:
-            raise self._nested()
-        modes = [self._mode(op, key, settings) for op in self.ops]
-        modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
+            raise checks.nested_tensor(self.chain)
+        modes = [
+            mode_of(name, op, key, settings, self.alone)
+            for name, op in zip(self.names, self.ops, strict=True)
+        ]
         facts = Facts(
             settings=settings,
             x_needs=key.x_needs,
@@ -205,50 +209,12 @@ class Run:
         held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
         return self.entries.put(key, Entry(held, scanned, facts, needs_of(self.chain, facts), {}))
 
-    def _nested(self) -> ShapeError:
-        op = f"{path_of(self.ops[0]) or self.names[0]!r} ({type(self.ops[0]).__name__})"
-        return ShapeError(
-            f"op {op} got a nested tensor, whose rows have no one shape: pass its values(), (rows, ...), and put the "
-            "offsets back behind it; or run under fuseops.reference(), where torch takes it."
-        )
-
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
         for i, (facts, wanted) in enumerate(zip(key.ops, self.chain.parameters, strict=True)):
             for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
                 if parameter is not None and parameter[0]:
                     yield i, name
-
-    def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
-        """How an op runs when no span covers it, and why."""
-        why = None if self.alone else opaque_reason(op)
-        if why is not None:
-            return "call", why
-        if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
-            return "plain", "works on DTensors"
-        if settings.reference:
-            return "plain", "reference"
-        if key.compiling and (op.delays or op.accumulate_into_main_grad):
-            raise FuseOpsError(
-                f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
-                "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
-            )
-        if op.pure and key.compiling:
-            return "plain", "level-1 op under torch.compile"
-        return ("plain", "alias") if op.alias else ("", "")
-
-    def _heeded(self, i: int, mode: str, note: str, settings: Settings) -> tuple[str, str]:
-        """The mode of op i and its note, which says so where the recipe is not heeded.
-
-        Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
-        """
-        op, recipe = self.ops[i], settings.recipe
-        if recipe is None or mode != "plain" or op.granularity is None:
-            return mode, note
-        ignored = f"the recipe {type(recipe).__name__} is ignored"
-        if settings.strict is True or settings.strict_recipe:
-            raise FusionMissError(f"op {self.names[i]!r} ({type(op).__name__}): {note}; {ignored}.")
-        return mode, f"{note}; {ignored}"
 
     def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry, given the outcome of its conditions, from the cache or new."""
