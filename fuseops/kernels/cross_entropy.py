@@ -40,7 +40,7 @@ LINE = 64  # rows of logits begin at multiples of so many elements, as tensor de
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Eight elements a thread: with more, or with more warps, registers spill."""
-    sizes = ((4096, 16), (2048, 8))
+    sizes = ((2048, 8), (1024, 4))
     return [
         {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
         for block, warps in sizes

@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
-from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -36,8 +35,6 @@ class Step:
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
     empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
-    form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
-    offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
@@ -55,7 +52,7 @@ class Step:
 
     def __post_init__(self) -> None:
         odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.form is not None or self.cast is not None
+        odd = bool(odd or self.writes) or self.cast is not None
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 

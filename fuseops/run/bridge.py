@@ -12,7 +12,6 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Segment, Step
-from fuseops.recipes import gemm
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
@@ -54,7 +53,6 @@ def run_forward(
     x: Any,
     t: list[Any],
     once: Once,
-    quantize: bool = True,
 ) -> tuple[Any, list[Any], list[torch.dtype | None]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
     saved: list[Any] = [None] * len(seg.ops)
@@ -77,8 +75,6 @@ def run_forward(
             continue
         if step.cast is not None:
             x = x.to(step.cast)
-        if step.form is not None and quantize:
-            x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
@@ -173,8 +169,6 @@ def run_backward(
             if dy is None and (dside is None or all(d is None for d in dside.values())):
                 continue
             partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
-            if step.form is not None and dy is not None:
-                dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
             if look is not None:
                 look.before_bwd(step, saved, dy, dside)
             results = _run_step(seg, step, saved, dy, dside, once)

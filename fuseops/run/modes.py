@@ -19,7 +19,7 @@ def mode_of(name: str, op: Op[Any], key: Key, settings: Settings, alone: bool) -
     Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
     """
     mode, why = _mode(op, key, settings, alone)
-    if settings.recipe is None or mode != "plain" or op.granularity is None:
+    if settings.recipe is None or mode != "plain" or not op.multiplies:
         return mode, why
     why = f"{why}; the recipe {type(settings.recipe).__name__} is ignored"
     if settings.strict is True or settings.strict_recipe:

@@ -375,7 +375,7 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
+            y, _, _ = bridge.run_forward(seg, x, inputs, once)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

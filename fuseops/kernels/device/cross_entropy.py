@@ -42,43 +42,45 @@ def cross_entropy_kernel(
 
     if STATISTICS:
         chosen = _final(tl.load(logits_ptr + at), soft_cap, temperature, CAPPED)
-        most = -float("inf")
-        scale = 0.0
-        moment = 0.0
-        smooth = 0.0
+        # each lane keeps its own maximum and sums, so that nothing is exchanged within the loop
+        most = tl.full((BLOCK,), -float("inf"), tl.float32)
+        scale = tl.zeros((BLOCK,), tl.float32)
+        moment = tl.zeros((BLOCK,), tl.float32)
+        smooth = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
             mask = start + cols < width
-            raw = tl.load(logits_ptr + start + cols, mask=mask, other=-float("inf"))
-            logits = _final(raw, soft_cap, temperature, CAPPED)
-            logits = tl.where(mask, logits, -float("inf"))
-            new = tl.maximum(most, tl.max(logits, axis=0))
+            raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
+            logits = tl.where(mask, _final(raw, soft_cap, temperature, CAPPED), -float("inf"))
+            new = tl.maximum(most, logits)
             shift = tl.where(new == -float("inf"), 0.0, new)
             p = tl.exp(logits - shift)
-            rest = tl.where(most == -float("inf"), 0.0, tl.exp(most - shift))
-            scale = scale * rest + tl.sum(p, axis=0)
-            moment = moment * rest + tl.sum(tl.where(p > 0, p * logits, p * 0.0), axis=0)
+            rest = tl.exp(most - shift)
+            scale = scale * rest + p
+            if not GRADIENT:
+                moment = moment * rest + tl.where(p > 0, p * logits, p * 0.0)
             if SMOOTHED:
                 if WEIGHTED:
                     logits *= tl.load(class_weights_ptr + start + cols, mask=mask, other=0.0).to(
                         tl.float32
                     )
-                smooth += tl.sum(tl.where(mask, logits, 0.0), axis=0)
+                smooth += tl.where(mask, logits, 0.0)
             most = new
-        lse = tl.where(most == -float("inf"), most, most + tl.log(scale))
-        expected = moment / scale
+        top = tl.max(most, axis=0)
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        rest = tl.exp(most - shift)
+        total_scale = tl.sum(scale * rest, axis=0)
+        lse = top + tl.log(total_scale)
         logp = chosen - lse
         loss = -(1 - smoothing) * weight * logp + z_loss * lse * lse
         if SMOOTHED:
-            loss += smoothing / V * (total * lse - smooth)
+            loss += smoothing / V * (total * lse - tl.sum(smooth, axis=0))
         tl.store(loss_ptr + row, tl.where(outside, float("nan"), tl.where(counts, loss, 0.0)))
         tl.store(logp_ptr + row, tl.where(outside, float("nan"), tl.where(counts, logp, 0.0)))
         tl.store(lse_ptr + row, lse)
-        tl.store(expected_ptr + row, expected)
+        if not GRADIENT:
+            tl.store(expected_ptr + row, tl.sum(moment * rest, axis=0) / total_scale)
     else:
         lse = tl.load(lse_ptr + row)
-        expected = 0.0
-        if OTHERS:
-            expected = tl.load(expected_ptr + row)
 
     if GRADIENT:
         dloss = tl.load(dloss_ptr + row)
@@ -86,13 +88,13 @@ def cross_entropy_kernel(
         each = dloss * (smoothing / V)
         hard = dloss * (1 - smoothing) * weight
         every = hard + each * total + 2 * z_loss * lse * dloss
-        dexpected = 0.0
         if OTHERS:
             dlogp = tl.load(dlogp_ptr + row)
             dlogp = tl.where(outside, float("nan"), tl.where(counts, dlogp, 0.0))
             every += tl.load(dlse_ptr + row) - dlogp
             hard -= dlogp
             dexpected = tl.load(dexpected_ptr + row)
+            expected = tl.load(expected_ptr + row)
         for start in range(0, width, BLOCK):
             mask = start + cols < width
             raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
