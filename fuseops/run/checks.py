@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import DtypeError, FuseOpsError, ShapeError
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
@@ -42,7 +42,7 @@ def _locals(error: BaseException, *bodies: CodeType) -> Mapping[str, Any]:
 
 def dtype_mismatch(
     seg: Segment, path: str, error: BaseException, body: CodeType
-) -> FuseOpsError | None:
+) -> DtypeError | None:
     """The error of a GEMM over two dtypes, in words, where that is what this one says.
 
     body: of the function that runs the steps, in which x is that of the step.
@@ -63,7 +63,7 @@ def dtype_mismatch(
         for name in op.parameter_names():
             p = op.sample(name)
             if p is not None and p.dtype is not x.dtype:
-                return FuseOpsError(
+                return DtypeError(
                     f"op '{path}{seg.names[i]}' ({type(op).__name__}): x is {dtype_name(x.dtype)} and {name} is "
                     f"{dtype_name(p.dtype)}, which one GEMM does not take: convert either with .to(...), or run under "
                     "torch.autocast."
