@@ -195,8 +195,6 @@ LOSS = Part(
     loss.build,
     loss.refused,
     lambda module: "the loss reads something else than the head's logits",
-    lambda second: (
-        "linear cross entropy" + (f", soft cap {second.soft_cap:g}" if second.soft_cap else "")
-    ),
+    _by_loss,
 )
 FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, LOSS)}

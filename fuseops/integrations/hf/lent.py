@@ -24,11 +24,13 @@ def lent(name: str) -> Any:
     """The keyword `name` of an op's `fwd`, read from the module that lends it."""
 
     def read(op: Any) -> Tensor | None:
+        # without sources, while the op is constructed, torch looks among the parameters
         source: Source | None = op.sources.get(name)
         return None if source is None else source(op.owner)
 
     def leave(op: Any, value: Any) -> None:
-        """A constructor may say that there is none, before it is known who lends one."""
+        """A constructor may say that there is none."""
+        op._parameters[name] = value
 
     return property(read, leave)
 
