@@ -271,7 +271,7 @@ def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[
     return made
 
 
-def _read(made: Sequence[Op[Any]]) -> list[Op[Any]]:
+def readable(made: Sequence[Op[Any]]) -> list[Op[Any]]:
     """With a reader for every Tap, under a name that no other op has."""
     ends: list[Op[Any]] = []
     for k, op in enumerate(made):
@@ -297,7 +297,7 @@ def rule_cases(
     groups = draw(group_counts())
     split = draw(group_splits(groups))
     width = draw(widths()) * _before(types)[0]
-    model = Sequential(*_read(_fitted(draw, types, width, groups))).to(dtype)
+    model = Sequential(*readable(_fitted(draw, types, width, groups))).to(dtype)
     split, rows = _rows(list(model), split)
     x = draw(tensors((rows, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
@@ -342,7 +342,7 @@ def _next(
     if not any(isinstance(op, Tap | Add) for op in made):
         return made
     # names of their own, and what they add of the width that is here
-    return [Sequential(*(Tap(name) for name in made[0].reads), *_read(made))]
+    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made))]
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:
