@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,8 +182,8 @@ def test_import_is_light(tmp_path: Path) -> None:
     # A user's second import: with bytecode, whatever this environment says of writing it.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
-    runs = []
-    for _ in range(4):
+
+    def imported() -> dict[str, Any]:
         out = subprocess.run(
             [sys.executable, "-c", IMPORT_PROBE],
             cwd=ROOT,
@@ -191,12 +192,15 @@ def test_import_is_light(tmp_path: Path) -> None:
             env=environment,
         )
         assert out.returncode == 0, out.stderr
-        runs.append(json.loads(out.stdout))
-    loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
+        found: dict[str, Any] = json.loads(out.stdout)
+        return found
+
+    loaded = {heavy for heavy in HEAVY if heavy in imported()["modules"]}  # compiles bytecode, too
     assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
-    # the first one compiled, and what else runs on the cores only adds
-    seconds = min(run["seconds"] for run in runs[1:])
-    assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
+    for _ in range(6):  # what else runs on the cores only adds
+        if (seconds := imported()["seconds"]) <= MAX_IMPORT_SECONDS:
+            return
+    raise AssertionError(f"`import fuseops` takes {seconds:.2f} s beyond torch")
 
 
 def test_functions_are_short() -> None:

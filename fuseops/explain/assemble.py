@@ -12,7 +12,7 @@ from fuseops.observe.observer import Call, Seen
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
-from fuseops.plan.records import Edge, Miss, SavedTensor, Span
+from fuseops.plan.records import Miss, Operand, SavedTensor, Span
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
     forward: Sequence[Span]
     backward: Sequence[Span]
     misses: Sequence[Miss] = ()
-    edges: Sequence[Edge] = ()
+    operands: Sequence[Operand] = ()
     segments: Sequence[tuple[int, int]] = ()
     notes: Sequence[str] = ()
     temporaries: int = 0
@@ -47,7 +47,7 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
         backward=every("backward"),
         misses=every("misses"),
         saved=mine,
-        edges=every("edges"),
+        operands=every("operands"),
         segments=every("segments"),
         notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
@@ -82,7 +82,7 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
         forward=[_typed(s, run) for s in plan.forward],
         backward=[_typed(s, run) for s in plan.backward],
         misses=plan.misses,
-        edges=plan.edges,
+        operands=plan.operands,
         segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
         notes=list(_notes_of(plan)),
         temporaries=temporaries,
@@ -113,7 +113,7 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         if span.kind in _RUNS and span.note != "alias":
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
-    if plan.edges:
+    if plan.operands:
         yield "GEMMs multiply what quantized operands stand for: no kernel uses FP8 tensor cores yet"
 
 

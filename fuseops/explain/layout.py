@@ -116,7 +116,7 @@ def signature(plan: Planned) -> Hashable:
             )
             for t in plan.saved
         ),
-        plan.edges,
+        plan.operands,
         plan.segments,
         plan.notes,
         plan.temporaries,

@@ -53,11 +53,15 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
-from .reference import block_of_column as block_of_column
+from .reference import by_group as by_group
 from .reference import column_offs as column_offs
+from .reference import columns_in_groups as columns_in_groups
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
+from .reference import permute_operand as permute_operand
+from .reference import quantize_operand as quantize_operand
+from .reference import quantize_weight as quantize_weight
 from .reference import scaled_mm as scaled_mm
 from .registry import reference_only as reference_only
 from .router import router_bwd as router_bwd

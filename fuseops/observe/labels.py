@@ -15,7 +15,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Op
-from fuseops.ops.paths import prefix_of, stripped
+from fuseops.ops.paths import prefix_of, stripped, walk
 from fuseops.run.composed import Composed
 
 from . import modules
@@ -36,7 +36,7 @@ class Named(NamedTuple):
 
 def paths_under(root: nn.Module) -> dict[int, str]:
     """The path of every module by id, without the prefixes of wrappers."""
-    return {id(module): stripped(path) for path, module in root.named_modules()}
+    return {id(module): stripped(path) for path, module in walk(root)}
 
 
 class Labels:

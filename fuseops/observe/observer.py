@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import prefix_of
+from fuseops.ops.paths import prefix_of, walk
 from fuseops.plan.build import RunPlan
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
@@ -72,7 +72,7 @@ class Observer:
         self._thread = threading.get_ident()
         self._owners = {
             tuple(map(id, piece.ops)): module
-            for module in root.modules()
+            for _, module in walk(root)
             if isinstance(module, Composed)
             for _, piece in runner_of(module).pieces
             if isinstance(piece, Run)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.paths import path_of
-from fuseops.recipes import HIGH, Roles
+from fuseops.recipes import Roles
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -54,10 +54,10 @@ class Grads(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe."""
+    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe (None: no recipe)."""
 
     compute: torch.dtype | None = None
-    roles: Roles = HIGH
+    roles: Roles | None = None
 
     def cast(self, t: Tensor | None) -> Tensor | None:
         """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
@@ -69,7 +69,6 @@ class Call(NamedTuple):
 
     needs      which gradients anyone wants: "x", parameter names, side names
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
-    emit       formats wanted for y; emit_dx: for dx. Empty as yet: a step of the plan makes every quantized tensor
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
 
@@ -82,8 +81,6 @@ class Call(NamedTuple):
 
     needs: frozenset[str] = frozenset()
     keep: frozenset[str] = frozenset()
-    emit: frozenset[Any] = frozenset()
-    emit_dx: frozenset[Any] = frozenset()
     precision: Precision = Precision()
     training: bool = True
     out: Mapping[str, Tensor] | None = None
@@ -138,7 +135,7 @@ class Op(nn.Module, Generic[S]):
     recomputes   Saved fields that bwd can do without: they are None under `offload.recompute()`
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
-    granularity  of its operands' scales under a recipe, "tensor" or "group"; None: no recipe applies
+    multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
     live_call    wants call.out and call.scratch
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
@@ -152,7 +149,7 @@ class Op(nn.Module, Generic[S]):
     recomputes: ClassVar[tuple[str, ...]] = ()
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
-    granularity: ClassVar[str | None] = None
+    multiplies: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
@@ -204,12 +201,6 @@ class Op(nn.Module, Generic[S]):
     def alias(self) -> bool:
         """True when y is (a view of) x, so that the op runs outside the autograd node."""
         return False
-
-    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
-        """Which layouts of an operand the GEMMs of this op read, given the needs."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has a granularity and must define layouts()"
-        )
 
     def forward(self, *args: Any, **side: Any) -> Any:
         """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing.
@@ -344,9 +335,8 @@ class FusedOp:
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
 
-    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through. x is
-    then a `Quantized` where the first member has a granularity, dy where the last one has. Without it, a rule over a
-    member that has one is a miss under a recipe.
+    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
+    (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
     """
 
     Saved: ClassVar[type[Any]]

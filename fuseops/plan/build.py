@@ -1,18 +1,18 @@
-"""From a cover to executable segments: needs, kept fields, formats on edges, cuts, positions."""
+"""From a cover to executable segments: needs, kept fields, formats of operands, cuts, positions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
-from fuseops.recipes import HIGH, ROW, Format, Roles
+from fuseops.recipes import Roles
 
 from .chain import Chain, outside_reads
 from .cover import Candidate, Cover
 from .facts import NOTHING, Facts, kept_fields, needs_of
-from .records import Edge, Miss, Span
+from .records import Miss, Operand, Span
 from .segment import Args, Segment, Slot, Step
 
 
@@ -23,7 +23,7 @@ class RunPlan(NamedTuple):
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
     misses: tuple[Miss, ...]
-    edges: tuple[Edge, ...]
+    operands: tuple[Operand, ...]
 
 
 class _Unit(NamedTuple):
@@ -50,7 +50,7 @@ def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
         tuple(_span(u, names, facts) for u in forward),
         tuple(_span(u, names, facts) for u in backward),
         cover.misses,
-        tuple(builder.edges),
+        tuple(builder.operands()),
     )
     _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
@@ -148,7 +148,6 @@ class _Builder:
         self.forward = {u.start: u for u in forward}
         self.backward = {u.start: u for u in backward}
         self.last = {name: i for i, sides in enumerate(chain.reads) for _, name in sides}
-        self.edges: list[Edge] = []
 
     def segment(self, start: int, stop: int) -> Segment:
         ops, chain = self.ops[start:stop], self.chain
@@ -201,7 +200,6 @@ class _Builder:
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
-        input_format = self._format(u.start, "input")
         return Step(
             members=members,
             target=u.target,
@@ -211,10 +209,6 @@ class _Builder:
             keywords={"call": calls[0]} if first.signature.fwd_call else {},
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
-            form=input_format,
-            offs=dict(args[0]).get("offs")
-            if input_format and input_format.granularity == "group"
-            else None,
             pure=u.kind == "op" and first.pure,
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
@@ -239,9 +233,9 @@ class _Builder:
             empty=tuple(
                 op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
             ),
-            form=self._format(u.stop - 1, "grad_output") if u.kind != "joint" else None,
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
+            dx="x" in calls[0].needs,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
             writes=self._writes(u, position),
@@ -303,28 +297,24 @@ class _Builder:
             return frozenset(fields) - set(saver.recomputes)
         return keep
 
-    # --- formats on edges
+    # --- formats of operands
 
-    def _roles(self, i: int) -> Roles:
-        op, recipe = self.ops[i], self.facts.settings.recipe
-        if recipe is None or op.granularity is None or self.facts.modes[i]:
-            return HIGH
-        roles: Roles = recipe.roles(op.granularity)
-        return HIGH if roles == HIGH else roles
-
-    def _format(self, i: int, role: Literal["input", "grad_output"]) -> Format | None:
-        """What an operand of op i is quantized to before the op runs."""
-        op, needs, backward = self.ops[i], self.needs[i], role == "grad_output"
-        roles = self._roles(i)
-        form: Format | None = getattr(roles, role)
-        if form is None or (backward and not needs):
+    def _roles(self, i: int) -> Roles | None:
+        recipe = self.facts.settings.recipe
+        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i]:
             return None
-        high = backward and not needs.isdisjoint(("bias", "probs"))
-        layouts = op.layouts(role, needs) if roles.columns else frozenset({ROW})
-        form = replace(form, layouts=layouts, high=high)
-        direction = "backward" if backward else "forward"
-        self.edges.append(Edge(self.names[i], direction, str(form), "quantize step"))
-        return form
+        roles: Roles = recipe.roles()
+        return None if roles.high else roles
+
+    def operands(self) -> Iterator[Operand]:
+        """What every GEMM of the run reads under the recipe."""
+        for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
+            roles = self._roles(i)
+            if roles is not None:
+                backward = not needs.isdisjoint(("x", "weight"))
+                for role in ("input", "weight", *["grad_output"] * backward):
+                    scaling = getattr(roles, role)
+                    yield Operand(name, role, "high precision" if scaling is None else str(scaling))
 
     # --- what is saved
 

@@ -177,7 +177,7 @@ def in_precision(
     answers = []
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members = ops[c.start : c.stop]
-        if reason is None and any(op.granularity is not None for op in members):
+        if reason is None and any(op.multiplies for op in members):
             takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"

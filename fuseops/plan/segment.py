@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
-from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -36,8 +35,6 @@ class Step:
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
     empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
-    form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
-    offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
@@ -49,12 +46,13 @@ class Step:
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
+    dx: bool = False  # backward: somebody needs the gradient of x
     later: Step | None = None  # the part that waits for backward_dw
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
     def __post_init__(self) -> None:
         odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.form is not None or self.cast is not None
+        odd = bool(odd or self.writes) or self.cast is not None
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
