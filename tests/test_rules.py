@@ -184,7 +184,10 @@ def test_forward_rules_give_what_their_members_save(rule: fo.Rule, data: st.Data
     if step is None:
         return
     ops = step.target.members
-    values = [{n: getattr(op, n) for n in op.parameter_names()} for op in ops]
+    values = [
+        {n: getattr(op, n) for n in op.parameter_names()} | {n: case.side[n] for n in op.reads}
+        for op in ops
+    ]
     with torch.no_grad():
         out = step.target.fwd(case.x, tuple(values), step.calls)
         x: Any = case.x
