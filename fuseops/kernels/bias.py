@@ -77,7 +77,7 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
                 yield from ((x, offs), (x, offs, probs), (x, offs, probs, bias))
 
 
-@kernel_op(twin=reference.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
+@kernel_op(twin=reference.bias_fwd, fuses=True, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
     require(
@@ -97,7 +97,7 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
     return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
-@kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
+@kernel_op(twin=reference.bias_bwd, fuses=True, cases=lambda: _cases(grouped=False, backward=True))
 def bias_bwd(dy: Tensor) -> Tensor:
     """dbias float32: dy summed over all axes but the last."""
     return _backward(as_rows(dy))

@@ -75,7 +75,7 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
 
 
-@kernel_op(twin=reference.rmsnorm_fwd, cases=_cases)
+@kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def rmsnorm_fwd(
     return y, rstd
 
 
-@kernel_op(twin=reference.add_rmsnorm_fwd, cases=lambda: _cases(residual=True))
+@kernel_op(twin=reference.add_rmsnorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
 def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,7 @@ def add_rmsnorm_fwd(
     return _forward(x, residual, weight, eps, weight_offset, 1)
 
 
-@kernel_op(twin=reference.rmsnorm_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=reference.rmsnorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
     need_dw: bool = True, weight_offset: float = 0.0,

@@ -297,6 +297,14 @@ def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 class Replays(dict[tuple[Any, ...], list[Replay]]):
     """By op, shape and dtype of the first operand: replays, the latest first; none at first sight."""
 
+    def run(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """What the op gives, or NOT_REPLAYED."""
+        first = args[0]
+        for replay in self.get((op, first.shape, first.dtype), ()):
+            if replay.fits(args):
+                return replay(args)
+        return NOT_REPLAYED
+
     def note(self, op: Any, args: tuple[Any, ...]) -> None:
         """An op has launched with these operands: from the second time on, rehearse it."""
         key = op, args[0].shape, args[0].dtype
