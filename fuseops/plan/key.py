@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 from fuseops.ops.op import Op
 
+from .chain import Chain
+
 Tokens = tuple[int, int, int]  # process, model, scopes
 FIXED, MISSING = object(), object()
-
-
-class Asked(NamedTuple):
-    """Whom a run of ops asks at each call."""
-
-    ops: tuple[Op[Any], ...]
-    parameters: tuple[tuple[str, ...], ...]  # names of every op's
-    reads: tuple[str, ...]  # side inputs
 
 
 class Key(NamedTuple):
@@ -64,21 +58,21 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
 
 
 def key_of(
-    asked: Asked, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
 ) -> Key:
     """The key of a call."""
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
-        for op in asked.ops:
+        for op in chain.ops:
             _ = op.forward, op.fwd, op.bwd
     return Key(
         tuple(
             [
                 op_facts(op, names, grad)
-                for op, names in zip(asked.ops, asked.parameters, strict=True)
+                for op, names in zip(chain.ops, chain.parameters, strict=True)
             ]
         ),
-        tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in asked.reads]),
+        tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in chain.outside]),
         tokens,
         live,
         x.dtype,
@@ -93,11 +87,11 @@ def key_of(
 class Glance:
     """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only."""
 
-    def __init__(self, asked: Asked, key: Key) -> None:
+    def __init__(self, chain: Chain, key: Key) -> None:
         """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
         self.key = key
         self.ops: list[tuple[Any, ...]] = []
-        for op, names, facts in zip(asked.ops, asked.parameters, key.ops, strict=True):
+        for op, names, facts in zip(chain.ops, chain.parameters, key.ops, strict=True):
             own = op.__dict__
             registered, buffers = own["_parameters"], own["_buffers"]
             if len(facts) != 3 + len(names):

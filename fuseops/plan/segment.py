@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
-from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -36,13 +35,12 @@ class Step:
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
     empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
-    form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
-    offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
     keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
+    scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     # backward: what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
@@ -53,7 +51,7 @@ class Step:
 
     def __post_init__(self) -> None:
         odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.form is not None or self.cast is not None
+        odd = bool(odd or self.writes) or self.cast is not None
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
@@ -95,6 +93,7 @@ class Segment:
     names: tuple[str, ...]
     reads: tuple[str, ...] = ()  # side inputs, the first tensors of the node after x
     params: tuple[tuple[int, str], ...] = ()  # (op, parameter) of the tensors after those
+    ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
     forward: tuple[Step, ...] = ()

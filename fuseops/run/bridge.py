@@ -12,7 +12,6 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Segment, Step
-from fuseops.recipes import gemm
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
@@ -27,7 +26,7 @@ Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 class Once(NamedTuple):
     """What lives for one call only."""
 
-    scratch: dict[str, Any] | None = None
+    scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
     look: FirstCall | None = None  # looks at the first call of a segment
 
@@ -54,7 +53,6 @@ def run_forward(
     x: Any,
     t: list[Any],
     once: Once,
-    quantize: bool = True,
 ) -> tuple[Any, list[Any], list[torch.dtype | None]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
     saved: list[Any] = [None] * len(seg.ops)
@@ -77,8 +75,6 @@ def run_forward(
             continue
         if step.cast is not None:
             x = x.to(step.cast)
-        if step.form is not None and quantize:
-            x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
@@ -126,8 +122,11 @@ def _calls(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = tuple([call._replace(scratch=once.scratch, out=once.out) for call in step.calls])
-    return calls if main is None else weight_grads.with_buffers(calls, main)
+    calls = []
+    for call, scope in zip(step.calls, step.scopes, strict=True):
+        scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
+        calls.append(call._replace(scratch=scratch, out=once.out))
+    return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
 def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
@@ -179,8 +178,6 @@ def run_backward(
             if dy is None and (dside is None or all(d is None for d in dside.values())):
                 continue
             partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
-            if step.form is not None and dy is not None:
-                dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
             if look is not None:
                 look.before_bwd(step, saved, dy, dside)
             if step.later is None and not step.main:

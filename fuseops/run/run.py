@@ -22,6 +22,7 @@ from fuseops.ops.op import Op, Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
+from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
     Scan,
     check_names,
@@ -32,7 +33,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Asked, Attributes, Glance, Key, Tokens, has_hooks, key_of
+from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
@@ -43,7 +44,7 @@ from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, describe
 from .first import FirstCall
-from .sides import reads_and_writes
+from .splice import opaque_reason
 from .traced import TABLE
 
 MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
@@ -60,19 +61,6 @@ class Entry(NamedTuple):
     plans: dict[tuple[bool, ...], RunPlan]
 
 
-def opaque_reason(op: Op[Any]) -> str | None:
-    """Why an op is called through its own `__call__` and matched by no rule, or None."""
-    own = op.__dict__
-    if has_hooks(own):
-        return "has hooks"
-    for method in ("forward", "fwd", "bwd"):
-        if method in own:
-            return f"has a {method} of its own (replaced on the instance)"
-    if op.__class__.forward is not Op.forward:
-        return "overrides forward"
-    return None
-
-
 class Last(NamedTuple):
     """What a call like the last one is known by, and its plans by shape of x.
 
@@ -82,33 +70,23 @@ class Last(NamedTuple):
 
     glance: Glance
     entry: Entry
-    attributes: (
-        Attributes | None
-    )  # of the ops that conditions read; None: ask conditions at each call
+    # of the ops that conditions read; None: ask conditions at each call
+    attributes: Attributes | None
     plans: dict[torch.Size, RunPlan]
 
 
 class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
-    def __init__(
-        self,
-        ops: Sequence[Op[Any]],
-        names: Sequence[str],
-        end: str,
-        offset: int = 0,
-        alone: bool = False,
-    ) -> None:
-        self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
+    def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
+        self.chain, self.end, self.alone = chain, end, alone
+        self.ops, self.names = chain.ops, chain.names
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
         self.last: Last | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
-        self.parameter_names = tuple(op.parameter_names() for op in self.ops)
-        self.reads, self.writes = reads_and_writes(self.names, self.ops)
-        self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
 
@@ -171,11 +149,11 @@ class Run:
             and (last.attributes is None or last.attributes.unchanged())
         ):
             return last.entry
-        key = key_of(self.asked, x, side, tokens, live)
+        key = key_of(self.chain, x, side, tokens, live)
         entry = self.entries.get(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
-            self.last = Last(Glance(self.asked, key), entry, self._attributes(entry), {})
+            self.last = Last(Glance(self.chain, key), entry, self._attributes(entry), {})
         return entry
 
     def _attributes(self, entry: Entry) -> Attributes | None:
@@ -191,17 +169,21 @@ class Run:
         return self.numbers[-1]
 
     def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
-        return reasons_against(
-            entry.scan,
-            self.ops,
-            entry.facts.settings,
-            lambda start, stop: self._conditions(entry, x, start, stop),
-        )
+        """Why each candidate of an entry may not fire in this call, None where it may."""
+        shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
 
-    def _conditions(self, entry: Entry, x: Tensor, start: int, stop: int) -> Conditions:
-        facts = entry.facts
-        shape = self._through(0, start, tuple(x.shape), x)
-        out = self._through(start, stop, shape, x)
+        def conditions(start: int, stop: int) -> Conditions:
+            while len(shapes) <= stop:
+                at = len(shapes)
+                shapes.append(self._through(at - 1, at, shapes[-1], x))
+            return self._conditions(entry, x, start, stop, shapes)
+
+        return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+
+    def _conditions(
+        self, entry: Entry, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
+    ) -> Conditions:
+        facts, shape, out = entry.facts, shapes[start], shapes[stop]
         return Conditions(
             shape=shape,
             k=shape[-1] if shape else 1,
@@ -241,13 +223,13 @@ class Run:
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
         entry = self.entries[key] = Entry(
-            scan(self.ops, rules, place), facts, needs_of(self.ops, facts), {}
+            scan(self.ops, rules, place), facts, needs_of(self.chain, facts), {}
         )
         return entry
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
-        for i, (facts, wanted) in enumerate(zip(key.ops, self.parameter_names, strict=True)):
+        for i, (facts, wanted) in enumerate(zip(key.ops, self.chain.parameters, strict=True)):
             for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
                 if parameter is not None and parameter[0]:
                     yield i, name
@@ -276,7 +258,7 @@ class Run:
         Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
         """
         op, recipe = self.ops[i], settings.recipe
-        if recipe is None or mode != "plain" or op.granularity is None:
+        if recipe is None or mode != "plain" or not op.multiplies:
             return mode, note
         ignored = f"the recipe {type(recipe).__name__} is ignored"
         if settings.strict is True or settings.strict_recipe:
@@ -289,7 +271,7 @@ class Run:
         if answers in entry.plans:
             return entry.plans[answers]
         reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-        plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
+        plan = build(self.chain, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
         entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
@@ -369,7 +351,7 @@ class Run:
         """A call as dynamo traces it."""
         # guards on widths, as every op checks its own
         self._through(0, len(self.ops), tuple(x.shape), x)
-        key = tuple(key_of(self.asked, x, env, tokens, live))
+        key = tuple(key_of(self.chain, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:
             x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
@@ -389,6 +371,8 @@ def run_segments(
                     x = _run(seg, x, env, Live(path, once))
             else:
                 x = _run(seg, x, env, Live(path, once))
+            for name in seg.ends:
+                del env[name]
         return x
     except Exception as error:
         error.add_note(
@@ -406,11 +390,14 @@ def _others(seg: Segment, env: Mapping[str, Any]) -> str:
 
 def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     """An op through its own `__call__`, which returns what it publishes after y."""
-    (op,) = seg.ops
-    y = op(x, **{name: env[name] for name in seg.reads})
+    (op,), (step,) = seg.ops, seg.forward
+    reads = [(keyword, at) for keyword, at in step.args[0] if at < len(seg.reads)]
+    y = op(x, **{keyword: env[seg.reads[at]] for keyword, at in reads})
     if op.writes:
         y, *published = y
-        env.update(zip(op.writes, published, strict=True))
+        places = [at for _, at in step.writes]
+        for name, at in zip(seg.exports, seg.export_positions, strict=True):
+            env[name] = published[places.index(at)]
     return y
 
 
@@ -433,7 +420,7 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
+            y, _, _ = bridge.run_forward(seg, x, inputs, once)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

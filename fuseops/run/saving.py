@@ -5,6 +5,7 @@ quantized tensor takes one slot a component. What is not a tensor (a shape) stay
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ class Const(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A quantized tensor: the dtype it stands for, and the slot of every component."""
+    """A quantized tensor: its format, without tensors, and the slot of every component."""
 
-    dtype: torch.dtype
+    form: Quantized
     slots: tuple[tuple[str, int], ...]
 
 
@@ -68,7 +69,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(value.dtype, parts)
+        return Parts(replace(value, row=None, col=None, offs=None), parts)
     return Const(value)
 
 
@@ -91,7 +92,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
 def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
     if isinstance(entry, Const):
         return entry.value
-    return Quantized.of({name: tensors[slot] for name, slot in entry.slots}, entry.dtype)
+    return entry.form.of({name: tensors[slot] for name, slot in entry.slots})
 
 
 def saved_names(
