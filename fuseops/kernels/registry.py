@@ -317,7 +317,7 @@ def _packed(out: Any) -> Any:
     """The same with contiguous tensors."""
     if isinstance(out, Tensor):
         return out.contiguous()
-    return tuple([t.contiguous() for t in out]) if isinstance(out, tuple) else out
+    return tuple(map(_packed, out)) if isinstance(out, tuple) else out
 
 
 def register_flops() -> None:

@@ -294,6 +294,10 @@ def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return lambda values: ()
 
 
+def _tensors_in(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
 class Replays(dict[tuple[Any, ...], list[Replay]]):
     """By op, shape and dtype of the first operand: replays, the latest first; none at first sight."""
 
@@ -307,6 +311,8 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
 
     def note(self, op: Any, args: tuple[Any, ...]) -> None:
         """An op has launched with these operands: from the second time on, rehearse it."""
+        if any(type(value) in (list, tuple) and _tensors_in(value) for value in args):
+            return
         key = op, args[0].shape, args[0].dtype
         kinds = self.get(key)
         if kinds is None:
