@@ -131,9 +131,8 @@ class Replay:
             and self.rest_of(args) == self.scalars
         )
 
-    def __call__(self, args: tuple[Any, ...]) -> Any:
+    def __call__(self, given: tuple[Tensor, ...]) -> Any:
         """Allocate and launch.   -> what the launcher returns, or NOT_REPLAYED where it has to run itself"""
-        given = self.tensors_of(args)
         pointers = [t.data_ptr() for t in given]
         bits = 0
         for pointer in pointers:
@@ -142,7 +141,7 @@ class Replay:
             return NOT_REPLAYED
         if self.index >= 0 and self.index != torch_private.current_device():
             with torch.cuda.device(self.device):
-                return self(args)
+                return self(given)
         new = [self.empty(*allocation) for allocation in self.allocations]
         if self.ready is None or self.hooks.calls:
             self._launch([*given, *new])
@@ -303,10 +302,12 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """What the op gives, or NOT_REPLAYED."""
-        first = args[0]
+        first, count = args[0], len(args)
         for replay in self.get((op, first.shape, first.dtype), ()):
-            if replay.fits(args):
-                return replay(args)
+            if replay.count == count:
+                tensors = replay.tensors_of(args)
+                if replay.check(*tensors) and replay.rest_of(args) == replay.scalars:
+                    return replay(tensors)
         return NOT_REPLAYED
 
     def note(self, op: Any, args: tuple[Any, ...]) -> None:
