@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_linear import NORM_LINEAR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -179,11 +180,22 @@ def test_a_pickle_holds_a_rule_by_import_path_or_raises() -> None:
         {"recipe": "fp8"},
         {"rules": ["linear_act"]},
         {"rules": [Linear]},
+        {"rules": 3},
+        {"rules": TWICE},
+        {"disable": 3},
+        {"disable": [3]},
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(said: dict) -> None:
-    with pytest.raises(fo.FuseOpsError, match=next(iter(said))):
+    with pytest.raises(fo.FuseOpsError, match=f"{next(iter(said))} must be"):
         fo.configure(block(), **said)
+
+
+@pytest.mark.parametrize("what", ["strict", "disable"])
+def test_names_of_rules_are_names(what: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"{what} must be names of rules, got 3"):
+        with fo.fusion(**{what: 3}):
+            pass
 
 
 def test_scopes_end_with_an_exception_too() -> None:
@@ -233,6 +245,7 @@ def test_strict_raises_again_on_the_next_call() -> None:
 
 def test_strict_raises_at_once_on_an_overlap() -> None:
     seq = fo.Sequential(RMSNorm(4), Linear(4, 4), SiLU())
+    fo.configure(seq, rules=[NORM_LINEAR])
     assert fired(seq, data()) == {"norm_linear"}
     with pytest.raises(fo.FusionMissError, match=r"linear_act.*overlaps.*norm_linear"):
         with fo.fusion(strict=["linear_act"]):
@@ -247,7 +260,7 @@ def test_strict_raises_where_the_rule_is_switched_off(scope: dict) -> None:
 
 
 def test_strict_protects_only_what_it_names() -> None:
-    with fo.fusion(strict=["norm_linear"]):
+    with fo.rules(NORM_LINEAR), fo.fusion(strict=["norm_linear"]):
         two_biases()(data())
         fo.Sequential(RMSNorm(4), Linear(4, 4))(data())
 
@@ -313,7 +326,7 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess:
     [
         ({}, "['linear_act']", ""),
         ({"FUSEOPS_FUSION": "0"}, "[]", ""),
-        ({"FUSEOPS_DISABLE": "norm_linear, linear_act"}, "[]", ""),
+        ({"FUSEOPS_DISABLE": "add_rmsnorm, linear_act"}, "[]", ""),
         ({"FUSEOPS_DISABLE": "nonsense"}, "", "nonsense"),
         ({"FUSEOPS_FUSION": "off"}, "", "FUSEOPS_FUSION"),
         ({"FUSEOPS_LOG": "loud"}, "", "FUSEOPS_LOG"),

@@ -45,7 +45,7 @@ def _space(name: str, *warps: int) -> Space:
 QUANTIZE = _space("quantize_operand", 8, 16)
 PERMUTE = _space("permute_operand", 8, 16)
 SWIGLU = _space("swiglu_operand", 16, 8)
-DSWIGLU = _space("dswiglu_operand", 16)
+DSWIGLU = _space("dswiglu_operand", 8, 16)
 WEIGHT = _space("quantize_weight", 8, 16)
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
@@ -191,7 +191,7 @@ def dswiglu_operand(
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     partial = h.new_zeros(n // BLOCK if probs is not None else 0, rows, dtype=torch.float32)
     launch(
-        device("operands").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        device("operands").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK) * (2 + act),),
         da, h, _probs(probs, h), _ends(offs, h), *out, a, a_scale, partial,
         rows, n, _groups(offs), da.stride(0), h.stride(0),
         SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], SCALED=probs is not None, ROW=row, COL=col, ACT=act,

@@ -248,26 +248,35 @@ def swiglu_operand_kernel(
 
 @triton.jit
 def dswiglu_slice(
-    da_ptr, h_ptr, probs_ptr, partial_ptr, J: tl.constexpr, row0, end, col0, R, F, stride_da, stride_h,
+    da_ptr, h_ptr, probs_ptr, partial_ptr, dh_ptr, a_ptr, part, J: tl.constexpr, row0, end, col0, R, F,
+    stride_da, stride_h, SHIFT: tl.constexpr, A_SHIFT: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(dgate, dup, swiglu(h) * probs) of slice J, rounded as h is; its part of dprobs goes to ``partial``."""
+    """(bits of codes, scales) of dgate, dup or swiglu(h) * probs in slice J, which are rounded as h is before; what it
+    adds to dprobs goes to ``partial``.
+    """
     da = load_tokens(da_ptr, J, row0, end, col0, F, 0, stride_da, BLOCK_R, BLOCK_N).to(tl.float32)
     gate = load_tokens(h_ptr, J, row0, end, col0, F, 0, stride_h, BLOCK_R, BLOCK_N)
     up = load_tokens(h_ptr, J, row0, end, col0, F, F, stride_h, BLOCK_R, BLOCK_N).to(tl.float32)
     f, df = act_slope(gate.to(tl.float32), "silu", 0.0, 0.0)
-    y = f * up
-    dy = da
+    y, dy = f * up, da
     if SCALED:
         r, _, mask = slice_mask(J, row0, end, col0, F, BLOCK_R, BLOCK_N)
-        block = (col0 // BLOCK_N).to(tl.int64)
-        dot = tl.sum(tl.where(mask, da * y, 0.0), axis=1)
-        tl.store(partial_ptr + block * R + r, dot, mask=r < end)
+        if part == 0:
+            block = (col0 // BLOCK_N).to(tl.int64)
+            dot = tl.sum(tl.where(mask, da * y, 0.0), axis=1)
+            tl.store(partial_ptr + block * R + r, dot, mask=r < end)
         probs = tl.load(probs_ptr + r, mask=r < end, other=0.0)[:, None]
-        dy = da * probs
-        y *= probs
-    high: tl.constexpr = h_ptr.dtype.element_ty
-    return (dy * df * up).to(high), (dy * f).to(high), y.to(high)
+        dy, y = da * probs, y * probs
+    value = tl.where(part == 0, dy * df * up, tl.where(part == 1, dy * f, y))
+    value = value.to(h_ptr.dtype.element_ty)
+    if part == 2:
+        q, scale = coded(value, a_ptr, A_SHIFT)
+        bits = q.to(tl.uint8, bitcast=True)
+    else:
+        q_dh, scale = coded(value, dh_ptr, SHIFT)
+        bits = q_dh.to(tl.uint8, bitcast=True)
+    return bits, scale
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -278,104 +287,45 @@ def dswiglu_operand_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Programs side by side make dgate, dup and the activation of one tile: in one they would fill the registers, and
+    what they read again is in the cache.
+    """
     overlapped(PDL)
-    pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    PARTS: tl.constexpr = 2 + ACT
+    part, pid, num_n = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
-    zero = col0 * 0
-    ga, ua, ya = dswiglu_slice(
-        da_ptr,
-        h_ptr,
-        probs_ptr,
-        partial_ptr,
-        0,
-        row0,
-        end,
-        col0,
-        R,
-        N,
-        stride_da,
-        stride_h,
-        SCALED,
-        BLOCK_R,
-        BLOCK_N,
-    )
-    gb, ub, yb = dswiglu_slice(
-        da_ptr,
-        h_ptr,
-        probs_ptr,
-        partial_ptr,
-        1,
-        row0,
-        end,
-        col0,
-        R,
-        N,
-        stride_da,
-        stride_h,
-        SCALED,
-        BLOCK_R,
-        BLOCK_N,
-    )
-    gc, uc, yc = dswiglu_slice(
-        da_ptr,
-        h_ptr,
-        probs_ptr,
-        partial_ptr,
-        2,
-        row0,
-        end,
-        col0,
-        R,
-        N,
-        stride_da,
-        stride_h,
-        SCALED,
-        BLOCK_R,
-        BLOCK_N,
-    )
-    gd, ud, yd = dswiglu_slice(
-        da_ptr,
-        h_ptr,
-        probs_ptr,
-        partial_ptr,
-        3,
-        row0,
-        end,
-        col0,
-        R,
-        N,
-        stride_da,
-        stride_h,
-        SCALED,
-        BLOCK_R,
-        BLOCK_N,
-    )
-    if ACT:
-        qa, sa = coded(ya, a_ptr, A_SHIFT)
-        qb, sb = coded(yb, a_ptr, A_SHIFT)
-        qc, sc = coded(yc, a_ptr, A_SHIFT)
-        qd, sd = coded(yd, a_ptr, A_SHIFT)
+    qa, sa = dswiglu_slice(
+        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 0, row0, end, col0, R, N,
+        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
+    qb, sb = dswiglu_slice(
+        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 1, row0, end, col0, R, N,
+        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
+    qc, sc = dswiglu_slice(
+        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 2, row0, end, col0, R, N,
+        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
+    qd, sd = dswiglu_slice(
+        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 3, row0, end, col0, R, N,
+        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
+    if part == 2:
+        kind: tl.constexpr = a_ptr.dtype.element_ty
         store_operand(
-            qa, qb, qc, qd, sa, sb, sc, sd, a_ptr, a_square_ptr, a_ptr, a_square_ptr,
-            row0, end, col0, R, N, zero, N, block, blocks, False, True, BLOCK_R, BLOCK_N,
+            qa.to(kind, bitcast=True), qb.to(kind, bitcast=True),
+            qc.to(kind, bitcast=True), qd.to(kind, bitcast=True),
+            sa, sb, sc, sd, a_ptr, a_square_ptr, a_ptr, a_square_ptr,
+            row0, end, col0, R, N, col0 * 0, N, block, blocks, False, ACT, BLOCK_R, BLOCK_N,
         )  # fmt: skip
-    if ROW or COL:
-        qa, sa = coded(ga, row_ptr, SHIFT)
-        qb, sb = coded(gb, row_ptr, SHIFT)
-        qc, sc = coded(gc, row_ptr, SHIFT)
-        qd, sd = coded(gd, row_ptr, SHIFT)
+    else:
+        kind_dh: tl.constexpr = row_ptr.dtype.element_ty
         store_operand(
-            qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, zero, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-        qa, sa = coded(ua, row_ptr, SHIFT)
-        qb, sb = coded(ub, row_ptr, SHIFT)
-        qc, sc = coded(uc, row_ptr, SHIFT)
-        qd, sd = coded(ud, row_ptr, SHIFT)
-        store_operand(
-            qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, zero + N, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
+            qa.to(kind_dh, bitcast=True), qb.to(kind_dh, bitcast=True),
+            qc.to(kind_dh, bitcast=True), qd.to(kind_dh, bitcast=True),
+            sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
+            row0, end, col0, R, N, part * N, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
 

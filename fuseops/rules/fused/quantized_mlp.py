@@ -20,7 +20,7 @@ from fuseops.ops.grouped_linear import (
     weight_gradient,
 )
 from fuseops.ops.linear import grad_operand, high
-from fuseops.ops.op import Call, Grads
+from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
 from fuseops.recipes.scaling import SQUARE
 
@@ -66,7 +66,7 @@ def gradients(
         dy = None
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
-        h = mlp.hidden(s._replace(x=x), first, x_index)
+        h = mlp.hidden(replaced(s, x=x), first, x_index)
         del x
     h = None if h is None else high(h)
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
@@ -86,16 +86,17 @@ def gradients(
         below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
-            below = below._replace(x=finish(input_gradient(q, w1, offs, first)))
+            below = replaced(below, x=finish(input_gradient(q, w1, offs, first)))
         if "weight" in first.needs:
             x, x_index = source()
             left = dh if _high_wgrad(first) else q
-            dw1 = {"weight": weight_gradient(left, x, offs, first, x_index, None)}
+            dw = weight_gradient(left, cast("Operand", x), offs, first, x_index)
+            dw1 = {"weight": dw}
     side = {"probs": dprobs} if "probs" in act.needs else None
     return (
-        below._replace(params={**(below.params or {}), **dw1}),
+        replaced(below, params={**(below.params or {}), **dw1}),
         Grads(side=side),
-        above._replace(params={**(above.params or {}), **dw2}),
+        replaced(above, params={**(above.params or {}), **dw2}),
     )
 
 
@@ -156,4 +157,4 @@ def _high_wgrad(call: Call) -> bool:
 
 
 def _only(call: Call, *needs: str) -> Call:
-    return call._replace(needs=call.needs.intersection(needs))
+    return replaced(call, needs=call.needs.intersection(needs))
