@@ -6,6 +6,7 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
     launchers       activation, add_mm, bias, casts, norm, permute, quantize, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
+    FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
@@ -25,6 +26,9 @@ from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
+from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_wgrad as fp8_wgrad
+from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into

@@ -22,6 +22,10 @@ from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
 from .dropout import dropout_mask as dropout_mask
+from .fp8 import dequantize as dequantize
+from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_wgrad as fp8_wgrad
+from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_dswiglu as grouped_dswiglu
 from .grouped import grouped_mm as grouped_mm
