@@ -144,8 +144,8 @@ def fp8_mm(
     if offs is not None and tiles is None:
         tiles = group_tiles(offs, x.shape[0])
     return launch_mm(
-        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, dtype, fast, _multiplied,
-        checked_mm,
+        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
+        dtype=dtype, fast=fast, otherwise=_multiplied, check=checked_mm,
     )  # fmt: skip
 
 
@@ -217,8 +217,9 @@ def _launch_wgrad(
     if offs is not None and tiles is None:
         tiles = group_tiles(offs, dy.shape[-1])
     launch_wgrad(
-        dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate, _gradient, checked_wgrad
-    )
+        dw, dy, dy_scale, x, x_scale, scaling, offs, tiles,
+        accumulate=accumulate, otherwise=_gradient, check=checked_wgrad,
+    )  # fmt: skip
 
 
 # --- other hardware, and sizes that no descriptor takes

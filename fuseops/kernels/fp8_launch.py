@@ -30,6 +30,7 @@ def launch_mm(
     offs: Tensor | None,
     tiles: Tensor | None,
     bias: Tensor | None,
+    *,
     dtype: torch.dtype,
     fast: bool,
     otherwise: Multiply,
@@ -42,13 +43,14 @@ def launch_mm(
     if offs is not None and tiles is not None:
         extra = tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel())
     key = (
-        "fp8_mm", x.device, x.dtype, x.shape[1:], x.stride(), *_scale_kind(x_scale, rows), kind(weight),
-        kind(weight_scale), scaling, kind(offs), extra, kind(bias), dtype, fast, rows_kind(rows), where[0],
+        "fp8_mm", x.device, x.dtype, x.shape[1:], x.stride(), *_scale_kind(x_scale, scaling, x.shape),
+        kind(weight), kind(weight_scale), scaling, kind(offs), extra, kind(bias), dtype, fast,
+        rows_kind(rows), where[0],
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
         if check is not None:
-            operands: Any = check(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
+            operands = check(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
             return launch_mm(*operands, dtype=dtype, fast=fast, otherwise=otherwise)
         path = fp8_paths.mm_path(x, weight, dtype)
         plan = Plan(path, lambda *_: None)
@@ -67,12 +69,16 @@ def launch_mm(
     return y
 
 
-def _scale_kind(scale: Tensor, rows: int) -> tuple[Any, ...]:
-    """`kind` of a scale, whatever the number of rows."""
-    *others, last = scale.shape or (0,)
-    strides = scale.stride()
-    near = strides[0] - rows if len(strides) > 1 else strides
-    return scale.dtype, tuple(others), last if last in (0, 1) else last - rows, near
+def _scale_kind(scale: Tensor, scaling: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """`kind` of a scale of codes of this shape, whatever their number of rows, or of columns. Of vectors, whether a
+    descriptor takes their stride.
+    """
+    rows, blocks = shape[0], cdiv(shape[-1], 128)
+    expected = {
+        "block": (blocks, rows), "square": (cdiv(rows, 128), blocks), "row": (rows,)
+    }.get(scaling)  # fmt: skip
+    packed = scale.is_contiguous() and (scaling != "block" or scale.stride(0) % 4 == 0)
+    return scale.dtype, scale.shape == expected or scale.shape, packed or scale.stride()
 
 
 def _mm_plan(
@@ -141,6 +147,7 @@ def launch_wgrad(
     scaling: str,
     offs: Tensor | None,
     tiles: Tensor | None,
+    *,
     accumulate: bool,
     otherwise: Callable[..., None],
     check: Check | None = None,
@@ -149,16 +156,16 @@ def launch_wgrad(
     columns = dy.shape[-1]
     where = places(dw, dy, dy_scale, x, x_scale, offs, tiles)
     key = (
-        "fp8_wgrad", kind(dw), dy.device, dy.dtype, x.dtype, dy.shape[0], x.shape[0], dy.stride(1),
-        x.stride(1), dy.stride(0) - columns, x.stride(0) - columns, x.shape[-1] - columns,
-        *_columns_kind(dy_scale, scaling, columns), *_columns_kind(x_scale, scaling, columns), scaling,
+        "fp8_wgrad", kind(dw), dy.device, dy.dtype, x.dtype, dy.shape[:-1], x.shape[:-1],
+        dy.is_contiguous() and x.is_contiguous(), x.shape[-1] - columns, columns % 128,
+        *_scale_kind(dy_scale, scaling, dy.shape), *_scale_kind(x_scale, scaling, x.shape), scaling,
         kind(offs), None if tiles is None else (tiles.dtype, tiles.stride()), accumulate,
         rows_kind(columns), where[0],
     )  # fmt: skip
     plan = planned.now.get(key)
     if plan is None:
         if check is not None:
-            operands: Any = check(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles)
+            operands = check(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles)
             return launch_wgrad(*operands, accumulate=accumulate, otherwise=otherwise)
         path = fp8_paths.wgrad_path(dy, x, dw.dtype)
         plan = Plan(path, lambda *_: None)
@@ -169,15 +176,6 @@ def launch_wgrad(
         return otherwise(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate)
     plan((*where, columns), dw, dy, dy_scale, x, x_scale, offs, tiles)
     return None
-
-
-def _columns_kind(scale: Tensor, scaling: str, columns: int) -> tuple[Any, ...]:
-    """`kind` of a scale of columns, whatever their number."""
-    if scaling == "square":
-        return scale.dtype, scale.shape[0], scale.shape[1] - cdiv(columns, 128), scale.stride(1)
-    if scaling == "block":
-        return scale.dtype, scale.shape[0] - cdiv(columns, 128), scale.shape[1:], scale.stride()
-    return scale.dtype, scale.shape, scale.stride()
 
 
 def _wgrad_plan(
