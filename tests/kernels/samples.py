@@ -5,6 +5,23 @@ import torch
 E4M3 = torch.float8_e4m3fn
 
 
+def fp8_samples(offs):
+    """Those of FP8 GEMMs: 5 rows in groups that end at offs, in blocks and columns of 128."""
+    e, x, w = len(offs), torch.randn(6, 32).to(E4M3), torch.randn(len(offs), 16, 32).to(E4M3)
+    dy, cols = torch.randn(16, 128 * e).to(E4M3), torch.randn(32, 128 * e).to(E4M3)
+    used = torch.zeros(128 * e, dtype=torch.bool)
+    for group, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        used[128 * group : 128 * group + end - start] = True
+    for t in (dy, cols):
+        t.view(torch.uint8).masked_fill_(~used, 0)
+    columns = dy, torch.full((1, e), 0.5), cols, torch.full((1, e), 2.0), "square", offs
+    return {
+        "fp8_mm": (x, torch.full((1, 6), 2.0), w, torch.full((e, 1, 1), 0.5), "block", offs),
+        "fp8_wgrad": columns,
+        "fp8_wgrad_into": (torch.randn(e, 16, 32), *columns),
+    }
+
+
 def samples() -> dict[str, tuple]:
     """{op name: arguments}"""
     torch.manual_seed(0)
@@ -16,7 +33,7 @@ def samples() -> dict[str, tuple]:
     ends = torch.tensor([2, 3, 6], dtype=torch.int32)
     k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
-    return {
+    return fp8_samples(offs) | {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
         "act_bwd": (dy, x, "swiglu"),

@@ -204,9 +204,10 @@ def multiply_tiles(
     ROWS: gl.constexpr = BLOCK_M // 2
     first = gl.to_tensor(0)
     entry = entry_of(gl.program_id(0), problem, GROUPED)
+    at = locate(gl.program_id(0), entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = entry_of(tile + gl.num_programs(0), problem, GROUPED)
-        at = locate(tile, entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
+        following = tile + gl.num_programs(0)
+        entry = entry_of(following, problem, GROUPED)
         group, start, size, block_m, block_n, _, steps = at
         if IN_PLACE:
             acc0, acc1 = multiply_in_place(at, ring, first, WHICH)
@@ -214,6 +215,7 @@ def multiply_tiles(
             acc0, acc1 = multiply(
                 a_scale, b_scale, at, M, N, problem, ring, first, WGRAD, A_SCALE, B_SCALE, WHICH
             )
+        at = locate(following, entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
         first += steps
         row, col = block_m * BLOCK_M + WHICH * ROWS, block_n * BLOCK_N
         place = group, start, size, M, N
@@ -226,7 +228,6 @@ def multiply_tiles(
             store_wave(
                 out, ends, acc1, place, row, col + BLOCK, WGRAD, SCALING, HAS_BIAS, ACCUMULATE, 1
             )
-        entry = following
     tma.store_wait(0)
 
 
