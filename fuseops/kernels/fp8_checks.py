@@ -58,7 +58,7 @@ def checked_mm(
         if tiles is None or tiles.shape != (size,) or tiles.dtype != torch.int32:
             raise FuseOpsError(f"tiles is not group_tiles(offs, {rows}).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
-    x_scale = _vectors(x_scale) if scaling == "block" else x_scale.contiguous()
+    x_scale = x_scale.contiguous()
     return (
         x.contiguous(), x_scale, weight.contiguous(), weight_scale.contiguous(), scaling, offs, tiles,
         bias,

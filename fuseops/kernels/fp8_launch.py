@@ -70,15 +70,14 @@ def launch_mm(
 
 
 def _scale_kind(scale: Tensor, scaling: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """`kind` of a scale of codes of this shape, whatever their number of rows, or of columns. Of vectors, whether a
-    descriptor takes their stride.
-    """
+    """`kind` of a scale of codes of this shape, whatever their number of rows, or of columns."""
     rows, blocks = shape[0], cdiv(shape[-1], 128)
     expected = {
         "block": (blocks, rows), "square": (cdiv(rows, 128), blocks), "row": (rows,)
     }.get(scaling)  # fmt: skip
-    packed = scale.is_contiguous() and (scaling != "block" or scale.stride(0) % 4 == 0)
-    return scale.dtype, scale.shape == expected or scale.shape, packed or scale.stride()
+    strides = tuple(step % 4 for step in scale.stride())  # what a descriptor asks for
+    packed = scale.is_contiguous() or scale.stride()
+    return scale.dtype, scale.shape == expected or scale.shape, packed, strides
 
 
 def _mm_plan(
@@ -107,7 +106,6 @@ def _mm_plan(
     x_of = kept(lambda x: module.describe_codes(x, block_m))
     w_of = kept(lambda w: module.describe_codes(w, block_n))
     y_of = kept(module.describe_rows)
-    scales_of = kept(lambda s: module.describe_vectors(s, block_m))
     most, num_n, blocks = num_sms(x.device), cdiv(n, block_n), cdiv(k, 128)
     steps = int(x_scale.numel() > 1), int(weight_scale.numel() > 1)
 
@@ -128,10 +126,9 @@ def _mm_plan(
             if offs is None
             else (first_entry(rows, groups, block_m), count_place(rows, groups, block_m))
         )
-        left = scales_of(x_scale) if scaling == "block" else x_scale
         out = y if dtype == torch.float32 else y_of(y)
         return prepared(
-            (min(most, num_m * num_n),), y, x_of(x), w_of(weight), out, left, weight_scale,
+            (min(most, num_m * num_n),), y, x_of(x), w_of(weight), out, x_scale, weight_scale,
             _or(bias, y), _or(offs, y), _or(tiles, y), *table, rows, groups, rows, n, blocks, *steps,
         )  # fmt: skip
 
@@ -191,7 +188,10 @@ def _wgrad_plan(
 ) -> Plan:
     n, k, columns = dy.shape[0], x.shape[0], dy.shape[1]
     groups, vectors = 1 if offs is None else len(offs), scaling == "block"
-    space = fp8_paths.WGRAD_VECTORS if vectors else fp8_paths.WGRAD
+    space = fp8_paths.WGRAD
+    if vectors:
+        exact = dw.dtype == torch.float32
+        space = fp8_paths.WGRAD_VECTORS_INTO if exact else fp8_paths.WGRAD_VECTORS
     config = space.pick(columns, (groups, n, k), x)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     aligned = not misaligned(dw, dy, dy_scale, x, x_scale, offs, tiles)

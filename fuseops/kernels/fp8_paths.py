@@ -63,10 +63,16 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [TALL, _tile(128, 128, 4)]
 
 
+def _vector_into_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Nor tall ones, with sums to add to."""
+    return [SQUARE]
+
+
 MM = Space("fp8_mm", _mm_candidates, _mm_default, dims=GEMM)
 MM_FAST = Space("fp8_mm_fast", _fast_candidates, dims=GEMM)
 WGRAD = Space("fp8_wgrad", _wgrad_candidates, _wgrad_default, dims=GEMM)
 WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
+WGRAD_VECTORS_INTO = Space("fp8_wgrad_vectors_into", _vector_into_candidates, dims=GEMM)
 
 
 def path_of(*reasons: str | None) -> str:

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .fp8_rings import BLOCK, NONE, SQUARE, VECTOR, entry_of, load_tiles, locate
+from .fp8_rings import BLOCK, NONE, ROW_VECTOR, SQUARE, VECTOR, entry_of, load_tiles, locate
 from .fp8_rings import describe_codes as describe_codes
 from .fp8_rings import describe_rows as describe_rows
 from .fp8_rings import describe_vectors as describe_vectors
@@ -45,21 +45,14 @@ def at_barrier(WORDS: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(k, wave: gl.constexpr, WHICH: gl.constexpr):
-    """The first consumer begins each tile unasked."""
+def take_turn(step, wave: gl.constexpr, WHICH: gl.constexpr):
+    """The first consumer begins unasked, once. From there on the turns alternate strictly, over tiles as well: a
+    barrier never sees one consumer twice.
+    """
     if WHICH == 1 or wave == 1:
         at_barrier(TAKE, WHICH)
-    elif k > 0:
+    elif step > 0:
         at_barrier(TAKE, WHICH)
-
-
-@gluon.jit
-def pass_turn(k, steps, last: gl.constexpr, WHICH: gl.constexpr):
-    """The second consumer does not ask for more after the last wave: each tile leaves the barriers as they were."""
-    if WHICH == 0 or not last:
-        at_barrier(PASS, WHICH)
-    elif k + 1 < steps:
-        at_barrier(PASS, WHICH)
 
 
 @gluon.jit
@@ -67,7 +60,7 @@ def added(acc, part, by_row, by_column, A_SCALE: gl.constexpr, B_SCALE: gl.const
     """acc + part * scales. by_row: of a, and of b where that has one for the wave; by_column: of b's rows."""
     if B_SCALE == VECTOR:
         part *= by_column[None, :]
-    if A_SCALE == VECTOR:
+    if A_SCALE == VECTOR or A_SCALE == ROW_VECTOR:
         acc += part * by_row[:, None]
     elif A_SCALE == SQUARE:
         acc += part * by_row
@@ -82,8 +75,8 @@ def multiply(
     WGRAD: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The sums of a consumer's waves of a tile, every 128 products added in float32."""
-    group, _, size, block_m, block_n, first_block, steps = at
-    _, _, _, _, _, blocks, _, _ = problem
+    group, start, size, block_m, block_n, first_block, steps = at
+    _, _, _, _, all_rows, blocks, _, _ = problem
     a_ring, b_ring, a_scales, b_scales, empty, ready = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_M: gl.constexpr = a_ring.shape[1]
@@ -101,6 +94,14 @@ def multiply(
         last = (M + BLOCK - 1) // BLOCK - 1
         a_scale += gl.minimum(row // BLOCK, last) * blocks + first_block
         of_a = gl.load(a_scale)
+    if A_SCALE == ROW_VECTOR:
+        rows = start + row + gl.arange(0, 64, layout=by_rows)
+        rows0 = gl.minimum(rows, all_rows - 1)
+        rows1 = gl.minimum(rows + ROWS - 64, all_rows - 1)
+        of_rows0 = gl.load(a_scale + rows0)
+        of_rows1 = of_rows0
+        if ROWS > 64:
+            of_rows1 = gl.load(a_scale + rows1)
     if B_SCALE == SQUARE:
         last = (N + BLOCK - 1) // BLOCK - 1
         base = first_block
@@ -121,9 +122,9 @@ def multiply(
         mbarrier.wait(ready.index(slot), ((first + k) // STAGES) & 1)
         a0 = a_ring.index(slot).slice(WHICH * ROWS, 64, 0)
         b0 = b_ring.index(slot).slice(0, BLOCK, 0).permute((1, 0))
-        take_turn(k, 0, WHICH)
+        take_turn(first + k, 0, WHICH)
         part = warpgroup_mma(a0, b0, part, is_async=True, use_acc=False)
-        pass_turn(k, steps, WAVES == 1, WHICH)
+        at_barrier(PASS, WHICH)
         by_row0, by_row1, by_column0, by_column1 = 1.0, 1.0, 1.0, 1.0
         if A_SCALE == VECTOR:
             of_rows = a_scales.index(slot).reshape((BLOCK_M,))
@@ -131,6 +132,13 @@ def multiply(
             by_row1 = by_row0
             if ROWS > 64:
                 by_row1 = of_rows.slice(WHICH * ROWS + 64, 64, 0).load(by_rows)
+        if A_SCALE == ROW_VECTOR:
+            by_row0, by_row1 = of_rows0, of_rows1
+            following = a_scale + gl.minimum(k + 1, steps - 1).to(gl.int64) * all_rows
+            of_rows0 = gl.load(following + rows0)
+            of_rows1 = of_rows0
+            if ROWS > 64:
+                of_rows1 = gl.load(following + rows1)
         if A_SCALE == SQUARE:
             by_row0, by_row1 = of_a, of_a
             of_a = gl.load(a_scale + gl.minimum(k + 1, steps - 1))
@@ -154,9 +162,9 @@ def multiply(
             acc0 = fence(added(acc0, part, by_row0, by_column0, A_SCALE, B_SCALE))
             a1 = a_ring.index(slot).slice(WHICH * ROWS + ROWS - 64, 64, 0)
             b1 = b_ring.index(slot).slice(BLOCK_N - BLOCK, BLOCK, 0).permute((1, 0))
-            take_turn(k, 1, WHICH)
+            take_turn(first + k, 1, WHICH)
             part = warpgroup_mma(a1, b1, part, is_async=True, use_acc=False)
-            pass_turn(k, steps, True, WHICH)
+            at_barrier(PASS, WHICH)
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             mbarrier.arrive(empty.index(slot), count=1)
             acc1 = added(acc1, part, by_row1, by_column1, A_SCALE, B_SCALE)
@@ -164,8 +172,8 @@ def multiply(
         slot = (first + k) % STAGES
         mbarrier.wait(ready.index(slot), ((first + k) // STAGES) & 1)
         for wave in gl.static_range(WAVES):
-            take_turn(k, wave, WHICH)
-            pass_turn(k, steps, wave + 1 == WAVES, WHICH)
+            take_turn(first + k, wave, WHICH)
+            at_barrier(PASS, WHICH)
         mbarrier.arrive(empty.index(slot), count=1)
     return acc0, acc1
 
@@ -228,6 +236,9 @@ def multiply_tiles(
             store_wave(
                 out, ends, acc1, place, row, col + BLOCK, WGRAD, SCALING, HAS_BIAS, ACCUMULATE, 1
             )
+    if not IN_PLACE and WHICH == 0:
+        if first > 0:  # what the second consumer passed on last
+            at_barrier(TAKE, WHICH)
     tma.store_wait(0)
 
 
@@ -244,10 +255,10 @@ def fp8_gemm_kernel(
     """Forward: out[rows of e] = a[rows of e] @ b[e].T (+ bias[e]); weight gradient: out[e] (+)= a[:, columns of e] @
     b[:, columns of e].T. Both times the scales; M, N: rows of a (of all groups) and of b (of one); blocks: of K.
     """
-    A_SCALE: gl.constexpr = (
-        SQUARE if SCALING == "square" else VECTOR if SCALING == "block" else NONE
-    )
-    B_SCALE: gl.constexpr = NONE if A_SCALE == NONE else A_SCALE if WGRAD else SQUARE
+    BLOCKS: gl.constexpr = VECTOR if WGRAD else ROW_VECTOR
+    SCALED: gl.constexpr = BLOCKS if SCALING == "block" else NONE
+    A_SCALE: gl.constexpr = SQUARE if SCALING == "square" else SCALED
+    B_SCALE: gl.constexpr = SQUARE if A_SCALE == ROW_VECTOR else A_SCALE
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK], b.layout)
     a_scales, b_scales = a_ring, b_ring

@@ -16,7 +16,9 @@ RAGGED_ROWS = gl.constexpr(1 << 30)
 BLOCK = gl.constexpr(128)
 CODES = gl.NVMMASharedLayout.get_default_for([128, 128], gl.float8e4nv)
 VECTORS = gl.NVMMASharedLayout.get_default_for([1, 128], gl.float32)
-NONE, SQUARE, VECTOR = (gl.constexpr(i) for i in range(3))  # what the scales of an operand are of
+# what the scales of an operand are of; those of rows that begin anywhere, where no TMA does (at 16 bytes), are read by
+# the consumers
+NONE, SQUARE, VECTOR, ROW_VECTOR = (gl.constexpr(i) for i in range(4))
 
 
 class Tiles(Descriptor):
@@ -46,8 +48,9 @@ def describe_rows(t):
 
 
 def describe_weight(t):
-    """A weight (E, N, K) in parts of 64 x 64."""
-    return Tiles(t, t.shape, t.stride(), [1, 64, 64], SWIZZLED)
+    """A weight (E, N, K) or (N, K) in parts of 64 x 64."""
+    n, k = t.shape[-2:]
+    return Tiles(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, 64, 64], SWIZZLED)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .fp8_rings import ragged
 from .gluon_names import store_tile
+from .grouped_dswiglu import column_halves
 
 PANEL = gl.constexpr(64)  # columns of what one TMA stores
 
@@ -30,34 +31,46 @@ def scaled(acc, ends, place, row, col, SCALING: gl.constexpr, HAS_BIAS: gl.const
 
 
 @gluon.jit
+def store_float32(
+    out_ptr, acc, place, row, col, WGRAD: gl.constexpr, ACCUMULATE: gl.constexpr
+):  # fmt: skip
+    """A half at a time: less to hold beside the other wave."""
+    group, start, size, M, N = place
+    if acc.shape[1] > PANEL:
+        left, right = column_halves(acc)
+        store_float32(out_ptr, left, place, row, col, WGRAD, ACCUMULATE)
+        store_float32(out_ptr, right, place, row, col + acc.shape[1] // 2, WGRAD, ACCUMULATE)
+    else:
+        layout: gl.constexpr = acc.type.layout
+        rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+        cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+        first = group.to(gl.int64) * M if WGRAD else start.to(gl.int64)
+        to = out_ptr + (first + rows) * N + cols
+        mask = (rows < (M if WGRAD else size)) & (cols < N)
+        if ACCUMULATE:
+            acc += gl.load(to, mask=mask, other=0.0)
+        gl.store(to, acc, mask=mask)
+
+
+@gluon.jit
 def store_wave(
     out, ends, acc, place, row, col,
     WGRAD: gl.constexpr, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     WAVE: gl.constexpr,
 ):  # fmt: skip
     """16-bit results leave by TMA, which ends at the group's rows and at the columns; float32 by pointers."""
-    group, start, size, M, N = place
+    group, start, size, _, _ = place
     acc = scaled(acc, ends, place, row, col, SCALING, HAS_BIAS)
     if out[0].dtype.element_ty == gl.float32:
-        layout: gl.constexpr = acc.type.layout
-        rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
-        cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-        if WGRAD:
-            to = out[0] + group.to(gl.int64) * M * N + rows.to(gl.int64) * N + cols
-            mask = (rows < M) & (cols < N)
-        else:
-            to = out[0] + (start + rows).to(gl.int64) * N + cols
-            mask = (rows < size) & (cols < N)
-        if ACCUMULATE:
-            acc += gl.load(to, mask=mask, other=0.0)
-        gl.store(to, acc, mask=mask)
+        store_float32(out[0], acc, place, row, col, WGRAD, ACCUMULATE)
     else:
         _, tiles, buffers = out
+        PANELS: gl.constexpr = acc.shape[1] // PANEL
         buffer = buffers.index(WAVE % buffers.shape[0])
-        tma.store_wait(buffers.shape[0] - 1)
+        tma.store_wait((buffers.shape[0] - 1) * PANELS)
         buffer.store(acc.to(tiles.dtype))
         fence_async_shared()
-        for i in gl.static_range(acc.shape[1] // PANEL):
+        for i in gl.static_range(PANELS):
             panel = buffer.slice(i * PANEL, PANEL, 1)
             if WGRAD:
                 store_tile(tiles, [group, row, col + i * PANEL], panel)
