@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_names import load_tile
-from .grouped_rings import SWIZZLED, Descriptor, swizzle
+from .grouped_rings import Descriptor, swizzle
 
 MAX_GROUPS = gl.constexpr(2048)
 RAGGED_ROWS = gl.constexpr(1 << 30)
@@ -21,36 +21,44 @@ VECTORS = gl.NVMMASharedLayout.get_default_for([1, 128], gl.float32)
 NONE, SQUARE, VECTOR, ROW_VECTOR = (gl.constexpr(i) for i in range(4))
 
 
-class Tiles(Descriptor):
-    """A descriptor of tiles whose shared memory is laid out in a way of its own."""
+class Codes(Descriptor):
+    """A descriptor of tiles of codes."""
 
-    def __init__(self, t, shape, strides, block_shape, layout):
+    def __init__(self, t, shape, strides, block_shape):
         super().__init__(t, shape, strides, block_shape)
-        self.layout = layout
+        self.layout = CODES
+
+
+class Vectors(Descriptor):
+    """A descriptor of the scales of vectors."""
+
+    def __init__(self, t, shape, strides, block_shape):
+        super().__init__(t, shape, strides, block_shape)
+        self.layout = VECTORS
 
 
 def describe_codes(t, rows):
     """Codes (..., K) in tiles of so many rows."""
     width = t.shape[-1]
-    return Tiles(t, (t.numel() // width, width), (width, 1), [rows, 128], CODES)
+    return Codes(t, (t.numel() // width, width), (width, 1), [rows, 128])
 
 
 def describe_vectors(t, rows):
     """Scales (ceil(K / 128), R) of vectors, so many rows at once."""
-    return Tiles(t, t.shape, t.stride(), [1, rows], VECTORS)
+    return Vectors(t, t.shape, t.stride(), [1, rows])
 
 
 def describe_rows(t):
     """Rows (R, N) that form groups, in parts of 64 x 64: see `ragged`."""
     stride = t.stride(0)
     shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, t.shape[1]]
-    return Tiles(t, shape, [2**34 - stride, stride, stride, 1], [1, 1, 64, 64], SWIZZLED)
+    return Descriptor(t, shape, [2**34 - stride, stride, stride, 1], [1, 1, 64, 64])
 
 
 def describe_weight(t):
     """A weight (E, N, K) or (N, K) in parts of 64 x 64."""
     n, k = t.shape[-2:]
-    return Tiles(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, 64, 64], SWIZZLED)
+    return Descriptor(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, 64, 64])
 
 
 @gluon.jit
