@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 # by plans of their own, or by torch
 RUN_THEMSELVES = {
     "grouped_mm", "grouped_mm_into", "grouped_swiglu", "grouped_dswiglu",
-    "grouped_wgrad", "grouped_wgrad_into", "expert_counts",
+    "grouped_wgrad", "grouped_wgrad_into", "expert_counts", "fp8_mm", "fp8_wgrad", "fp8_wgrad_into",
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def with_tiles(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(n for n in RUN_THEMSELVES if "swiglu" not in n and n != "expert_counts")
+    "name", sorted(n for n in RUN_THEMSELVES if n.startswith(("grouped_mm", "grouped_wgrad")))
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_grouped_op_over_known_tiles_is_replayed_in_halves(name, dtype, replayed):
