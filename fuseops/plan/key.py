@@ -36,7 +36,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
     own = op.__dict__
     registered = own["_parameters"]
-    facts = [op.__class__, own["training"], op.alias]
+    # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
+    facts = [op.__class__, own["training"], True if op.alias else False]  # noqa: SIM210
     if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:
