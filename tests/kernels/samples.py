@@ -6,9 +6,14 @@ E4M3 = torch.float8_e4m3fn
 
 
 def fp8_samples(offs):
-    """Those of FP8 GEMMs: 5 rows in groups that end at offs, in blocks and columns of 128."""
-    e, x, w = len(offs), torch.randn(6, 32).to(E4M3), torch.randn(len(offs), 16, 32).to(E4M3)
-    dy, cols = torch.randn(16, 128 * e).to(E4M3), torch.randn(32, 128 * e).to(E4M3)
+    """Those of FP8 GEMMs: 5 rows in groups that end at offs, in blocks and columns of 128. Sums of small integers
+    are the same whatever multiplies them.
+    """
+    e = len(offs)
+    x, w, dy, cols = (
+        torch.randint(-2, 3, shape).float().to(E4M3)
+        for shape in ((6, 32), (e, 16, 32), (16, 128 * e), (32, 128 * e))
+    )
     used = torch.zeros(128 * e, dtype=torch.bool)
     for group, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
         used[128 * group : 128 * group + end - start] = True

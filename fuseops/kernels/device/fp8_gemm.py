@@ -70,12 +70,48 @@ def added(acc, part, by_row, by_column, A_SCALE: gl.constexpr, B_SCALE: gl.const
 
 
 @gluon.jit
+def both(left, right, TWO: gl.constexpr):
+    """What lies at both places; at the first one twice, where there are not TWO."""
+    found = gl.load(left)
+    other = found
+    if TWO:
+        other = gl.load(right)
+    return found, other
+
+
+@gluon.jit
+def squares_of(b_scale, at, N, blocks, WGRAD: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where the scales of both squares of a tile's columns begin."""
+    group, _, _, _, block_n, first_block, _ = at
+    last = (N + BLOCK - 1) // BLOCK - 1
+    b_scale += first_block
+    if not WGRAD:
+        b_scale += group * (last + 1) * blocks
+    place = block_n * (BLOCK_N // BLOCK)
+    left = b_scale + gl.minimum(place, last) * blocks
+    return left, b_scale + gl.minimum(place + BLOCK_N // BLOCK - 1, last) * blocks
+
+
+@gluon.jit
+def pass_over(begin, end, ring, WAVES: gl.constexpr, WHICH: gl.constexpr):
+    """Steps of the other consumer alone."""
+    a_ring, _, _, _, empty, ready = ring
+    STAGES: gl.constexpr = a_ring.shape[0]
+    for step in range(begin, end):
+        mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+        for wave in gl.static_range(WAVES):
+            take_turn(step, wave, WHICH)
+            at_barrier(PASS, WHICH)
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
+
+
+@gluon.jit
 def multiply(
     a_scale, b_scale, at, M, N, problem, ring, first,
     WGRAD: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The sums of a consumer's waves of a tile, every 128 products added in float32."""
-    group, start, size, block_m, block_n, first_block, steps = at
+    _, start, size, block_m, _, first_block, steps = at
     _, _, _, _, all_rows, blocks, _, _ = problem
     a_ring, b_ring, a_scales, b_scales, empty, ready = ring
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -98,22 +134,10 @@ def multiply(
         rows = start + row + gl.arange(0, 64, layout=by_rows)
         rows0 = gl.minimum(rows, all_rows - 1)
         rows1 = gl.minimum(rows + ROWS - 64, all_rows - 1)
-        of_rows0 = gl.load(a_scale + rows0)
-        of_rows1 = of_rows0
-        if ROWS > 64:
-            of_rows1 = gl.load(a_scale + rows1)
+        of_rows0, of_rows1 = both(a_scale + rows0, a_scale + rows1, ROWS > 64)
     if B_SCALE == SQUARE:
-        last = (N + BLOCK - 1) // BLOCK - 1
-        base = first_block
-        if not WGRAD:
-            base += group * (last + 1) * blocks
-        place = block_n * (BLOCK_N // BLOCK)
-        b_scale0 = b_scale + gl.minimum(place, last) * blocks + base
-        b_scale1 = b_scale + gl.minimum(place + BLOCK_N // BLOCK - 1, last) * blocks + base
-        of_b0 = gl.load(b_scale0)
-        of_b1 = of_b0
-        if BLOCK_N > BLOCK:
-            of_b1 = gl.load(b_scale1)
+        b_scale0, b_scale1 = squares_of(b_scale, at, N, blocks, WGRAD, BLOCK_N)
+        of_b0, of_b1 = both(b_scale0, b_scale1, BLOCK_N > BLOCK)
     mine = steps
     if WHICH == 1:  # the second half may lie beyond the group, or the weight
         mine = gl.where(row < (M if WGRAD else size), steps, 0)
@@ -135,10 +159,7 @@ def multiply(
         if A_SCALE == ROW_VECTOR:
             by_row0, by_row1 = of_rows0, of_rows1
             following = a_scale + gl.minimum(k + 1, steps - 1).to(gl.int64) * all_rows
-            of_rows0 = gl.load(following + rows0)
-            of_rows1 = of_rows0
-            if ROWS > 64:
-                of_rows1 = gl.load(following + rows1)
+            of_rows0, of_rows1 = both(following + rows0, following + rows1, ROWS > 64)
         if A_SCALE == SQUARE:
             by_row0, by_row1 = of_a, of_a
             of_a = gl.load(a_scale + gl.minimum(k + 1, steps - 1))
@@ -150,10 +171,8 @@ def multiply(
                 by_column1 = of_columns.slice(BLOCK, BLOCK, 0).load(by_columns)
         if B_SCALE == SQUARE:
             by_row0, by_row1 = by_row0 * of_b0, by_row1 * of_b1
-            of_b0 = gl.load(b_scale0 + gl.minimum(k + 1, steps - 1))
-            of_b1 = of_b0
-            if BLOCK_N > BLOCK:
-                of_b1 = gl.load(b_scale1 + gl.minimum(k + 1, steps - 1))
+            ahead = gl.minimum(k + 1, steps - 1)
+            of_b0, of_b1 = both(b_scale0 + ahead, b_scale1 + ahead, BLOCK_N > BLOCK)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if WAVES == 1:
             mbarrier.arrive(empty.index(slot), count=1)
@@ -168,13 +187,7 @@ def multiply(
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             mbarrier.arrive(empty.index(slot), count=1)
             acc1 = added(acc1, part, by_row1, by_column1, A_SCALE, B_SCALE)
-    for k in range(mine, steps):
-        slot = (first + k) % STAGES
-        mbarrier.wait(ready.index(slot), ((first + k) // STAGES) & 1)
-        for wave in gl.static_range(WAVES):
-            take_turn(first + k, wave, WHICH)
-            at_barrier(PASS, WHICH)
-        mbarrier.arrive(empty.index(slot), count=1)
+    pass_over(first + mine, first + steps, ring, WAVES, WHICH)
     return acc0, acc1
 
 

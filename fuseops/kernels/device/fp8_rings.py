@@ -131,7 +131,9 @@ def load_tiles(
         if not WGRAD:
             row += start
             col += group * N
-        for k in range(first, first + steps):
+        # not from `first` on: what only bounds of an inner loop depend on, Triton 3.6 takes for the same in all tiles
+        for i in range(steps):
+            k = first + i
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             full = ready.index(slot)
