@@ -114,6 +114,17 @@ def is_dtensor(cls: type) -> bool:
     return cls.__name__ == "DTensor"
 
 
+def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storages that a wrapper subclass is made of, through wrappers in it; t itself of a plain one.
+
+    What a wrapper names besides tensors (a DTensor its mesh) is left out.
+    """
+    if not hasattr(t, "__tensor_flatten__"):
+        return [t]
+    parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    return [plain for p in parts if isinstance(p, torch.Tensor) for plain in plain_parts(p)]
+
+
 def is_nested(cls: type) -> bool:
     """Is it torch's class of jagged tensors?  By name, since the module is private."""
     return cls.__name__ == "NestedTensor"

@@ -550,3 +550,22 @@ def test_a_direct_call_is_a_call() -> None:
 def test_a_nested_tensor_is_known_by_the_name_of_its_class() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert torch_private.is_nested(type(jagged)) and not torch_private.is_nested(Tensor)
+
+
+def test_the_parts_of_a_wrapper_are_tensors() -> None:
+    class Wrapper(Tensor):
+        """One that names more than tensors, as a DTensor does its mesh."""
+
+        def __tensor_flatten__(self) -> Any:
+            return ["data_", "inner", "mesh"], None
+
+    def wrapped(inner: Tensor) -> Tensor:
+        made = Tensor._make_subclass(Wrapper, torch.ones(2))
+        made.data_, made.inner, made.mesh = torch.ones(1), inner, "a mesh"
+        return made
+
+    inner = torch.ones(3)
+    outer = wrapped(wrapped(inner))
+    first, second, third = torch_private.plain_parts(outer)
+    assert first is outer.data_ and second is outer.inner.data_ and third is inner
+    assert torch_private.plain_parts(inner)[0] is inner
