@@ -3,16 +3,20 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import contextlib
 import functools
+import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import _python_dispatch
 
 
 def in_backward() -> bool:
@@ -128,6 +132,22 @@ def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
 def is_nested(cls: type) -> bool:
     """Is it torch's class of jagged tensors?  By name, since the module is private."""
     return cls.__name__ == "NestedTensor"
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees an op."""
+    return _python_dispatch._disable_current_modes()
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging an op that fake tensors cannot run, some forty lines, before it raises the error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake(t: torch.Tensor) -> bool:

@@ -569,3 +569,22 @@ def test_the_parts_of_a_wrapper_are_tensors() -> None:
     first, second, third = torch_private.plain_parts(outer)
     assert first is outer.data_ and second is outer.inner.data_ and third is inner
     assert torch_private.plain_parts(inner)[0] is inner
+
+
+def test_no_mode_sees_an_op_without_modes() -> None:
+    with FakeTensorMode():
+        assert torch_private.is_fake(torch.ones(1))
+        with torch_private.without_modes():
+            assert not torch_private.is_fake(torch.ones(1))
+
+
+def test_fake_tensors_are_quiet_about_what_they_cannot_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run() -> None:
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ops.aten._grouped_mm(torch.ones(4, 4).int(), torch.ones(2, 4, 4).int())
+
+    with caplog.at_level("ERROR"), torch_private.quiet_fake_tensors():
+        run()
+    assert not caplog.records
