@@ -60,7 +60,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     Raises FuseOpsError for unknown options, ShapeError for other shapes or dtypes.
     """
 
-    reads = ("targets",)
+    reads: tuple[str, ...] = ("targets",)
     integers = frozenset({"targets"})
     floats = True
     autocast = True
@@ -136,9 +136,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
         made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows = ("x", "weight", "bias", "targets", "class_weights", "share", "lse")
-        rows = (*rows, "expected") if publishes else rows
-        self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, rows)
+        rows = ["x", "weight", "bias", "targets", "class_weights", "share", "lse"]
+        rows += ["expected"] if publishes else []
+        self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, tuple(rows))
 
     def reset_parameters(self) -> None:
         """Initialise as `torch.nn.Linear` does."""
@@ -177,19 +177,20 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         share = self._share(at, class_weights, K.accumulator(x.dtype))
         if self.gradients == "forward" and call.needs:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            loss, dx, dw, db = K.linear_cross_entropy_grads(*args, share, *self._ends, needs)
-            found = [t if need else None for t, need in zip((dx, dw, db), needs, strict=True)]
-            dx = None if found[0] is None else found[0].view(x.shape)
-            saved = _saved(dx=dx, dweight=found[1], dbias=found[2], weight=weight, bias=bias)
-            return Out((loss * share).sum(), saved)
+            args = *args, share, *self._ends, needs
+            loss, *made = K.linear_cross_entropy_grads(*args)
+            dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
+            dx = None if dx is None else dx.view(x.shape)
+            return Out(
+                (loss * share).sum(),
+                _saved(dx=dx, dweight=dw, dbias=db, weight=weight, bias=bias),
+            )
         loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss * share).sum()
-        published = {
-            "lse": lse,
-            "log_probs": logp,
-            "entropy": lse - expected if self.writes else lse,
-        }
-        side = {name: published[name].view(targets.shape) for name in self.writes}
+        side = {}
+        if self.writes:
+            published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
+            side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
             share=share, lse=lse, expected=expected,
@@ -197,7 +198,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         return Out(y, saved, side or None)
 
     @property
-    def _ends(self) -> tuple[list[float], int, int]:
+    def _ends(self) -> Any:
         """What the kernels are told of the loss."""
         options = [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
         return options, self.ignore_index, self.chunk_bytes
@@ -264,38 +265,28 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         call: Call,
     ) -> Grads:
         """The gradients from the logits, which are made again."""
-        x, lse = saved.x, saved.lse
-        rows, targets = x.reshape(-1, x.shape[-1]), saved.targets.reshape(-1)  # type: ignore[union-attr]
-        zero = torch.zeros_like(lse)  # type: ignore[arg-type]
-        dloss = zero if dy is None else saved.share * dy.reshape(-1).to(zero.dtype)  # type: ignore[operator]
+        x, lse, share = _needed(saved.x), _needed(saved.lse), _needed(saved.share)
+        rows, targets = x.reshape(-1, x.shape[-1]), _needed(saved.targets).reshape(-1)
+        zero = torch.zeros_like(lse)
+        dloss = zero if dy is None else share * dy.reshape(-1).to(zero.dtype)
         grads, expected = [dloss], lse
         if self.writes:
             given = [dside.get(name) for name in ROWS]
             dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
-            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], saved.expected
-        w, b = call.precision.cast(saved.weight), call.precision.cast(saved.bias)
+            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], _needed(saved.expected)
+        w, b = call.precision.cast(_needed(saved.weight)), call.precision.cast(saved.bias)
         main_grad = (call.out or {}).get("weight")
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
-        dx, dw, db = K.linear_cross_entropy_bwd(
-            rows,
-            w,
-            b,
-            targets,
-            saved.class_weights,
-            lse,
-            expected,
-            grads,
-            *self._ends,
-            needs,
-            main_grad,  # type: ignore[arg-type]
-        )
+        made: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
+        args: list[Any] = [*made, *self._ends, needs, main_grad]
+        dx, dw, db = K.linear_cross_entropy_bwd(*args)
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
         }
-        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)  # type: ignore[union-attr]
+        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)
 
 
 DEFAULTS = {
@@ -306,6 +297,13 @@ DEFAULTS = {
     "temperature": 1.0,
     "reduction": "mean",
 }
+
+
+def _needed(t: Tensor | None) -> Tensor:
+    """A saved tensor that `saves_for` has kept."""
+    if t is None:
+        raise FuseOpsError("LinearCrossEntropy.bwd reads a tensor that was not saved.")
+    return t
 
 
 def _saved(**fields: Tensor | None) -> LinearCrossEntropySaved:
