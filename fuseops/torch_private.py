@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules import module as nn_module
+
+# hooks on every module of the process, by their handles
+GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+)
 
 
 def in_backward() -> bool:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import check_all_meta
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.words import dtype_name
 
+from .key import Asked, Key
 from .segment import Step
 
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
@@ -90,6 +92,17 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
             )
         if not op.alias:  # from here on it may have another
             return
+
+
+def check_meta(asked: Asked, names: Sequence[str], key: Key) -> None:
+    """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
+    found = [("x", key.device.type == "meta")]
+    found += [(repr(name), meta) for name, _, meta, _ in key.sides]
+    for name, op, own, facts in zip(names, asked.ops, asked.parameters, key.ops, strict=True):
+        known = zip(own, facts[len(facts) - len(own) :], strict=True)
+        what = type(op).__name__
+        found += [(f"{name}.{n} ({what})", p[2]) for n, p in known if p is not None]
+    check_all_meta(found)
 
 
 def no_tensor(step: Step, y: Any) -> FuseOpsError:

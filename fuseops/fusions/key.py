@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuseops.ops.op import Op
+from fuseops.torch_private import GLOBAL_HOOKS
 
 Tokens = tuple[int, int, int]  # process, model, scopes
 FIXED, MISSING = object(), object()
@@ -26,7 +27,7 @@ class Key(NamedTuple):
     """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
 
     ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
+    sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
     dtype: torch.dtype
@@ -34,11 +35,12 @@ class Key(NamedTuple):
     x_needs: bool
     x_class: type
     autocast: torch.dtype | None
+    hooked: bool
     compiling: bool
 
 
 def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
+    """What a plan depends on, of one op: class, mode, hooks, and of its parameters (need, dtype, on meta, class)."""
     own = op.__dict__
     registered = own["_parameters"]
     facts = [op.__class__, own["training"], op.alias]
@@ -48,7 +50,10 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         facts.append("a method of its own")
     for name in parameters:
         p = registered[name] if name in registered else op.sample(name)
-        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
+        known = None
+        if p is not None:
+            known = grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
+        facts.append(known)
     return tuple(facts)
 
 
@@ -60,6 +65,14 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
     )
+
+
+def hooked() -> bool:
+    """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
+    if not any(GLOBAL_HOOKS):
+        return False
+    found = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("fuseops.") for hook in found)
 
 
 def key_of(
@@ -77,7 +90,12 @@ def key_of(
                 for op, names in zip(asked.ops, asked.parameters, strict=True)
             ]
         ),
-        tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in asked.reads]),
+        tuple(
+            [
+                (n, t.dtype, t.is_meta, grad and t.requires_grad)
+                for n, t in [(n, side[n]) for n in asked.reads]
+            ]
+        ),
         tokens,
         live,
         x.dtype,
@@ -85,6 +103,7 @@ def key_of(
         grad and x.requires_grad,
         x.__class__,
         _autocast(x),
+        hooked(),
         compiling,
     )
 
@@ -101,7 +120,7 @@ class Glance:
             registered = own["_parameters"]
             if len(facts) != 3 + len(names) or not registered.keys() >= {*names}:
                 raise KeyError(op)
-            missing = False, None, None.__class__
+            missing = False, None, False, None.__class__
             parameters = [(name, *(facts[k] or missing)) for k, name in enumerate(names, 3)]
             alias = FIXED if op.__class__.alias is Op.alias else facts[2]
             self.ops.append((op, own, registered, *facts[:2], alias, parameters))
@@ -119,11 +138,16 @@ class Glance:
             or tokens != key.tokens
             or live != key.live
             or _autocast(x) is not key.autocast
+            or hooked() is not key.hooked
         ):
             return False
-        for name, dtype, wanted in key.sides:
+        for name, dtype, meta, wanted in key.sides:
             t = side[name]
-            if t.dtype is not dtype or (grad and t.requires_grad) is not wanted:
+            if (
+                t.dtype is not dtype
+                or t.is_meta is not meta
+                or (grad and t.requires_grad) is not wanted
+            ):
                 return False
         for op, own, registered, kind, training, alias, parameters in self.ops:
             if (
@@ -140,12 +164,14 @@ class Glance:
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
-            for name, wanted, dtype, kind in parameters:
+            for name, wanted, dtype, meta, kind in parameters:
                 p = registered.get(name, MISSING)
                 if p.__class__ is not kind:
                     return False
                 if p is not None and (
-                    p.dtype is not dtype or (grad and p.requires_grad) is not wanted
+                    p.dtype is not dtype
+                    or p.is_meta is not meta
+                    or (grad and p.requires_grad) is not wanted
                 ):
                     return False
         return True

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
@@ -28,7 +28,7 @@ from .bridge import Live, Once
 from .buffers import Buffers
 from .build import RunPlan, build
 from .builtin_rules import BUILTIN_RULES
-from .checks import check_dtype, describe
+from .checks import check_dtype, check_meta, describe
 from .cover import Scan, check_names, check_strict, choose, reasons_against, scan
 from .facts import Facts, needs_of
 from .first import FirstCall
@@ -39,6 +39,8 @@ from .sides import reads_and_writes
 from .traced import TABLE
 
 log = logging.getLogger("fuseops.fusion")
+
+FORWARD, CALL = Op.forward, nn.Module.__call__  # before anybody replaces them
 
 
 class Entry(NamedTuple):
@@ -58,8 +60,13 @@ def opaque_reason(op: Op[Any]) -> str | None:
     for method in ("forward", "fwd", "bwd"):
         if method in own:
             return f"has a {method} of its own (replaced on the instance)"
-    if op.__class__.forward is not Op.forward:
+    kind = op.__class__
+    if kind.forward is not FORWARD:
         return "overrides forward"
+    if kind.__call__ is not CALL:
+        return "overrides __call__"
+    if kind.made and kind.made != (kind.fwd, kind.bwd):
+        return "has another fwd or bwd than its class was made with"
     return None
 
 
@@ -163,13 +170,14 @@ class Run:
         if key in self.entries:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
+        check_meta(self.asked, self.names, key)
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
         facts = Facts(
             settings=settings,
             x_needs=key.x_needs,
             grads=frozenset(self._wanted(key)),
-            side_grads=frozenset(name for name, _, wanted in key.sides if wanted),
+            side_grads=frozenset(name for name, *_, wanted in key.sides if wanted),
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
             compute=key.autocast,
@@ -195,7 +203,9 @@ class Run:
 
     def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
         """How an op runs when no span covers it, and why."""
-        why = None if self.alone else opaque_reason(op)
+        why = None
+        if not self.alone:
+            why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
         if why is not None:
             return "call", why
         if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):

@@ -48,6 +48,8 @@ class Runner:
             for op in self.children
             if isinstance(op, Op)
         ]
+        kinds: set[Any] = {type(op) for op in self.children if isinstance(op, Op)}
+        self.kinds = [(k, k.forward, k.__call__, k.fwd, k.bwd) for k in kinds]
         self.last: Tokens | None = None
         self.names: list[str] = []  # of the registered children
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
@@ -60,13 +62,20 @@ class Runner:
         return self._with_apart[names]
 
     def fits(self, children: tuple[nn.Module, ...]) -> bool:
-        """Are these still the children, and do they still say the same of what they read, write and put elsewhere?"""
+        """Are these still the children, do they still say the same of what they read, write and put elsewhere, and are
+        the methods of their classes the same?
+        """
         if self.children != children:
             return False
         for op, reads, writes, delays, into_main_grad in self.said:
             if op.reads is not reads or op.writes is not writes:
                 return False
             if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
+                return False
+        for kind, forward, call, fwd, bwd in self.kinds:
+            if kind.forward is not forward or kind.__call__ is not call:
+                return False
+            if kind.fwd is not fwd or kind.bwd is not bwd:
                 return False
         return all(side_names_of(nested) == known for nested, known in self.nested)
 

@@ -226,7 +226,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     def __getattr__(self, name: str) -> Any:
         if name in PACKED and name not in self._parameters and not self.packed:
-            return packed([getattr(self, key) for key in self.registered(name)])
+            return packed({key: getattr(self, key) for key in self.registered(name)})
         return super().__getattr__(name)
 
     def repack(self) -> bool:

@@ -164,6 +164,7 @@ class Op(nn.Module, Generic[S]):
     Saved: ClassVar[type[Any]]
     signature: ClassVar[Signature]
     pure: ClassVar[bool]  # level 1: a `fwd` and no `bwd`
+    made: ClassVar[tuple[Any, ...]] = ()  # fwd and bwd when the class was made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -173,6 +174,7 @@ class Op(nn.Module, Generic[S]):
         if cls.fwd is Op.fwd:
             return  # an abstract family; its members bring fwd
         cls.pure = cls.bwd is Op.bwd
+        cls.made = cls.fwd, cls.bwd
         _check_methods(cls)
         cls.signature = _signature(cls)
         if cls.pure:
