@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
+from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 from fuseops.ops.permute import Combine
@@ -33,6 +34,7 @@ class RoutedMLPSaved(NamedTuple):
     fc2: Tensor | None
     bias1: Tensor | None
     bias2: Tensor | None
+    form: Form | None  # of the activation in the forward
     index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     pos: Tensor | None
 
