@@ -18,8 +18,8 @@ import torch
 from grouped_problems import SHAPES, split
 from torch import Tensor
 
-from fuseops.fusions.fused.dswiglu import EPILOGUE
 from fuseops.kernels import activation, grouped, grouped_glu_bwd
+from fuseops.rules.fused.dswiglu import EPILOGUE
 
 
 def operands(shape: str) -> dict[str, Tensor]:

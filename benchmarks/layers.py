@@ -18,7 +18,7 @@ from measure import Call
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fuseops.fusions.explain import FusionPlan
+from fuseops.explain import FusionPlan
 
 
 def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:

@@ -859,6 +859,8 @@ def test_ops_over_dtensors_are_segments_of_their_own(gloo: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, distribute_tensor
 
+    from fuseops.ops import scopes
+
     mesh = init_device_mesh("cpu", (1,))
     seq, x = fo.Sequential(Linear(4, 4), SiLU()), data()
     expected = seq(x)
@@ -869,6 +871,15 @@ def test_ops_over_dtensors_are_segments_of_their_own(gloo: None) -> None:
     torch.testing.assert_close(y.full_tensor(), expected)
     y.sum().backward()
     assert isinstance(seq[0].weight.grad, DTensor)
+    plans: list = []
+    with fo.recipe(fo.recipes.Float8BlockScaling()):
+        with scopes.watching(plans.append):
+            seq(distribute_tensor(x, mesh))
+        with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match="is ignored"):
+            seq(distribute_tensor(x, mesh))
+    notes = [span.note for span in plans[0].forward]
+    ignored = "works on DTensors; the recipe Float8BlockScaling is ignored"
+    assert notes == [ignored, "works on DTensors"]
 
 
 def test_grouped_ops_have_second_derivatives_under_reference() -> None:

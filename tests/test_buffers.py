@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import kernels
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.fusions.buffers import overlap
+from fuseops.run.buffers import overlap
 
 E, D, F, ROWS = 3, 6, 4, 9
 OFFS = torch.tensor([2, 2, 7], dtype=torch.int32)

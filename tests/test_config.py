@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.ops import Bias, Dropout, Linear, RMSNorm, SiLU, scopes
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.errors import ShapeError
-from fuseops.fusions import debug
 from fuseops.ops import scopes
 from fuseops.ops.splits import bad_ends, before
+from fuseops.run import debug
 
 E, D, F, ROWS = 4, 6, 4, 9
 

@@ -15,8 +15,8 @@ import fuseops as fo
 from fuseops import demo
 from fuseops.demo import charts, checks, data, train
 from fuseops.demo.model import ByteModel, Config
-from fuseops.fusions.fused.routed_mlp import RoutedMLP
 from fuseops.ops import Combine, GroupedLinear, Permute, ScaledSwiGLU
+from fuseops.rules.fused.routed_mlp import RoutedMLP
 
 SMALL = Config(dim=16, heads=2, layers=2, ffn=32, experts=4, expert_ffn=16, context=32)
 

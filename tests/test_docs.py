@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 
 DOCS = Path(__file__).parents[1] / "docs"

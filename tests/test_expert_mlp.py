@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops import offload
-from fuseops.fusions.builtin_rules import PLAIN, SCALED
-from fuseops.fusions.explain import FusionPlan
-from fuseops.fusions.fused import routed_mlp
-from fuseops.fusions.rule import types_of
+from fuseops.explain import FusionPlan
 from fuseops.kernels import configs
 from fuseops.kernels.registry import as_if_on
+from fuseops.rules.builtin_rules import PLAIN, SCALED
+from fuseops.rules.fused import routed_mlp
+from fuseops.rules.rule import types_of
 from fuseops.testing import assert_fused_matches_unfused
 from fuseops.testing.strategies import GROUPS, Split, group_splits
 

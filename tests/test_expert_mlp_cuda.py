@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.fused import dswiglu
-from fuseops.fusions.fused.grouped_mlp import EPILOGUE
 from fuseops.kernels import configs
 from fuseops.kernels.registry import watching
+from fuseops.rules.fused import dswiglu
+from fuseops.rules.fused.grouped_mlp import EPILOGUE
 
 pytestmark = pytest.mark.gpu
 

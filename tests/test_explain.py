@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload, torch_private
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
-from fuseops.fusions.explain.drawing import svg
-from fuseops.fusions.explain.html import page
+from fuseops.explain.drawing import svg
+from fuseops.explain.html import page
 from fuseops.ops import names, scopes
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 EXPERTS, ROWS, D, F = 4, 12, 16, 24
 FLOAT, INT = 4, 4

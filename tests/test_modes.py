@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 from fuseops.testing.compare import difference, tolerance
 from fuseops.testing.strategies import Case, chains, op_cases, rule_cases

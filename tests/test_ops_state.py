@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
-from fuseops.fusions.rule import Rule
 from fuseops.ops.op import Op
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.rules.rule import Rule
 from fuseops.testing.catalogue import Wanted, entry, exported
 from fuseops.testing.strategies import Case, op_cases, rule_cases
 
@@ -254,5 +254,5 @@ def test_a_coefficient_that_is_set_later_publishes_the_loss() -> None:
     moe, x = fo.MoE(8, 6, 4, 2), torch.randn(5, 8)
     moe(x)
     moe["router"].z_loss = 0.5
-    y, loss = moe(x, returns="router_loss")
+    _, loss = moe(x, returns="router_loss")
     assert loss > 0

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fuseops as fo
-from fuseops.fusions.key import Glance
 from fuseops.ops import (
     GELU,
     Add,
@@ -31,6 +30,7 @@ from fuseops.ops import (
     Tap,
     scopes,
 )
+from fuseops.plan.key import Glance
 from fuseops.recipes import Float8CurrentScaling
 
 

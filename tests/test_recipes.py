@@ -1,20 +1,30 @@
 """Recipes through the whole path, against quantize and dequantize written a second time, here."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
 from fuseops.ops import names as naming
 from fuseops.ops import scopes
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing import assert_fused_matches_unfused
-from fuseops.testing.strategies import Case, Split, chains, filled, group_splits, row_counts, widths
+from fuseops.testing.strategies import (
+    Case,
+    Split,
+    chains,
+    filled,
+    group_splits,
+    row_counts,
+    rule_cases,
+    widths,
+)
 
 RECIPE = fo.recipes.Float8CurrentScaling()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -311,6 +321,106 @@ def test_one_offs_is_saved_once_under_all_its_names() -> None:
 def test_any_chain_equals_itself_unfused_under_a_recipe(recipe: Any, case: Case) -> None:
     with fo.recipe(recipe):
         assert_fused_matches_unfused(case.model, case.x, **case.side)
+
+
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
+@settings(max_examples=6)
+@given(data=st.data(), recipe=st.sampled_from([RECIPE, BLOCKS]))
+def test_a_fused_op_runs_under_a_recipe_only_if_it_says_that_it_takes_them(
+    rule: fo.Rule, recipe: Any, data: st.DataObject
+) -> None:
+    """Whoever the rule is from: one of a user has the fused op of a built-in rule, by a function of its own."""
+    mine = fo.Rule("mine", rule.pattern, lambda *ops: rule.build(*ops), rule.kind, rule.when)
+    case = data.draw(rule_cases(rule, torch.float32, ["normal"]))
+    takes = rule.build(*case.model).recipes
+    plans: list[Any] = []
+    with fo.recipe(recipe), fo.rules(mine):
+        with scopes.watching(plans.append):
+            fired = assert_fused_matches_unfused(case.model, case.x, **case.side)
+        if not takes:
+            with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match="high precision"):
+                case.model(case.x, **case.side)
+    found = {m.reason for plan in plans for m in plan.misses if m.rule == "mine"}
+    refused = f"runs in high precision only, the recipe is {type(recipe).__name__}"
+    fits = not found - {refused, "fusion is off"}
+    assert ("mine" in fired) is (takes and fits)
+    assert (refused in found) is (fits and not takes)
+
+
+class Partly(fo.recipes.Recipe):
+    """A recipe with some roles of another left in high precision."""
+
+    def __init__(self, whole: fo.recipes.Recipe, high: tuple[str, ...]) -> None:
+        self.whole, self.high = whole, high
+
+    def roles(self, granularity: str) -> Any:
+        return replace(self.whole.roles(granularity), **dict.fromkeys(self.high))
+
+
+ROLES = ("input", "weight", "grad_output")
+
+
+@pytest.mark.parametrize("whole", [RECIPE, BLOCKS], ids=str)
+@pytest.mark.parametrize("grouping", [False, True], ids=["dense", "grouped"])
+@given(
+    high=st.sets(st.sampled_from(ROLES)),
+    rows=st.sampled_from([0, 1, 130]),
+    rank=st.sampled_from([2, 3]),
+)
+def test_a_role_of_none_is_high_precision(
+    whole: Any, grouping: bool, high: set[str], rows: int, rank: int
+) -> None:
+    def one(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> Expected:
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+        through_ = {role: _operand(whole, role, high) for role in ROLES}
+        qx, qw, qdy = through_["input"](x), through_["weight"](w), through_["grad_output"](dy)
+        columns = whole is BLOCKS and not high & {"input", "grad_output"}
+        left, right = (
+            in_blocks(t.t(), E4M3, 1, 128).t() if columns else q for t, q in ((dy, qdy), (x, qx))
+        )
+        return Expected(qx @ qw.t() + b.double(), qdy @ qw, left.t() @ right, dy.double().sum(0))
+
+    k, n = 40, 24
+    split = Split([rows, 0, 3], 2)
+    op = fo.ops.GroupedLinear(3, k, n) if grouping else fo.ops.Linear(k, n)
+    x = filled((split.rows, k), torch.float32, "normal", 1)
+    dy = filled((split.rows, n), torch.float32, "normal", 2)
+    weights = op.weight.detach(), op.bias.detach()
+    expected = grouped(x, *weights, dy, split, one) if grouping else one(x, *weights, dy)
+    lead = (1, split.rows) if rank == 3 else (split.rows,)
+    shapes = (*lead, n), (*lead, k), op.weight.shape, op.bias.shape
+    expected = Expected(*(t.view(s) for t, s in zip(expected, shapes, strict=True)))
+    side = {"offs": split.offs} if grouping else {}
+    recipe = Partly(whole, tuple(high))
+    check(op, x.view(*lead, k), dy.view(*lead, n), expected, recipe, **side)
+
+
+def _operand(whole: Any, role: str, high: set[str]) -> Any:
+    """What an operand in its role stands for, in rows."""
+    if role in high:
+        return Tensor.double
+    dtype = whole.bwd if role == "grad_output" else whole.fwd
+    if whole is RECIPE:
+        return lambda t: through(t, dtype)
+    return lambda t: in_blocks(t, dtype, 128 if role == "weight" else 1, 128)
+
+
+def test_an_op_that_ignores_the_recipe_says_so_and_is_refused_under_strict() -> None:
+    model, x = fo.Sequential({"fc": fo.ops.Linear(8, 6), "act": fo.ops.SiLU()}), torch.randn(5, 8)
+    ignored = "reference; the recipe Float8CurrentScaling is ignored"
+    plans: list[Any] = []
+    with fo.recipe(RECIPE), fo.reference(), scopes.watching(plans.append):
+        model(x)
+        assert "the recipe Float8CurrentScaling is ignored" in str(model.plan(x))
+        with fo.fusion(strict=True), pytest.raises(fo.FusionMissError, match=f"'fc' .*{ignored}"):
+            model(x)
+    assert [s.note for s in plans[0].forward] == [ignored, "reference"]
+    with fo.recipe(RECIPE, strict=True):
+        model(x)
+        with fo.reference(), pytest.raises(fo.FusionMissError, match=ignored):
+            model(x)
+        with fo.reference(), fo.recipe(None):
+            model(x)
 
 
 def test_a_rule_fires_under_a_recipe() -> None:

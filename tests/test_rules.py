@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES, FORWARD, JOINT
-from fuseops.fusions.fused.bias_act import BiasAct
-from fuseops.fusions.fused.linear_act import LinearAct
-from fuseops.fusions.fused.norm_linear import NormLinear
 from fuseops.ops import scopes
+from fuseops.rules.builtin_rules import BUILTIN_RULES, FORWARD, JOINT
+from fuseops.rules.fused.bias_act import BiasAct
+from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.fused.norm_linear import NormLinear
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
 from fuseops.testing.compare import tolerance
 from fuseops.testing.fused import compared

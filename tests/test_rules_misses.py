@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fuseops as fo
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
-from fuseops.fusions.fused.bias_act import BiasAct
-from fuseops.fusions.fused.linear_act import LinearAct
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.rules.fused.bias_act import BiasAct
+from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.shadowed import expansions
 
@@ -61,27 +61,18 @@ def biased() -> fo.Sequential:
     return fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU())
 
 
-def normed() -> fo.Sequential:
-    return fo.Sequential(fo.ops.RMSNorm(6), fo.ops.Linear(6, 6))
-
-
-FP8 = fo.recipes.Float8CurrentScaling()
-# (rule, condition): a model that it refuses, the recipe, and the reason. A new condition needs a line.
-REFUSED: dict[tuple[str, str], tuple[fo.Sequential, Any, str]] = {
-    ("grouped_mlp", "same_groups"): (mlp(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
-    ("grouped_mlp", "act_widths"): (mlp(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("grouped_mlp", "no_recipe"): (mlp(), FP8, "the recipe is Float8CurrentScaling"),
+# (rule, condition): a model that it refuses, and the reason. A new condition needs a line.
+REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
+    ("grouped_mlp", "same_groups"): (mlp(groups=2), "fc1 has 3 groups, fc2 has 2"),
+    ("grouped_mlp", "act_widths"): (mlp(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
     ("grouped_mlp", "two_axes"): (
         fo.Sequential(fo.ops.Reshape(2, 3, 6), *mlp()),
-        None,
         "x has 3 axes, the fused op takes (rows, width)",
     ),
-    ("routed_mlp", "same_top_k"): (routed(2), None, "Permute has top_k 1, Combine has 2"),
-    ("routed_mlp", "same_groups"): (routed(groups=2), None, "fc1 has 3 groups, fc2 has 2"),
-    ("routed_mlp", "act_widths"): (routed(gated=5), None, "fc1 gives 8 features, fc2 takes 2 x 5"),
-    ("routed_mlp", "no_recipe"): (routed(), FP8, "the recipe is Float8CurrentScaling"),
-    ("linear_act", "one_bias"): (biased(), None, "the Linear has a bias of its own"),
-    ("norm_linear", "no_recipe"): (normed(), FP8, "the recipe is Float8CurrentScaling"),
+    ("routed_mlp", "same_top_k"): (routed(2), "Permute has top_k 1, Combine has 2"),
+    ("routed_mlp", "same_groups"): (routed(groups=2), "fc1 has 3 groups, fc2 has 2"),
+    ("routed_mlp", "act_widths"): (routed(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
+    ("linear_act", "one_bias"): (biased(), "the Linear has a bias of its own"),
 }
 CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
 
@@ -92,7 +83,7 @@ CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.
 def test_every_condition_gives_its_reason(rule: fo.Rule, condition: Any) -> None:
     key = rule.name, condition.__name__
     assert key in REFUSED, f"add a line to REFUSED: {key}, with a model that it refuses"
-    model, recipe, reason = REFUSED[key]
+    model, reason = REFUSED[key]
     side = {name: ROUTING[name] for name in model.reads}
     seen: list[str | None] = []
 
@@ -101,21 +92,21 @@ def test_every_condition_gives_its_reason(rule: fo.Rule, condition: Any) -> None
         return seen[-1]
 
     only = fo.Rule("only", rule.pattern, rule.build, rule.kind, (spy,))
-    with fo.recipe(recipe), fo.rules(only), fo.fusion(disable=[rule.name]):
+    with fo.rules(only), fo.fusion(disable=[rule.name]):
         try:
             found = planned(model, torch.randn(6, 6), **side)
         except fo.FuseOpsError:  # these ops do not fit each other, fused or not
             found = Found((), {"only": [str(answer) for answer in seen if answer]})
             if not seen:
-                seen.append(condition(tuple(model), conditions(recipe)))
+                seen.append(condition(tuple(model), conditions()))
                 found = Found((), {"only": [str(seen[-1])]})
     assert any(reason in why for why in found.misses["only"]), found
     assert "only" not in found.fired and seen
 
 
-def conditions(recipe: Any) -> fo.Conditions:
+def conditions() -> fo.Conditions:
     device, needs = torch.device("cpu"), (frozenset({"x"}),) * 3
-    return fo.Conditions((6, 6), 6, 6, 6, torch.float32, device, None, recipe, needs, True)
+    return fo.Conditions((6, 6), 6, 6, 6, torch.float32, device, None, None, needs, True)
 
 
 def test_a_condition_that_answers_a_bool_is_refused() -> None:

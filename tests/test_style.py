@@ -26,7 +26,11 @@ LAYERS = [
     {"kernels"},
     {"recipes"},
     {"ops"},
-    {"fusions"},
+    {"rules"},
+    {"plan"},
+    {"run"},
+    {"observe"},
+    {"explain"},
     {"layers"},
     {"offload"},
     {"testing", "integrations", "demo", "cli", "__main__"},
@@ -139,7 +143,7 @@ def test_no_imports_go_in_a_circle() -> None:
         ("import fuseops as fo", ["__init__"]),
         ("from fuseops import Rule, offload", ["__init__", "offload"]),
         ("import fuseops.cli", ["cli"]),
-        ("def f():\n  from fuseops.fusions.rule import Rule", ["fusions"]),
+        ("def f():\n  from fuseops.rules.rule import Rule", ["rules"]),
         ("from ..offload import keep", ["offload"]),
         ("from . import base", ["ops"]),
         ("if TYPE_CHECKING:\n  import fuseops.cli\nelse:\n  import fuseops.demo", ["demo"]),
@@ -202,7 +206,7 @@ def test_files_are_short() -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    ["ops", "fusions", "fusions/explain", "offload", "offload/planning", "kernels"],
+    ["ops", "rules", "plan", "run", "observe", "explain", "offload", "offload/planning", "kernels"],
     ids=str,
 )
 def test_a_large_folder_says_where_everything_is(folder: str) -> None:

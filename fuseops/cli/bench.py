@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fuseops.fusions.config import fusion, reference
-from fuseops.fusions.sequential import Sequential
+from fuseops.layers.sequential import Sequential
 from fuseops.ops import Linear
+from fuseops.run.config import fusion, reference
 from fuseops.words import plural
 
 from .arguments import positive

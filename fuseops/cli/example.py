@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.fusions.sequential import Residual, Sequential
+from fuseops.layers.sequential import Residual, Sequential
 
 from .target import Target
 

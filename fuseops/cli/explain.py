@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fuseops.fusions.explain import plans
-from fuseops.fusions.explain.html import page
-from fuseops.fusions.explain.text import report
+from fuseops.explain import plans
+from fuseops.explain.html import page
+from fuseops.explain.text import report
 
 from .show import as_json
 from .target import UsageError, load

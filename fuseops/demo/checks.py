@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops import offload
-from fuseops.fusions.config import fusion
+from fuseops.run.config import fusion
 
 from .model import ByteModel, objective
 from .plans import fused_spans, plans_of, saved_bytes

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import ops
-from fuseops.fusions.sequential import Residual, Sequential
 from fuseops.layers import MoE
+from fuseops.layers.sequential import Residual, Sequential
 
 from .data import VOCAB
 

@@ -5,9 +5,9 @@ from html import escape
 
 from torch import Tensor, nn
 
-from fuseops.fusions.explain import FusionPlan, plans
-from fuseops.fusions.explain.html import fragment
-from fuseops.fusions.explain.layout import groups, place
+from fuseops.explain import FusionPlan, plans
+from fuseops.explain.html import fragment
+from fuseops.explain.layout import groups, place
 from fuseops.words import plural
 
 

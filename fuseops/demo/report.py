@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fuseops.fusions.explain import FusionPlan
-from fuseops.fusions.explain.html import document
+from fuseops.explain import FusionPlan
+from fuseops.explain.html import document
 from fuseops.words import size
 
 from .charts import Bar, Curve, bars, curves, smooth

@@ -1,3 +1,5 @@
-"""Layers: Sequentials that the package composes itself."""
+"""What models are composed with: Sequential and Residual, and layers that are Sequentials: MoE."""
 
 from .moe import MoE as MoE
+from .sequential import Residual as Residual
+from .sequential import Sequential as Sequential

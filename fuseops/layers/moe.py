@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.run import opaque_reason
-from fuseops.fusions.sequential import Sequential
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.op import Op
+from fuseops.run.run import opaque_reason
+
+from .sequential import Sequential
 
 ACTIVATIONS: dict[str, tuple[type[ScaledActivation], type[Activation]]] = {
     "swiglu": (ops.ScaledSwiGLU, ops.SwiGLU),

@@ -9,8 +9,8 @@ decides:
     loss.backward()
     print(moved.report())
 
-    scopes        scopes; nesting (enter and leave in order), modules (which one runs)
-    which stay    labels (the names), marks, policy, reasons; globs and arguments (what users pass)
+    scopes        scopes; nesting (enter and leave in order)
+    which stay    marks, policy, reasons; arguments (what users pass)
     a scheduler   scheduler, layers (its hooks), recompute; schedule (when bytes move), order, transfers
     a tensor      records (what stands for it in the graph), storages; report
     lanes/        what copies bytes: streams, the CPU, a simulated clock

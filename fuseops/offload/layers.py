@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fuseops import torch_private
+from fuseops.observe import modules
+from fuseops.observe.labels import Labels, Named, as_named, promised
 from fuseops.ops import names
 from fuseops.ops.names import SavedName
 
-from . import marks, modules, records
-from .labels import Labels, Named, as_named, promised
+from . import marks, records
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
 from .reasons import HELD_ANYWAY, Facts, mark_on, why_keep

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.observe import modules
 
-from . import modules
 from .records import Handle, unpack
 
 Pair = tuple[Any, Any]

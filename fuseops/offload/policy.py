@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from fuseops.errors import FuseOpsError
+from fuseops.observe.globs import as_globs, matches
 
 from .arguments import whole_number
-from .globs import as_globs, matches
 
 DEFAULT_MIN_BYTES = 1 << 20  # smaller copies run far below the speed of the link
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fuseops.observe.labels import Named
 from fuseops.torch_private import base_of, is_functorch_wrapped
 
 from . import marks
-from .labels import Named
 from .lanes.devices import KINDS
 from .storages import StorageMap
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fuseops import torch_private
-from fuseops.fusions.config import checkpoint_contexts
+from fuseops.run.config import checkpoint_contexts
 
 
 class Recomputed:

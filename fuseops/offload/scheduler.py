@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.observe import modules
+from fuseops.observe.globs import as_globs, matches
+from fuseops.observe.labels import matching
 
-from . import modules
 from .arguments import one_of, parse_bytes, whole_number
-from .globs import as_globs, matches
-from .labels import matching
 from .lanes.devices import make_lanes
 from .layers import EnterHook, LayerScope, LeaveHook
 from .planning.hardware import Hardware

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.config import set_root
+from fuseops.observe import modules
+from fuseops.observe.labels import Labels, Named, paths_under
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
+from fuseops.run.config import set_root
 
-from . import marks, modules, records
+from . import marks, records
 from .arguments import whole_number
-from .labels import Labels, Named, paths_under
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small

@@ -14,7 +14,6 @@ from fuseops.errors import FuseOpsError, ShapeError
 from .checks import check_probs, refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
 
-
 Form = tuple[Any, ...]  # what the kernels take of an activation: its kind, and its options
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.recipes import Quantized, gemm
+from fuseops.recipes import HIGH, Quantized, gemm
 
 from .checks import check_offs, check_probs, check_width
 from .grouped_state_dict import load_either
@@ -49,9 +49,9 @@ def grouped_linear(
 
     out: (R, out), where y is written to if no other kernel comes after the product.
     """
-    if isinstance(x, Quantized):
-        check_splits(offs, len(x.row), offs.device)  # type: ignore[arg-type]
-        y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+    if call.precision.roles is not HIGH:
+        check_splits(offs, len(x.row if isinstance(x, Quantized) else x), offs.device)  # type: ignore[arg-type]
+        y = gemm.fprop(x, weight, call.precision.roles.weight, offs)
     else:
         rows = len(x if index is None else index)
         check_splits(offs, rows, x.device)
@@ -100,8 +100,8 @@ def input_gradient(
     dy: Any, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None
 ) -> Tensor:
     """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
-    if isinstance(dy, Quantized):
-        return gemm.dgrad(dy, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+    if call.precision.roles is not HIGH:
+        return gemm.dgrad(dy, weight, call.precision.roles.weight, offs)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, len(dy if index is None else index))
     dx = (call.out or {}).get("dx")
@@ -124,8 +124,8 @@ def weight_gradient(
     A float32 buffer takes the float32 sums themselves: they are rounded once, when they are added.
     """
     buffer = (call.out or {}).get("weight")
-    if isinstance(dy, Quantized):
-        return gemm.wgrad(dy, x, None if buffer is None else buffer.dtype)
+    if call.precision.roles is not HIGH:
+        return gemm.wgrad(dy, x, None if buffer is None else buffer.dtype, offs)
     tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
     if buffer is None or buffer.dtype is not torch.float32 or x.dtype is torch.float64:
         return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
@@ -296,7 +296,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         buffer = (call.out or {}).get("y")
         out = None if buffer is None else _flat(buffer)
         y = grouped_linear(rows, weight, bias, offs, probs, call, out=out)
-        saved = GroupedLinearSaved(saved_operand(rows), weight, offs, scaled, probs)
+        saved = GroupedLinearSaved(saved_operand(rows, call), weight, offs, scaled, probs)
         if buffer is not None and y is out:
             return Out(buffer, saved)
         return Out(y if rows is x else y.view(*like.shape[:-1], y.shape[-1]), saved)

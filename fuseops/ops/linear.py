@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.recipes import COL, ROW, Quantized, gemm
+from fuseops.recipes import COL, HIGH, ROW, Quantized, gemm
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -24,24 +24,26 @@ def gemm_layouts(role: str, needs: frozenset[str]) -> frozenset[str]:
     return frozenset(row | ({COL} if "weight" in needs else set()))
 
 
-def saved_operand(x: Any) -> Any:
-    """What of a GEMM's input the weight gradient reads: of a quantized one, the columnwise data alone."""
-    return x.only(COL) if isinstance(x, Quantized) else x
+def saved_operand(x: Any, call: Call) -> Any:
+    """What of a GEMM's input the weight gradient reads: of a quantized one, one layout alone."""
+    if not isinstance(x, Quantized):
+        return x
+    return x.only(COL if call.precision.roles.columns else ROW)
 
 
 def linear(x: Any, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """x W^T + b in the precision of the call."""
-    if type(x) is not Quantized:
+    if call.precision.roles is HIGH:
         if call.precision.compute is None:
             return F.linear(x, weight, bias)
         return F.linear(x, call.precision.cast(weight), call.precision.cast(bias))  # type: ignore[arg-type]
-    y = gemm.fprop(x, weight, call.precision.roles.weight)  # type: ignore[arg-type]
+    y = gemm.fprop(x, weight, call.precision.roles.weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     """The gradients of `linear` that `call.needs` names."""
-    if type(dy) is Quantized:
+    if call.precision.roles is not HIGH:
         return _quantized_bwd(saved, dy, call)
     x, weight = saved
     needs, compute = call.needs, call.precision.compute
@@ -59,13 +61,14 @@ def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     return Grads(dx, params)
 
 
-def _quantized_bwd(saved: LinearSaved, dy: Quantized, call: Call) -> Grads:
+def _quantized_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
     needs, params = call.needs, {}
     dx = gemm.dgrad(dy, saved.weight, call.precision.roles.weight) if "x" in needs else None  # type: ignore[arg-type]
     if "weight" in needs:
         params["weight"] = gemm.wgrad(dy, saved.x)  # type: ignore[arg-type]
     if "bias" in needs:
-        params["bias"] = K.bias_bwd(dy.high)  # type: ignore[arg-type]
+        high = dy.high if isinstance(dy, Quantized) else dy
+        params["bias"] = K.bias_bwd(high.flatten(0, -2))  # type: ignore[union-attr]
     return Grads(dx, params)
 
 
@@ -89,7 +92,7 @@ class Linear(Op[LinearSaved], nn.Linear):
         return gemm_layouts(role, needs)
 
     def fwd(self, x: Any, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
-        return Out(linear(x, weight, bias, call), LinearSaved(saved_operand(x), weight))
+        return Out(linear(x, weight, bias, call), LinearSaved(saved_operand(x, call), weight))
 
     def bwd(self, saved: LinearSaved, dy: Any, *, call: Call) -> Grads:
         return linear_bwd(saved, dy, call)

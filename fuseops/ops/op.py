@@ -4,7 +4,7 @@ Level 1: only `fwd`; its backward is autograd over `fwd`, its saved tensors are 
 Level 2: `Saved`, `saves_for` and `bwd` by hand.
 Level 3: a method that names a `call` parameter gets the frozen record of the plan.
 
-Everything else (autograd, fusion, offload, compile, explain) is written once, in `fuseops.fusions`.
+Everything else (autograd, fusion, offload, compile, explain) is written once, elsewhere.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.paths import path_of
-from fuseops.recipes import Roles
+from fuseops.recipes import HIGH, Roles
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -57,7 +57,7 @@ class Precision(NamedTuple):
     """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe."""
 
     compute: torch.dtype | None = None
-    roles: Roles = Roles()
+    roles: Roles = HIGH
 
     def cast(self, t: Tensor | None) -> Tensor | None:
         """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
@@ -348,6 +348,10 @@ class FusedOp:
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
+
+    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through. x is
+    then a `Quantized` where the first member has a granularity, dy where the last one has. Without it, a rule over a
+    member that has one is a miss under a recipe.
     """
 
     Saved: ClassVar[type[Any]]
@@ -356,6 +360,7 @@ class FusedOp:
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
     takes_saved: ClassVar[bool] = False
+    recipes: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
@@ -374,15 +379,15 @@ class FusedOp:
 
 
 def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:
-    """Bound by `fuseops.fusions`, as `run_alone` is."""
+    """Bound by `fuseops.run`, as `run_alone` is."""
     raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_alone(op: Op[Any], x: Any, *args: Any, **side: Any) -> Any:
-    """Bound by `fuseops.fusions` (imports point down only, and the planner lives above)."""
+    """Bound by `fuseops.run` (imports point down only, and the planner lives above)."""
     raise NotImplementedError("import fuseops before calling an op")

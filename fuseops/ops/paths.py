@@ -1,6 +1,6 @@
 """Where a module stands in its model: names of saved tensors begin with that, and errors say it.
 
-Known once a root has been seen (`fusions.config.set_root`); prefixes that wrappers put before a child are left out.
+Known once a root has been seen (`run.config.set_root`); prefixes that wrappers put before a child are left out.
 """
 
 from __future__ import annotations

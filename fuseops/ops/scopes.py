@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     strict: frozenset[str] | bool = False  # True: every rule; names: those rules
     rules: tuple[Any, ...] = ()  # user rules, tried before the built-in ones
     recipe: Any = None
+    strict_recipe: bool = False  # an op that would ignore the recipe raises
     reference: bool = False
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`
 
@@ -121,7 +122,7 @@ class Inside:
         # by a recomputation: they are known to be those of its forward
         self.reentered: bool = False
         self.watchers: list[Callable[[Any], None]] = []  # see `watching`
-        self.debug: Any = None  # a fusions.debug.Debug, inside `fo.debug()`
+        self.debug: Any = None  # a run.debug.Debug, inside `fo.debug()`
 
 
 class _Thread(threading.local):
@@ -154,7 +155,7 @@ def scope(override: Override) -> Iterator[None]:
 
 @contextmanager
 def watching(watch: Callable[[Any], None]) -> Iterator[None]:
-    """Call `watch` with every plan of a run of ops (`fusions.build.RunPlan`) that runs inside, in this thread."""
+    """Call `watch` with every plan of a run of ops (`plan.build.RunPlan`) that runs inside, in this thread."""
     watchers = current().watchers
     watchers.append(watch)
     try:

@@ -1,6 +1,7 @@
 """Precision recipes and quantized tensors."""
 
 from .quantized import COL as COL
+from .quantized import HIGH as HIGH
 from .quantized import ROW as ROW
 from .quantized import Format as Format
 from .quantized import Quantized as Quantized

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.kernels.reference.grouped import group_of_row
 
 from . import blocks
 from .quantized import COL, ROW, Format, Quantized
+
+Operand = Tensor | Quantized
 
 
 def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
@@ -56,16 +59,61 @@ def _multiplied(a: Tensor, weight: Tensor, q: Quantized) -> Tensor:
     return y.to(q.dtype)
 
 
-def fprop(x: Quantized, weight: Tensor, form: Format) -> Tensor:
+# --- operands of which one is not quantized: what the others stand for, multiplied in float32
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _value(t: Operand) -> Tensor:
+    """What the rowwise data of an operand stands for."""
+    wide = _wide(t.dtype)
+    if not isinstance(t, Quantized):
+        return t.to(wide)
+    if t.scale is not None and t.scale.dim() == 2:
+        return blocks.rowwise(t).to(wide)
+    row, scale = t.present(ROW).to(wide), t.present("scale")
+    if t.offs is None:
+        return row * scale
+    by_row = torch.cat([scale, scale.new_zeros(1)])[group_of_row(t.offs, row.shape[0])]
+    return row * by_row.unsqueeze(-1)
+
+
+def _weight_value(weight: Tensor, form: Format | None, dtype: torch.dtype) -> Tensor:
+    """What a weight stands for after it went through its format."""
+    if form is None:
+        return weight.to(_wide(dtype))
+    if form.blocks:
+        return blocks.through(weight, form, dtype).to(_wide(dtype))
+    data, scale = _quantize_weight(weight, form)
+    return data.to(_wide(dtype)) * (scale[:, None, None] if weight.dim() == 3 else scale)
+
+
+def _wide_mm(a: Operand, weight: Tensor, offs: Tensor | None) -> Tensor:
+    """a weight^T, in the dtype that a stands for."""
+    value = _value(a)
+    y = F.linear(value, weight) if offs is None else K.grouped_mm(value, weight, offs)
+    return y.to(a.dtype)
+
+
+# --- the three GEMMs
+
+
+def fprop(x: Operand, weight: Tensor, form: Format | None, offs: Tensor | None = None) -> Tensor:
     """y = x w^T from the rowwise data of x.   (..., K), (N, K) or (E, N, K) -> (..., N)"""
+    if form is None or not isinstance(x, Quantized):
+        return _wide_mm(x, _weight_value(weight, form, x.dtype), offs)
     if form.blocks:
         return _multiplied(blocks.rowwise(x), blocks.through(weight, form, x.dtype), x)
     data, scale = _quantize_weight(weight, form)
     return _scaled(x.present(ROW), data, x.present("scale") * scale, x)
 
 
-def dgrad(dy: Quantized, weight: Tensor, form: Format) -> Tensor:
+def dgrad(dy: Operand, weight: Tensor, form: Format | None, offs: Tensor | None = None) -> Tensor:
     """dx = dy w from the rowwise data of dy.   (..., N), (N, K) or (E, N, K) -> (..., K)"""
+    if form is None or not isinstance(dy, Quantized):
+        return _wide_mm(dy, _weight_value(weight, form, dy.dtype).transpose(-2, -1), offs)
     if form.blocks:
         transposed = blocks.through(weight, form, dy.dtype).transpose(-2, -1)
         return _multiplied(blocks.rowwise(dy), transposed, dy)
@@ -73,9 +121,18 @@ def dgrad(dy: Quantized, weight: Tensor, form: Format) -> Tensor:
     return _scaled(dy.present(ROW), data.transpose(-2, -1), dy.present("scale") * scale, dy)
 
 
-def wgrad(dy: Quantized, x: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """dw = dy^T x from the columnwise data of both.   -> (N, K) or (E, N, K), in `dtype` or that of x"""
+def wgrad(
+    dy: Operand, x: Operand, dtype: torch.dtype | None = None, offs: Tensor | None = None
+) -> Tensor:
+    """dw = dy^T x from the columnwise data of both, rowwise where one is not quantized.
+
+    -> (N, K) or (E, N, K), in `dtype` or that of x
+    """
     dtype = dtype or x.dtype
+    if not (isinstance(x, Quantized) and isinstance(dy, Quantized)):
+        left, right = (_value(t).flatten(0, -2) for t in (dy, x))
+        dw = left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
+        return dw.to(dtype)
     if x.col_scale is not None:
         return _block_wgrad(dy, x).to(dtype)
     left, right, scale = dy.present(COL), x.present(COL), dy.present("scale") * x.present("scale")

@@ -93,3 +93,11 @@ class Roles:
     input: Format | None = None
     weight: Format | None = None
     grad_output: Format | None = None
+
+    @property
+    def columns(self) -> bool:
+        """Whether the weight gradient multiplies two quantized operands: those of one alone it reads rowwise."""
+        return self.input is not None and self.grad_output is not None
+
+
+HIGH = Roles()  # the one object of an op that no recipe applies to

@@ -12,9 +12,12 @@ from .quantized import Format, Roles
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """Base of recipes. A recipe turns a granularity and the layouts that an op reads into formats."""
+    """Base of recipes. A recipe turns a granularity and the layouts that an op reads into formats.
+
+    A subclass that is a frozen dataclass is compared by its fields, any other one by identity.
+    """
 
     def roles(self, granularity: str) -> Roles:
         """Formats of input, weight and grad_output of an op; layouts are filled in by the plan."""

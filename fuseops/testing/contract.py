@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops.fusions.facts import kept_fields
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.routing import Routing
+from fuseops.plan.facts import kept_fields
 
 from .compare import UNITS, Difference, difference, largest
 from .trees import mapped, scrambled, tensors

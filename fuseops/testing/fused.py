@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuseops.fusions.builtin_rules import BUILTIN_RULES
-from fuseops.fusions.sequential import Sequential
-from fuseops.fusions.sides import check_module
+from fuseops.layers.sequential import Sequential
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.run.sides import check_module
 
 from .compare import Difference, difference, last_place, tolerance
 from .step import Fired, Step, training_step

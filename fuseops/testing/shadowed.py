@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fuseops.fusions.rule import Maybe, Rule, types_of
+from fuseops.rules.rule import Maybe, Rule, types_of
 
 Types = tuple[type, ...]
 

@@ -11,9 +11,9 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from fuseops.fusions.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
-from fuseops.fusions.weight_grads import run_delayed
+from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.ops import scopes
+from fuseops.run.weight_grads import run_delayed
 
 from .trees import copied, mapped, tensors
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fuseops.fusions.rule import Rule
-from fuseops.fusions.sequential import Residual, Sequential
+from fuseops.layers.sequential import Residual, Sequential
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
+from fuseops.rules.rule import Rule
 
 from .catalogue import Wanted, catalogue, entry
 from .shadowed import expansions

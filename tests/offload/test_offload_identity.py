@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fuseops as fo
 from fuseops import offload
 from fuseops.errors import FuseOpsError
-from fuseops.offload import modules
+from fuseops.observe import modules
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.storages import StorageMap, layout_of
 from fuseops.ops import names

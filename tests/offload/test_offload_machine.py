@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.offload import modules, nesting
+from fuseops.observe import modules
+from fuseops.offload import nesting
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.ops import names
 from fuseops.torch_private import top_saved_tensor_hooks

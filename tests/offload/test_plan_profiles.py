@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fuseops as fo
 from fuseops import offload, torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.observe.memory import StorageMeter
 from fuseops.offload.planning import step as planned_step
 from fuseops.offload.planning.hardware import Curve, Hardware
-from fuseops.offload.planning.memory import StorageMeter
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile

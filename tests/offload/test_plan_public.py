@@ -20,13 +20,13 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.cli import main
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.fakes import LiveBytes
+from fuseops.observe.fakes import LiveBytes
+from fuseops.observe.memory import tensors_in
 from fuseops.offload import scheduler as scheduler_module
 from fuseops.offload.lanes.cpu import CpuLanes
 from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
-from fuseops.offload.planning.memory import tensors_in
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.simulate import Cost, Settings, simulate

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.fusions.explain.html import STYLE, document
+from fuseops.explain.html import STYLE, document
 from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 

@@ -18,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
+from fuseops.observe.labels import Labels, Named
+from fuseops.observe.memory import Meter, tensors_in
 from fuseops.offload import marks
-from fuseops.offload.labels import Labels, Named
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
@@ -37,7 +38,6 @@ from fuseops.torch_private import WeakStorage, storage_key
 from fuseops.words import dtype_name
 
 from .measure import event
-from .memory import Meter, tensors_in
 from .profile import Again, LayerCall, Op, Saved
 from .recompute import Seen
 

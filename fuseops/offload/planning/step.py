@@ -14,18 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseops.errors import FuseOpsError
-from fuseops.fusions.explain.rehearse import unseen
-from fuseops.fusions.fakes import faked
-from fuseops.fusions.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.kernels.registry import as_if_on
-from fuseops.offload.labels import matching, paths_under
+from fuseops.observe.fakes import faked
+from fuseops.observe.labels import matching, paths_under
+from fuseops.observe.memory import CudaMeter, Meter, StorageMeter, tensors_in
+from fuseops.observe.rehearse import unseen
+from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.offload.policy import Policy
 from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
-from .memory import CudaMeter, Meter, StorageMeter, tensors_in
 from .profile import DRY_RUN, RECORDED, Profile
 from .recompute import Seen, recomputations
 from .record import Recorder, Seconds

@@ -1,0 +1,11 @@
+"""Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON.
+
+a forward   plans (`explain`)
+its plan    assemble, fusion_plan
+pages       text, html, drawing; layout is what they share
+"""
+
+from .fusion_plan import FusionPlan as FusionPlan
+from .plans import explain as explain
+from .plans import plan_of as plan_of
+from .plans import plans as plans

@@ -1,0 +1,149 @@
+"""From a call that was observed to its public plan: spans, misses, notes, and the largest temporary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fuseops.observe.observer import Call, Seen
+from fuseops.ops import scopes
+from fuseops.ops.op import Op, numel
+from fuseops.plan.build import RunPlan
+from fuseops.plan.records import Edge, Miss, SavedTensor, Span
+from fuseops.run.run import Run
+from fuseops.run.runner import Composed
+
+from .fusion_plan import FusionPlan
+
+
+class _Part(NamedTuple):
+    """What one piece of a Sequential, a run of ops or a module, adds to its plan."""
+
+    forward: Sequence[Span]
+    backward: Sequence[Span]
+    misses: Sequence[Miss] = ()
+    edges: Sequence[Edge] = ()
+    segments: Sequence[tuple[int, int]] = ()
+    notes: Sequence[str] = ()
+    temporaries: int = 0
+
+
+def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
+    """The public plan of a call."""
+    mine = tuple(t for owner, t in saved if _within(owner, call))
+    parts = list(_parts(call, {t.name for t in mine}))
+
+    def every(field: str) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(getattr(part, field) for part in parts))
+
+    return FusionPlan(
+        path=call.path,
+        forward=every("forward"),
+        backward=every("backward"),
+        misses=every("misses"),
+        saved=mine,
+        edges=every("edges"),
+        segments=every("segments"),
+        notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
+        temporaries=max((part.temporaries for part in parts), default=0),
+        nested=tuple(plan_from(inner, saved) for inner in call.nested),
+    )
+
+
+def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
+    offset, runs = 0, iter(call.runs)
+    for name, piece in call.pieces:
+        if not isinstance(piece, Run):
+            yield _of_module(name, piece, offset)
+            offset += 1
+            continue
+        plan, x = next(runs, (None, None))
+        if plan is not None:
+            yield _of_run(piece, plan, _largest_output(piece, plan, x, call.path, kept))
+        offset += len(piece.ops)
+
+
+def _of_module(name: str, module: nn.Module, at: int) -> _Part:
+    what = "a Sequential of its own" if isinstance(module, Composed) else "plain module"
+    cls = type(module).__name__
+    span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
+    return _Part([span], [span])
+
+
+def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
+    return _Part(
+        forward=[_typed(s, run) for s in plan.forward],
+        backward=[_typed(s, run) for s in plan.backward],
+        misses=plan.misses,
+        edges=plan.edges,
+        segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
+        notes=list(_notes_of(plan)),
+        temporaries=temporaries,
+    )
+
+
+def _within(owner: Call | None, call: Call) -> bool:
+    while owner is not None and owner is not call:
+        owner = owner.parent
+    return owner is call
+
+
+def _typed(span: Span, run: Run) -> Span:
+    ops = run.ops[span.start - run.offset : span.stop - run.offset]
+    return span._replace(types=tuple(type(op).__name__ for op in ops))
+
+
+_RUNS = {"call": "is called through its own __call__", "plain": "runs as plain torch"}
+
+
+def _notes_of(plan: RunPlan) -> Iterator[str]:
+    notes = [s.note.partition("; ") for s in plan.forward]
+    if notes and all(why == "reference" for why, _, _ in notes):
+        yield "fuseops.reference(): every op runs as plain torch, and no rule is tried"
+        yield from dict.fromkeys(ignored for _, _, ignored in notes if ignored)
+        return
+    for span in plan.forward:
+        if span.kind in _RUNS and span.note != "alias":
+            how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
+            yield f"{span.ops[0]} ({span.runs}) {how}"
+    if plan.edges:
+        yield "GEMMs multiply what quantized operands stand for: no kernel uses FP8 tensor cores yet"
+
+
+def _notes_on(call: Call) -> Iterator[str]:
+    nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
+    settings = scopes.resolve(call.module._settings)
+    for name, child in call.module.named_children():
+        if isinstance(child, Op) and child._settings:
+            own = scopes.resolve(child._settings).difference(settings)
+            if own:
+                which = f"{name} ({type(child).__name__}) was configured by itself"
+                yield f"{which}, which holds only where it is called alone: {'; '.join(own)} here"
+    if len(call.runs) < call.wanted:
+        ran = f"{len(call.runs)} of its {call.wanted} runs of ops ran"
+        yield f"{ran}: forward is overridden, or was left early"
+    if nodes and not any(seg.needs_grad for seg in nodes):
+        yield "no gradient is wanted: nothing is saved"
+    elif not call.packed and any(seg.needs_grad and seg.slots for seg in nodes):
+        yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
+
+
+def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: set[str]) -> int:
+    """Bytes of the largest output of a forward span that the next op does not save as its x."""
+    if x is None:
+        return 0
+    prefix, largest, itemsize = f"{path}." if path else "", 0, x.itemsize
+    casts = [step.cast for seg in plan.segments for step in seg.forward]
+    shape = x.shape
+    for span, cast in zip(plan.forward, casts, strict=False):
+        itemsize = itemsize if cast is None else cast.itemsize
+        stop = span.stop - run.offset
+        for op in run.ops[span.start - run.offset : stop]:
+            shape = op.out_shape(shape)
+        following = run.names[stop] if stop < len(run.names) else None
+        if f"{prefix}{following}.x" not in kept and not run.ops[stop - 1].alias:
+            largest = max(largest, itemsize * numel(shape))
+    return largest

@@ -1,0 +1,165 @@
+"""The drawing of a plan: ops as boxes, forward spans above, backward spans below, misses under
+those.  Inline SVG.
+
+Colours come from the style sheet of html.py, so that light and dark need no second drawing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from fuseops.plan.records import Miss, Planned, Span
+
+from .layout import Column, columns, why
+
+GUTTER, GAP, PADDING = 76, 14, 12
+BOLD, PLAIN = 7.8, 6.8  # widths of a character, on the safe side: nobody measures text here
+LEAST = 0.65  # of its size: smaller, nobody reads it
+SPAN, OP, MISS, ROW = 26, 46, 20, 12  # heights; ROW is the space between two rows
+
+
+def svg(plan: Planned) -> str:
+    """The drawing, as an <svg> element."""
+    cells = columns(plan)
+    edges = _edges(cells)
+    lanes = _lanes([m.span for m in plan.misses])
+    forward_y = 4
+    op_y = forward_y + SPAN + ROW
+    backward_y = op_y + OP + ROW
+    miss_y = backward_y + SPAN + ROW
+    rows = max(lanes, default=-1) + 1
+    height = (miss_y + rows * (MISS + 6) if rows else backward_y + SPAN) + 4
+    width = edges[-1][1] + 6
+    parts = [
+        *_label("forward", forward_y + SPAN / 2),
+        *_label("backward", backward_y + SPAN / 2),
+        *(_label("not fused", miss_y + MISS / 2) if lanes else ()),
+        *_nodes(plan, cells, edges, op_y),
+        *_arrows(edges, op_y + OP / 2),
+        *(part for cell, edge in zip(cells, edges, strict=True) for part in _op(cell, edge, op_y)),
+        *_spans(plan.forward, cells, edges, forward_y),
+        *_spans(plan.backward, cells, edges, backward_y),
+    ]
+    for miss, lane in zip(plan.misses, lanes, strict=True):
+        parts += _miss(miss, cells, edges, miss_y + lane * (MISS + 6))
+    title = escape(f"{plan.path or 'Sequential'}: ops and spans")
+    least = LEAST * width  # a wide drawing shrinks to its page so far, and then scrolls
+    return (
+        f'<svg role="img" aria-label="{title}" width="{width:.0f}" height="{height:.0f}" '
+        f'style="max-width:max(100%,{least:.0f}px);height:auto" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(parts)}</svg>'
+    )
+
+
+def _edges(cells: Sequence[Column]) -> list[tuple[float, float]]:
+    """Left and right of every column."""
+    found, left = [], float(GUTTER)
+    for cell in cells:
+        letters = max(len(cell.name), len(cell.kind), 8)
+        right = left + letters * BOLD + 2 * PADDING
+        found.append((left, right))
+        left = right + GAP
+    return found or [(GUTTER, GUTTER)]
+
+
+def _lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The first free row of each, so that none is drawn over another."""
+    ends: list[int] = []
+    found = []
+    for start, stop in spans:
+        lane = next((k for k, end in enumerate(ends) if end <= start), len(ends))
+        if lane == len(ends):
+            ends.append(0)
+        ends[lane] = stop
+        found.append(lane)
+    return found
+
+
+def _between(
+    start: int, stop: int, cells: Sequence[Column], edges: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """Left and right of positions start:stop; several positions may share a column."""
+    hit = [
+        e for cell, e in zip(cells, edges, strict=True) if cell.start < stop and start < cell.stop
+    ]
+    return (hit[0][0], hit[-1][1]) if hit else edges[-1]
+
+
+def _label(text: str, y: float) -> Iterator[str]:
+    yield f'<text class="axis" x="{GUTTER - 14}" y="{y:.1f}">{text}</text>'
+
+
+def _text(content: str, x: float, y: float, room: float, style: str) -> str:
+    letters = max(3, int(room / (BOLD if style in ("name", "inside") else PLAIN)))
+    short = content if len(content) <= letters else content[: letters - 1] + "…"
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(short)}</text>'
+
+
+def _box(
+    style: str, x: tuple[float, float], y: float, height: float, radius: int, hint: str
+) -> str:
+    left, right = x
+    return (
+        f'<rect class="{style}" x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" '
+        f'height="{height}" rx="{radius}"><title>{escape(hint)}</title></rect>'
+    )
+
+
+def _nodes(
+    plan: Planned, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
+) -> Iterator[str]:
+    """A band behind the ops of each autograd node."""
+    outside = {
+        i
+        for s in plan.forward
+        if s.kind in ("plain", "call", "module")
+        for i in range(s.start, s.stop)
+    }
+    for start, stop in plan.segments:
+        if start in outside:
+            continue
+        left, right = _between(start, stop, cells, edges)
+        hint = f"one autograd node, ops {start}:{stop}"
+        yield _box("node", (left - 5, right + 5), y - 5, OP + 10, 9, hint)
+
+
+def _arrows(edges: Sequence[tuple[float, float]], y: float) -> Iterator[str]:
+    for (_, right), (left, _) in itertools.pairwise(edges):
+        yield f'<path class="arrow" d="M{right:.1f} {y:.1f}H{left - 1:.1f}m-4 -3.5l4 3.5l-4 3.5"/>'
+
+
+def _op(cell: Column, edge: tuple[float, float], y: float) -> Iterator[str]:
+    left, right = edge
+    middle, room = (left + right) / 2, right - left - 6
+    yield _box(f"op {cell.style}", edge, y, OP, 6, cell.hint)
+    yield _text(cell.name, middle, y + 18, room, "name")
+    yield _text(cell.kind, middle, y + 34, room, "kind")
+
+
+def _spans(
+    spans: Sequence[Span], cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
+) -> Iterator[str]:
+    for span in spans:
+        if span.kind == "module":
+            continue
+        left, right = _between(span.start, span.stop, cells, edges)
+        if not span.rule:
+            hint = f"{span.ops[0]}: {span.runs}" + (f", {why(span)}" if why(span) else "")
+            yield _box("span single", (left, right), y + SPAN / 2 - 2, 4, 2, hint)
+            continue
+        hint = f"{', '.join(span.ops)}: {span.runs}, {why(span)}"
+        yield _box(f"span {span.kind}", (left, right), y, SPAN, 6, hint)
+        room = right - left - 8
+        label = f"{span.runs} · {span.rule}"
+        label = label if len(label) * BOLD < room else span.runs
+        yield _text(label, (left + right) / 2, y + SPAN / 2, room, "inside")
+
+
+def _miss(
+    miss: Miss, cells: Sequence[Column], edges: Sequence[tuple[float, float]], y: float
+) -> Iterator[str]:
+    left, right = _between(*miss.span, cells, edges)
+    yield _box("miss", (left, right), y, MISS, 5, miss.reason)
+    yield _text(miss.rule, (left + right) / 2, y + MISS / 2, right - left - 6, "missed")

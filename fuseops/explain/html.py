@@ -1,0 +1,202 @@
+"""Plans as HTML: one self-contained page for a model, or the fragment that a notebook shows for a
+plan.
+
+No script, no network, no image file: style sheet and SVG are inline, so that a report still opens
+in ten years.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from fuseops.plan.records import Planned
+from fuseops.words import size
+
+from .drawing import svg
+from .layout import (
+    Group,
+    SavedRow,
+    at_peak,
+    groups,
+    is_outside,
+    place,
+    saved_rows,
+    shape_of,
+    summary,
+)
+
+STYLE = """
+.fuseops{--ink:#1b2430;--soft:#5d6b7c;--line:#d5dce4;--paper:#fff;--back:#f3f5f8;--op:#f7f9fb;
+--node:#e9eef5;--joint:#0f766e;--forward:#2457c5;--backward:#8a3ffc;--on:#fff;--miss:#b45309;
+--missback:#fff7e8;--bar:#7aa7e9;color-scheme:light;color:var(--ink);
+--mono:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
+font:14px/1.5 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,"DejaVu Sans",sans-serif}
+@media (prefers-color-scheme:dark){
+.fuseops{--ink:#e4e9f0;--soft:#9aa8b8;--line:#36414f;--paper:#1a212b;--back:#10151c;--op:#232c38;
+--node:#26313f;--joint:#2dd4bf;--forward:#7aa7ff;--backward:#c4a0ff;--on:#0d1218;--miss:#fbbf5d;
+--missback:#2c2415;--bar:#4470b5;color-scheme:dark}}
+.fuseops *{box-sizing:border-box}
+body.fuseops{margin:0;background:var(--back)}
+.fuseops main{max-width:1120px;margin:0 auto;padding:32px 24px 56px}
+.fuseops h1{font-size:22px;line-height:1.25;margin:0 0 4px}
+.fuseops h2{font:600 15px/1.4 var(--mono);margin:0;overflow-wrap:anywhere;color:var(--ink)}
+.fuseops h3{font-size:12px;font-weight:600;color:var(--soft);margin:18px 0 6px}
+.fuseops p{margin:0 0 20px;color:var(--soft)}
+.fuseops section{background:var(--paper);border:1px solid var(--line);border-radius:10px;
+padding:18px 20px;margin:0 0 16px}
+.fuseops section section{background:none;margin:16px 0 0}
+.fuseops header{display:flex;flex-wrap:wrap;gap:6px 18px;align-items:baseline;
+justify-content:space-between}
+.fuseops .facts{color:var(--soft);font-size:13px}
+.fuseops .facts b{color:var(--ink);font-weight:600}
+.fuseops .draw{overflow-x:auto;margin:16px 0 0;padding:2px 0 6px}
+.fuseops svg{display:block}
+.fuseops svg text{text-anchor:middle;dominant-baseline:central;fill:var(--ink);font-size:12px}
+.fuseops svg .axis{text-anchor:end;fill:var(--soft);font-size:11px}
+.fuseops svg .name{font-weight:600}
+.fuseops svg .kind{fill:var(--soft);font-size:11px}
+.fuseops svg .inside{fill:var(--on);font-weight:600}
+.fuseops svg .missed{fill:var(--miss);font-size:11px}
+.fuseops .node{fill:var(--node)}
+.fuseops .arrow{stroke:var(--soft);fill:none;stroke-width:1.2}
+.fuseops .op{fill:var(--op);stroke:var(--line);stroke-width:1.2}
+.fuseops .op.module,.fuseops .op.plain,.fuseops .op.call{stroke-dasharray:4 3;stroke:var(--soft)}
+.fuseops .span.joint{fill:var(--joint)}
+.fuseops .span.forward{fill:var(--forward)}
+.fuseops .span.backward{fill:var(--backward)}
+.fuseops .span.single{fill:var(--line)}
+.fuseops .miss{fill:var(--missback);stroke:var(--miss);stroke-dasharray:3 3}
+.fuseops table{border-collapse:collapse;font-size:13px;margin:0;color:var(--ink)}
+.fuseops td{padding:4px 24px 4px 0;text-align:left;vertical-align:top;background:none;
+border:0;border-top:1px solid var(--line)}
+.fuseops tr:first-child>td{border-top:0}
+.fuseops .bars{width:100%}
+.fuseops .bars td:last-child{padding-right:0}
+.fuseops .mono{font-family:var(--mono);font-size:12px;overflow-wrap:anywhere}
+.fuseops .quiet{color:var(--soft)}
+.fuseops td.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+.fuseops .share{width:30%;min-width:90px;vertical-align:middle}
+.fuseops .share i{display:block;height:10px;border-radius:3px;background:var(--bar);min-width:2px}
+.fuseops .rule{white-space:nowrap;font-weight:600}
+.fuseops .rule.lost{color:var(--miss)}
+.fuseops ul{margin:0;padding-left:18px;font-size:13px}
+"""
+
+
+def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
+    """A whole document for the plans of a model; equal ones share a section."""
+    sections = "\n".join(_section(group) for group in groups(plans))
+    return document(title, f"<p>{escape(summary(plans))}</p>\n{sections}")
+
+
+def document(title: str, body: str, more_style: str = "") -> str:
+    """A whole document: `body`, which is HTML, under `title`, which is not."""
+    name = escape(title)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{name}</title>\n<style>{STYLE}{more_style}</style>\n</head>\n"
+        f'<body class="fuseops">\n<main>\n<h1>{name}</h1>\n{body}\n</main>\n</body>\n</html>\n'
+    )
+
+
+def fragment(plan: Planned) -> str:
+    """One plan, to be put into any page."""
+    return f'<div class="fuseops"><style>{STYLE}</style>{_section(Group(plan, (plan.path,)))}</div>'
+
+
+def _section(group: Group) -> str:
+    return f"<section>{''.join(_parts(group))}</section>"
+
+
+def _parts(group: Group) -> Iterator[str]:
+    plan = group.plan
+    title = "outside of every Sequential" if is_outside(plan) else group.title
+    yield f'<header><h2>{escape(title)}</h2><span class="facts">{_facts(group)}</span></header>'
+    if plan.forward:
+        yield f'<div class="draw">{svg(plan)}</div>'
+    yield from _fused(plan)
+    yield from _misses(plan)
+    yield from _saved(saved_rows(group))
+    yield from _edges(plan)
+    if plan.notes:
+        yield f"<h3>Notes</h3><ul>{''.join(f'<li>{escape(note)}</li>' for note in plan.notes)}</ul>"
+    for nested in groups(plan.nested):
+        yield _section(nested)
+
+
+def _facts(group: Group) -> str:
+    plan = group.plan
+    each = " each" if len(group.paths) > 1 else ""
+    facts = [f"saves <b>{size(plan.saved_bytes)}</b>{each}"]
+    if plan.forward:
+        facts = [
+            f"<b>{len(plan.fused)}</b> fused",
+            f"<b>{len(plan.misses)}</b> not fused",
+            *facts,
+            f"<b>{size(plan.peak_bytes)}</b> {at_peak(plan)}",
+        ]
+    return " &nbsp; ".join(facts)
+
+
+def _table(rows: Sequence[str], style: str = "list") -> str:
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<table class="{style}"><tbody>{body}</tbody></table>'
+
+
+def _cell(text: str, style: str = "") -> str:
+    return f'<td class="{style}">{escape(text)}</td>' if style else f"<td>{escape(text)}</td>"
+
+
+def _fused(plan: Planned) -> Iterator[str]:
+    rows = [
+        _cell(s.rule or "", "rule")
+        + _cell(s.kind, "quiet")
+        + _cell(", ".join(s.ops), "mono")
+        + _cell(f"runs as {s.runs}")
+        for s in plan.fused
+    ]
+    if rows:
+        yield f"<h3>Fused</h3>{_table(rows)}"
+
+
+def _misses(plan: Planned) -> Iterator[str]:
+    rows = [
+        _cell(m.rule, "rule lost") + _cell(place(plan, m), "mono") + _cell(m.reason)
+        for m in plan.misses
+    ]
+    if rows:
+        yield f"<h3>Not fused, and why</h3>{_table(rows)}"
+
+
+def _edges(plan: Planned) -> Iterator[str]:
+    rows = [
+        _cell(e.before, "mono") + _cell(e.direction) + _cell(e.format, "mono") + _cell(e.made_by)
+        for e in plan.edges
+    ]
+    if rows:
+        yield f"<h3>Formats on edges</h3>{_table(rows)}"
+
+
+def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:
+    if not rows:
+        return
+    most = max(row.nbytes for row in rows)
+    table = _table([_saved_row(row, most) for row in rows], "bars")
+    yield f"<h3>Saved for the backward</h3>{table}"
+
+
+def _saved_row(row: SavedRow, most: int) -> str:
+    tensor = row.tensor
+    times = f' <span class="quiet">{row.times} times</span>' if row.times > 1 else ""
+    if row.nbytes:
+        number, last = size(row.nbytes), f'<i style="width:{100 * row.nbytes / most:.1f}%"></i>'
+    else:
+        word, other = "parameter" if tensor.is_param else "shared", tensor.shared_with or ""
+        number = f'<span class="quiet">{word}</span>'
+        last = f'<span class="quiet mono">{escape(other)}</span>' if row.times == 1 else ""
+    return (
+        f'<td class="mono">{escape(row.name)}{times}</td>{_cell(shape_of(tensor), "mono quiet")}'
+        f'<td class="number">{number}</td><td class="share">{last}</td>'
+    )

@@ -1,0 +1,210 @@
+"""explain: run a forward once, for real, and say what fused, what did not and why, what was saved.
+
+A real run, because only that shows what plain modules save and which plan the shapes and settings
+of the moment give. It leaves no trace: random states are forked, buffers are stood in for by
+copies, other tensors of modules are put back, the graph is dropped, and no hook stays. Parameters are only read.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fuseops.kernels import registry
+from fuseops.observe.gemms import Launches
+from fuseops.observe.observer import Observer
+from fuseops.observe.rehearse import peak_of_step, unseen
+from fuseops.observe.saved import Ledger, storages, tensors_by_owner
+from fuseops.observe.untouched import held, put_back
+from fuseops.ops import names
+from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of, stripped
+from fuseops.plan.records import SavedTensor
+from fuseops.run.config import set_root
+from fuseops.run.runner import Composed
+from fuseops.run.sides import check_module
+
+from . import text
+from .assemble import plan_from
+from .fusion_plan import FusionPlan
+from .layout import glob
+
+
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """What every Sequential in `model(*args, **kwargs)` fused, what it did not and why, and what it
+    saved, as text.
+
+    Runs the forward once, in the grad mode, autocast and scopes of the caller; the model and the
+    random states are left as they were. Names of saved tensors become absolute, relative to
+    `model`.
+    """
+    return text.report(plans(model, *args, **kwargs))
+
+
+def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:
+    """The plan of every Sequential that runs inside no other one, in order; those inside are in
+    `.nested`.
+
+    What is saved outside of all of them comes last, as a plan without spans. The `saved_bytes` add
+    up to the model's.
+    """
+    check_module("explain(model, ...)", model)
+    if not isinstance(model, (Composed, Op)):
+        _see_root(model)
+    return _observe(model, args, kwargs)
+
+
+def plan_of(
+    sequential: Composed, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any
+) -> FusionPlan:
+    """The plan of one call of a Sequential."""
+    args, side = (x, *args), {**side, "returns": tuple(returns)}
+    plan = _observe(sequential, args, side)[0]
+    with _unplanned_again(sequential):
+        peak = peak_of_step(sequential, args, side)
+    if peak is None:
+        return plan
+    notes = (*plan.notes, *unseen())
+    return replace(plan, temporaries=peak - plan.saved_bytes, rehearsed=True, notes=notes)
+
+
+def _see_root(model: nn.Module) -> None:
+    """Make names absolute, unless a larger root than this one was seen before."""
+    if not _above(model):
+        set_root(model)
+
+
+def _above(model: nn.Module) -> str:
+    """The path of `model` below the root that was seen; empty where it is the root, or none was
+    seen.
+    """
+    for path, module in model.named_modules():
+        known, own = path_of(module), stripped(path)
+        if known is not None:
+            larger = known != own and f".{known}".endswith(f".{own}" if own else "")
+            return known.removesuffix(own).rstrip(".") if larger else ""
+    return ""
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+def _paths(model: nn.Module) -> dict[int, str]:
+    above = _above(model)
+    return {id(m): _joined(above, stripped(path)) for path, m in model.named_modules()}
+
+
+def _observe(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[FusionPlan]:
+    paths = _paths(model)
+    observer = Observer(model, paths)
+    ledger = Ledger(observer.where)
+    with ExitStack() as undo:
+        undo.enter_context(_forked_random(model, args, kwargs))
+        buffers = undo.enter_context(_copied_buffers(model))
+        undo.enter_context(put_back(held(model)))
+        undo.enter_context(_unplanned_again(model))
+        undo.enter_context(_eager())
+        launches = Launches(observer.ran)
+        with names.observe(), ledger.hooks(), observer.watching(), registry.watching(launches):
+            outputs = model(*args, **kwargs)
+        ledger.visit(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
+        parameters = {
+            storage: _joined(paths[id(module)], name)
+            for module in model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            for storage, _ in storages(p)
+        }
+        saved = tensors_by_owner(ledger, parameters, buffers)
+    found = [plan_from(call, saved) for call in observer.calls]
+    root = paths[id(model)]
+    rest = _outside(root, [t for owner, t in saved if owner is None], observer)
+    if rest is None and not found:
+        rest = FusionPlan(root, (), (), notes=(_NONE,))
+    return [*found, rest] if rest else found
+
+
+_NONE = "no fuseops.Sequential ran, and nothing is saved"
+
+
+def _outside(path: str, saved: list[SavedTensor], observer: Observer) -> FusionPlan | None:
+    alone = Counter(
+        f"{glob(at)} ({type(op).__name__})".strip() for at, op in observer.alone.items()
+    )
+    ops = ", ".join(name if n == 1 else f"{n} times {name}" for name, n in alone.items())
+    notes = (f"{ops}: called alone; rules match only inside a fuseops.Sequential",) if alone else ()
+    return FusionPlan(path, (), (), saved=tuple(saved), notes=notes) if saved or notes else None
+
+
+# --- leaving no trace -----------------------------------------------------------------------------
+
+
+def _forked_random(model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, dict(kwargs)))]
+    devices = {t.device for t in tensors if isinstance(t, Tensor) and t.is_cuda}
+    return torch.random.fork_rng(devices=sorted(d.index for d in devices))
+
+
+@contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Run on copies of the buffers: the originals keep their values and their version, which a
+    pending backward may check.   -> storage of each copy: name
+    """
+    copies: dict[int, Tensor] = {}
+    found: dict[int, str] = {}
+    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = copies[id(buffer)]
+                full = _joined(stripped(path), name)
+                found.update((storage, full) for storage, _ in storages(copies[id(buffer)]))
+        yield found
+    finally:
+        for module, buffers in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _unplanned_again(model: nn.Module) -> Iterator[None]:
+    """The settings that a recomputation compares with are those of the user's last forward, not of
+    this one.
+    """
+    runners = [m.__dict__["_runner"] for m in model.modules() if "_runner" in m.__dict__]
+    last = [runner.last for runner in runners]
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if "_runner" in module.__dict__:
+                module.__dict__["_runner"].last = None
+        for runner, value in zip(runners, last, strict=True):
+            runner.last = value
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as they were written: what a compiler saves has no names."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # a hook that fires for the wrapper too sees one module more, which is no Sequential
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
+        yield

@@ -1,0 +1,156 @@
+"""Sequential: ops and plain modules in a row, run by plans.  Residual: one with a Tap before and an Add after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops.errors import FuseOpsError
+from fuseops.explain import FusionPlan, plan_of
+from fuseops.ops import names as naming
+from fuseops.ops import op as op_module
+from fuseops.ops.op import Op
+from fuseops.ops.paths import prefix_of
+from fuseops.ops.structure import Add, Tap
+from fuseops.run import buffers, weight_grads
+from fuseops.run.buffers import Buffers
+from fuseops.run.run import Run
+from fuseops.run.runner import Composed, runner_of, tokens_of
+from fuseops.run.sides import check_input, check_returns, described, no_tensor, side_inputs
+
+RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
+
+
+class Sequential(Composed):
+    """A `torch.nn.Sequential` of ops and plain modules that plans, fuses and names what it runs.
+
+    Children by position, or by name: `Sequential({"fc1": ..., "act": ...})`, `Sequential(fc1=..., act=...)`. State_dict
+    keys, indexing, slices, iteration, `+`, `*`, append, insert and extend are `torch.nn.Sequential`'s; configuration
+    comes along.
+
+    forward(x, routing=None, *, returns=(), out=None, **side): side inputs by name, or one `Routing` that holds several.
+    Returns y, or (y, *side tensors) when `returns` names some.
+    out: buffers of the caller, {"fc2.y": tensor, "fc1.dx": tensor}: the output of op "fc2", and in the backward the
+    gradient of the input of "fc1", are written there. Such an op fuses with no other.
+    Raises SideInputError for a missing, unknown or non-tensor side input.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Any,
+        *args: Any,
+        returns: Iterable[str] = (),
+        out: Mapping[str, Any] | None = None,
+        **side: Any,
+    ) -> Any:
+        runner = runner_of(self)
+        returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        env = side_inputs(self, runner, args, side)
+        if returns:
+            check_returns(self, runner, returns)
+        check_input(self, x)
+        tokens = tokens_of(self, runner)
+        outs: dict[str, Buffers] = {}
+        if out:
+            ops = tuple([name for name, m in runner.planned if isinstance(m, Op)])
+            outs = buffers.by_op(described(self), out, ops)
+            runner = runner.with_apart(frozenset(outs))
+        path, entered = _enter(self)
+        scratch: dict[str, Any] = {}
+        at = 0
+        try:
+            for at, live in enumerate(runner.live_after(returns)):  # the except reads it
+                name, piece = runner.pieces[at]
+                if isinstance(piece, Run):
+                    x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
+                else:
+                    x = piece(x, **{n: env[n] for n in runner.taken[at]})
+        except Exception as error:
+            if runner.pieces and not isinstance(runner.pieces[at][1], Run):
+                error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
+            elif not isinstance(x, Tensor):
+                raise no_tensor(self, runner.pieces[at - 1 : at + 1], x) from error
+            raise
+        finally:
+            if entered:
+                naming.thread.outermost = None
+        return (x, *(env[name] for name in returns)) if returns else x
+
+    def backward_dw(self) -> int:
+        """Compute the weight gradients that ops with `delays` have put off, oldest backward first, and add them to
+        `.grad` or main_grad: a schedule runs them where a pipeline would wait.   -> how many there were
+
+        Until then the activations that they read stay alive.  Raises FuseOpsError for a parameter that FSDP2 has
+        sharded again since.
+        """
+        return weight_grads.run_delayed(self)
+
+    def plan(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> FusionPlan:
+        """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""
+        return plan_of(self, x, *args, returns=returns, **side)
+
+    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> str:
+        """`plan` as text."""
+        return str(self.plan(x, *args, returns=returns, **side))
+
+
+def _enter(module: Sequential) -> tuple[str, bool]:
+    """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
+    if torch.compiler.is_compiling():
+        return "", False  # the partitioner decides what is saved there: it has no names
+    prefix = prefix_of(module)
+    if prefix is not None or not naming.thread.observers:
+        return prefix or "", False
+    outermost = naming.thread.outermost
+    if outermost is None:
+        naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
+        return "", True
+    return outermost.get(id(module), ""), False
+
+
+class Residual(Sequential):
+    """y = x + f(x): a Tap before and an Add after, under a name of its own. State_dict keys are the children's."""
+
+    _tap: Tap
+    _add: Add
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # not registered: the keys and positions of the children stay as they are
+        self.__dict__["_tap"], self.__dict__["_add"] = Tap(RESIDUAL), Add(RESIDUAL)
+
+    def _planned(self) -> list[tuple[str, nn.Module]]:
+        return [("tap", self._tap), *super()._planned(), ("add", self._add)]
+
+    def _planned_modules(self) -> tuple[Any, ...]:
+        return (self._tap, *super()._planned_modules(), self._add)
+
+
+def _run_alone(
+    op: Op[Any],
+    x: Any = None,
+    *args: Any,
+    out: Mapping[str, Any] | None = None,
+    **side: Any,
+) -> Any:
+    """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
+    check_input(op, x)
+    runner = runner_of(op)
+    env = side_inputs(op, runner, args, side)
+    tokens = tokens_of(op, runner)
+    run = runner.pieces[0][1]
+    if not isinstance(run, Run):
+        raise FuseOpsError(f"{type(op).__name__} is not an op")
+    outs = None
+    if out:
+        name = type(op).__name__
+        outs = buffers.by_op(name, {f"{name}.{what}": t for what, t in out.items()}, (name,))[name]
+    y = run(x, env, tokens, tuple(op.writes), prefix_of(op) or "", {}, outs)
+    return (y, *(env[name] for name in op.writes)) if op.writes else y
+
+
+op_module.run_alone = _run_alone
+op_module.run_delayed = weight_grads.run_delayed

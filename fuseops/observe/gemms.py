@@ -1,0 +1,60 @@
+"""Which kernel each grouped GEMM of a forward ran, and which its backward would: notes of the plans."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fuseops.kernels import registry
+from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.kernels.grouped_why import mm_words, wgrad_words
+from fuseops.run import bridge
+from fuseops.run.debug import running
+
+
+class Launches(list[registry.Call]):
+    """Sees each launch when it happens, which is when it is known whose it is."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def append(self, launched: registry.Call) -> None:
+        op, args, keywords = launched
+        if op.name in ("grouped_mm", "grouped_swiglu"):
+            given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
+            operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
+            self.note(f"{running()}: {words(*operands, swiglu=op.name == 'grouped_swiglu')}")
+            chosen = choices()
+            if chosen:
+                self.note(f"{running()}: {chosen}")
+
+
+def choices() -> str:
+    """What the fused op that runs says of its backward: read off the stack, as `running` does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not bridge._run_fused.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    step, x, members, calls = (frame.f_locals[name] for name in ("step", "x", "members", "calls"))
+    said: str = step.target.choices(x, members, calls)
+    return said
+
+
+def words(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, swiglu: bool
+) -> str:
+    """Of one grouped GEMM and the two of its backward, whose dy is taken to be contiguous."""
+    _, n, k = weight.shape
+    dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
+    forward = mm_words(x, weight, bias, index)
+    ends = " with SwiGLU at its end" if swiglu and swiglu_path(x, weight, index) else ""
+    dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, None, index)
+    backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
+    rest = "" if backward == forward else f"; backward {backward}"
+    return f"grouped GEMM N {n}, K {k}: {forward}{ends}{rest}"

@@ -1,0 +1,135 @@
+"""What a saved tensor is called, and which ops save it.
+
+Ops of fuseops: the bridge promises the name before it saves. Everything else is torch's: a pack
+hook is told neither the module nor the op that saves, so the name is made of what can be known: the
+path of the running module, where a root is known, and the grad_fn of the tensor, that is of the op
+that made it ("leaf" without one; "compiled" for all that a compiled region saves), numbered in save order.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops import names
+from fuseops.ops.op import Op
+from fuseops.ops.paths import prefix_of, stripped
+from fuseops.run.runner import Composed
+
+from . import modules
+from .globs import matches
+
+ATTENTION = "ScaledDotProductAttentionBackward0"
+
+
+class Named(NamedTuple):
+    """What is known of one saved tensor."""
+
+    name: str
+    also: tuple[str, ...]  # its other names
+    op: str
+    is_param: bool
+    owners: tuple[nn.Module, ...]  # the modules that save it, as far as they are known
+
+
+def paths_under(root: nn.Module) -> dict[int, str]:
+    """The path of every module by id, without the prefixes of wrappers."""
+    return {id(module): stripped(path) for path, module in root.named_modules()}
+
+
+class Labels:
+    """Names for one scope. Numbers start again after a backward, so that every step has the same
+    names.
+    """
+
+    def __init__(self, paths: dict[int, str] | None) -> None:
+        self.paths = paths
+        self._numbers: Counter[str] = Counter()
+
+    def start_again(self) -> None:
+        self._numbers.clear()
+
+    def name(self, t: Tensor) -> Named:
+        """Names the tensor that is being packed. To be called once for each, in order."""
+        return as_named(promised(t) or self.of_torch(t))
+
+    def of_torch(self, t: Tensor) -> Named:
+        """Names a tensor that no op of fuseops saves."""
+        running = modules.thread.running
+        made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
+        region = torch_private.compiled_region()
+        if region is not None:  # one node for all of it
+            running, made_by = region[::-1] or running, "compiled"
+        stem = f"{self._path(running)}{made_by}"
+        number, self._numbers[stem] = self._numbers[stem], self._numbers[stem] + 1
+        op = type(running[-1]).__name__ if running else made_by
+        return Named(f"{stem}.{number}", (), op, False, tuple(running[-1:]))
+
+    def _path(self, running: list[nn.Module]) -> str:
+        paths = self.paths or {}
+        path = next((paths[id(m)] for m in reversed(running) if id(m) in paths), "")
+        return f"{path}." if path else ""
+
+
+def _node_name(name: str) -> str:
+    """The same for every kernel of attention: a plan made without a GPU has the names of a run on one."""
+    return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
+
+
+def promised(t: Tensor) -> names.SavedName | None:
+    """What the bridge says of the tensor that is being packed. To be called once for each."""
+    frame = names.thread.frame
+    if frame is None or not frame.tensors:
+        return None  # a frame without tensors: an op differentiates inside its own fwd
+    return frame.take(t)
+
+
+def as_named(saved: names.SavedName | Named) -> Named:
+    """With what the bridge does not say."""
+    if isinstance(saved, Named):
+        return saved
+    return Named(saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names))
+
+
+def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    """The ops behind names that the bridge published: children of the Sequential that runs, or an
+    op called alone.
+    """
+    running = modules.thread.running
+    if not running:
+        return ()
+    module = running[-1]
+    if isinstance(module, Op):
+        return (module,)
+    if not isinstance(module, Composed):
+        return ()
+    prefix = prefix_of(module)
+    if prefix is None:
+        prefix = (names.thread.outermost or {}).get(id(module), "")
+    children = (
+        module._modules.get(name.removeprefix(prefix).split(".")[0]) for name in saved_names
+    )
+    return tuple(child for child in children if child is not None)
+
+
+def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that globs name, by path, in the order of the model.
+
+    Raises FuseOpsError for a glob that matches nothing.
+    """
+    paths = paths_under(model)
+    found: dict[str, nn.Module] = {}
+    used: set[str] = set()
+    for module in model.modules():
+        path = paths[id(module)]
+        hits = [g for g in globs if path and matches(g, path)]
+        used.update(hits)
+        if hits:
+            found.setdefault(path, module)
+    idle = [g for g in globs if g not in used]
+    if idle or not globs:
+        known = ", ".join(path for path in list(paths.values())[1:6])
+        raise FuseOpsError(f"layers={idle} matches no module. Paths are such as {known}.")
+    return found

@@ -1,0 +1,166 @@
+"""Which module runs: follows one real forward through global module hooks and the watchers of
+run.py.
+
+Hooks of torch's own table, not hooks on the ops: an op with a hook of its own would be planned
+differently.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.paths import prefix_of
+from fuseops.plan.build import RunPlan
+from fuseops.run.run import Run
+from fuseops.run.runner import Composed, runner_of
+
+from .saved import Where
+
+
+class Seen(NamedTuple):
+    """What is remembered of a tensor."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+class Call:
+    """One call of a Sequential."""
+
+    def __init__(self, module: Composed, path: str, parent: Call | None) -> None:
+        self.module, self.path, self.parent = module, path, parent
+        self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
+        self.wanted = sum(isinstance(piece, Run) for _, piece in self.pieces)
+        self.runs: list[tuple[RunPlan, Seen | None]] = []
+        self.nested: list[Call] = []
+        self.packed = 0
+        self.gemms: list[str] = []  # what ran, in words
+        self.x: Seen | None = None
+
+    def starts_with(self, op: Any) -> bool:
+        """Is the next run of this call the one that begins with `op`?"""
+        runs = [piece for _, piece in self.pieces if isinstance(piece, Run)]
+        return len(self.runs) < len(runs) and runs[len(self.runs)].ops[0] is op
+
+
+class _Frame(NamedTuple):
+    module: nn.Module
+    path: str
+    call: Call | None
+
+
+class Observer:
+    """The calls of Sequentials during one forward, as a tree."""
+
+    def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
+        self.paths = paths
+        self.calls: list[Call] = []  # those inside no other
+        self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
+        self._frames: list[_Frame] = []
+        self._running: Call | None = None  # whose run of ops began last
+        self._thread = threading.get_ident()
+        self._owners = {
+            id(piece.ops[0]): module
+            for module in root.modules()
+            if isinstance(module, Composed)
+            for _, piece in runner_of(module).pieces
+            if isinstance(piece, Run)
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what runs in this thread; nothing stays installed."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with scopes.watching(self._watch):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def where(self, by_node: bool) -> Where:
+        """For the ledger: whose tensor is packed right now. by_node: by a node of fuseops."""
+        if not self._frames:
+            return Where(None, "", None)
+        module, path, call = self._frames[-1]
+        if by_node and not isinstance(module, Op):
+            call = self._running
+        if call is not None:
+            call.packed += 1
+        if not isinstance(module, Op):
+            return Where(call, path, None)
+        ((name, _),) = module._planned()
+        return Where(call, path, f"{prefix_of(module) or ''}{name}.")
+
+    def ran(self, gemm: str) -> None:
+        """For `Launches`: the run that began last launched a grouped GEMM."""
+        if self._running is not None:
+            self._running.gemms.append(gemm)
+
+    # --- hooks
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        outer = self._frames[-1] if self._frames else _Frame(module, "", None)
+        path = self.paths.get(id(module), outer.path)
+        call = outer.call
+        if isinstance(module, Composed):
+            call = self._called(module, path, outer.call)
+            call.x = _seen(args[0]) if args else None
+        self._frames.append(_Frame(module, path, call))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread or all(
+            f.module is not module for f in self._frames
+        ):
+            return
+        while self._frames.pop().module is not module:
+            pass
+        frame = self._frames[-1] if self._frames else _Frame(module, "", None)
+        called = frame.call is not None and frame.module is frame.call.module
+        if called and module in frame.module.children():  # not the parametrization of an op
+            frame.call.x = _seen(output)  # type: ignore[union-attr]
+
+    def _called(self, module: Composed, path: str, parent: Call | None) -> Call:
+        call = Call(module, path, parent)
+        (self.calls if parent is None else parent.nested).append(call)
+        return call
+
+    def _watch(self, plan: RunPlan) -> None:
+        """A run of ops begins."""
+        op = plan.segments[0].ops[0]
+        module, path, call = self._frames[-1] if self._frames else _Frame(op, "", None)
+        if isinstance(module, Op):
+            if call is None:
+                self.alone[path] = module
+            return
+        if call is None or not call.starts_with(op):
+            call = self._unannounced(op, call)
+        self._running = call
+        if call is not None:
+            call.runs.append((plan, call.x))
+
+    def _unannounced(self, op: Any, call: Call | None) -> Call | None:
+        """The call of a Sequential whose `forward` was called as a method, which no hook sees."""
+        siblings = self.calls if call is None else call.nested
+        if siblings and siblings[-1].starts_with(op):
+            return siblings[-1]
+        owner = self._owners.get(id(op))
+        return None if owner is None else self._called(owner, self.paths.get(id(owner), ""), call)
+
+
+def _seen(x: Any) -> Seen | None:
+    x = x[0] if isinstance(x, tuple) and x else x
+    return Seen(tuple(x.shape), x.element_size()) if isinstance(x, Tensor) else None

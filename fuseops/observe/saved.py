@@ -1,0 +1,186 @@
+"""What a forward saved for its backward: every tensor, its name, and the bytes that it alone keeps
+alive.
+
+A pack hook sees every tensor that is saved, ours and those of plain modules. It hands autograd a
+handle and keeps a weak reference, so that after the forward the live handles are exactly what the
+graph holds: what was saved for a result that the model threw away is gone by then. A plain module's
+tensor gets its name last, by walking the graph, since no tensor knows yet which node saves it while
+it is packed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.ops import names
+from fuseops.ops.names import SavedName
+from fuseops.plan.records import SavedTensor
+
+Storages = tuple[tuple[int, int], ...]  # (id, bytes) of each
+
+
+class Handle:
+    """What autograd keeps in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "record", "tensor")
+
+    record: Record
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Where(NamedTuple):
+    """What runs while a tensor is packed."""
+
+    owner: Any  # the call of a Sequential that it belongs to, None outside of all
+    path: str  # of the innermost module
+    # prefix of the bridge's names, where an op runs outside its Sequential's plan
+    alone: str | None
+
+
+class Record:
+    """One tensor that was packed."""
+
+    __slots__ = ("grad_fn", "handle", "known", "where")
+
+    def __init__(self, handle: Handle, where: Where, known: SavedName | None) -> None:
+        self.handle = weakref.ref(handle)
+        self.where, self.known = where, known
+        self.grad_fn = "unknown"
+
+
+class Ledger:
+    """Records what is packed while its hooks are on."""
+
+    def __init__(self, where: Callable[[bool], Where]) -> None:
+        self.where = where
+        self.records: list[Record] = []
+        self._visiting: str | None = None
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The scope to run the forward in; use it together with `names.observe()`."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        known = names.take(tensor)
+        # detached: a saved output that is returned as it is makes a reference cycle
+        handle = Handle(tensor.detach())
+        handle.record = record = Record(handle, self.where(known is not None), known)
+        self.records.append(record)
+        return handle
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        if self._visiting is not None:
+            handle.record.grad_fn = self._visiting
+        return handle.tensor
+
+    def visit(self, outputs: Iterable[Tensor]) -> None:
+        """Walk the graph of the outputs, so that every record learns which node saved it."""
+        pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            self._visiting = node.name()
+            _touch(node)
+            self._visiting = None
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+
+
+def _touch(node: Any) -> None:
+    """Unpack what the node saved. A node that refuses (freed, modified in place) leaves its tensors
+    unnamed.
+    """
+    fields = [n.removeprefix("_raw") for n in dir(node) if n.startswith("_raw_saved_")]
+    for field in [*fields, "saved_tensors"]:
+        try:
+            getattr(node, field, None)
+        except RuntimeError:
+            continue
+
+
+def storages(tensor: Tensor) -> Storages:
+    """The storages below a tensor: one, or those of a wrapper's inner tensors."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner, _ = tensor.__tensor_flatten__()
+        return tuple(pair for name in inner for pair in storages(getattr(tensor, name)))
+    try:
+        return ((torch_private.storage_id(tensor), tensor.untyped_storage().nbytes()),)
+    except (NotImplementedError, RuntimeError):  # sparse layouts have none of their own
+        return ((id(tensor), tensor.numel() * tensor.element_size()),)
+
+
+def tensors_by_owner(
+    ledger: Ledger, parameters: Mapping[int, str], buffers: Mapping[int, str]
+) -> list[tuple[Any, SavedTensor]]:
+    """Every saved tensor that lives, in save order, with the call it belongs to.
+
+    parameters, buffers: storage -> name. What the model holds anyway costs nothing; every other
+    storage is counted once, at the first tensor that keeps it.
+    """
+    found: list[tuple[Any, SavedTensor]] = []
+    counted: dict[int, str] = {}
+    ordinals: Counter[tuple[str, str]] = Counter()
+    for record in ledger.records:
+        handle = record.handle()
+        if handle is None:
+            continue
+        own, *others = _names(record, ordinals)
+        saved = _entry(own, record.known, handle.tensor, parameters, buffers, counted)
+        found.append((record.where.owner, saved))
+        again = saved._replace(nbytes=0, shared_with=own)
+        found += [(record.where.owner, again._replace(name=name)) for name in others]
+    return found
+
+
+def _names(record: Record, ordinals: Counter[tuple[str, str]]) -> list[str]:
+    path = record.where.path
+    if record.known is None:
+        key = (path, record.grad_fn)
+        ordinals[key] += 1
+        return [f"{path}.{record.grad_fn}.{ordinals[key] - 1}".lstrip(".")]
+    if record.where.alone is None:
+        return list(record.known.names)
+    return [
+        f"{path}.{name.removeprefix(record.where.alone)}".lstrip(".") for name in record.known.names
+    ]
+
+
+def _entry(
+    name: str,
+    known: SavedName | None,
+    tensor: Tensor,
+    parameters: Mapping[int, str],
+    buffers: Mapping[int, str],
+    counted: dict[int, str],
+) -> SavedTensor:
+    nbytes, shared, is_param = 0, None, known is not None and known.is_param
+    for storage, size in storages(tensor):
+        if storage in parameters:
+            is_param = True
+            shared = shared or parameters[storage]
+        elif storage in buffers:
+            shared = shared or buffers[storage]
+        elif storage in counted:
+            shared = shared or counted[storage]
+        else:
+            counted[storage] = name
+            nbytes += size
+    return SavedTensor(
+        name,
+        tuple(tensor.shape),
+        tensor.dtype,
+        nbytes,
+        None if shared == name else shared,
+        is_param,
+    )

@@ -1,0 +1,375 @@
+"""From a cover to executable segments: needs, kept fields, formats on edges, cuts, positions."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.recipes import HIGH, ROW, Format, Roles
+
+from .cover import Candidate, Cover
+from .facts import NOTHING, Facts, kept_fields, needs_of
+from .records import Edge, Miss, Span
+from .segment import Args, Segment, Slot, Step
+
+
+class RunPlan(NamedTuple):
+    """The plan of one run of ops."""
+
+    segments: tuple[Segment, ...]
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    misses: tuple[Miss, ...]
+    edges: tuple[Edge, ...]
+
+
+class _Unit(NamedTuple):
+    """Ops that one thing runs, in one direction."""
+
+    start: int
+    stop: int
+    target: Any
+    kind: str
+    rule: str | None
+
+
+def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Facts) -> RunPlan:
+    """Plan the run."""
+    needs = needs_of(ops, facts)
+    joint = [_unit(c, ops) for c in cover.joint]
+    forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
+    backward = _units(ops, joint, [_unit(c, ops) for c in cover.backward])
+    bounds = _cuts(ops, forward, backward, facts)
+    builder = _Builder(ops, names, needs, facts)
+    segments = tuple(
+        builder.segment(start, stop, forward, backward)
+        for start, stop in itertools.pairwise(bounds)
+    )
+    plan = RunPlan(
+        segments,
+        tuple(_span(u, names, facts) for u in forward),
+        tuple(_span(u, names, facts) for u in backward),
+        cover.misses,
+        tuple(builder.edges),
+    )
+    _verify(plan, range(facts.offset, facts.offset + len(ops)))
+    return plan
+
+
+_DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
+
+
+def _unit(c: Candidate, ops: Sequence[Op[Any]]) -> _Unit:
+    target = c.rule.build(*ops[c.start : c.stop])
+    if not isinstance(target, FusedOp):
+        raise FuseOpsError(
+            f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
+        )
+    for name in _DEFINES[c.rule.kind]:
+        if getattr(type(target), name, None) is getattr(FusedOp, name, None):
+            raise FuseOpsError(
+                f"rule {c.rule.name!r} is a {c.rule.kind} rule: {type(target).__name__} must define {name}."
+            )
+    if len(target.members) != c.stop - c.start:
+        raise FuseOpsError(
+            f"rule {c.rule.name!r}: {type(target).__name__}.members has {len(target.members)} ops, "
+            f"the match has {c.stop - c.start}: pass every matched op to FusedOp.__init__."
+        )
+    return _Unit(c.start, c.stop, target, c.rule.kind, c.rule.name)
+
+
+def _units(ops: Sequence[Op[Any]], *fused: Sequence[_Unit]) -> list[_Unit]:
+    by_start = {u.start: u for group in fused for u in group}
+    units, position = [], 0
+    while position < len(ops):
+        unit = by_start.get(position) or _Unit(position, position + 1, ops[position], "op", None)
+        units.append(unit)
+        position = unit.stop
+    return units
+
+
+def _span(u: _Unit, names: Sequence[str], facts: Facts) -> Span:
+    mode = facts.modes[u.start] if u.rule is None else ""
+    note = facts.notes[u.start] if mode else ""
+    runs = type(u.target).__name__
+    ops = tuple(names[u.start : u.stop])
+    at = facts.offset
+    return Span(u.start + at, u.stop + at, ops, runs, u.rule, mode or u.kind, note)
+
+
+def _verify(plan: RunPlan, positions: range) -> None:
+    for direction, spans in (("forward", plan.forward), ("backward", plan.backward)):
+        covered = [i for s in spans for i in range(s.start, s.stop)]
+        if covered != list(positions):
+            raise FuseOpsError(
+                f"{direction} spans cover ops {covered}, not {positions.start}..{positions.stop - 1} in order."
+            )
+
+
+# --- cuts ----------------------------------------------------------------------------------------------------------
+
+
+def _cuts(
+    ops: Sequence[Op[Any]], forward: list[_Unit], backward: list[_Unit], facts: Facts
+) -> list[int]:
+    """Segment bounds: around every op that runs outside a node, and before a Tap or a norm where nothing crosses."""
+    inside = {i for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
+    cuts = {0, len(ops)}
+    for i, op in enumerate(ops):
+        if facts.modes[i]:
+            cuts |= {i, i + 1}
+        elif op.cut_before:
+            cuts.add(i)
+    return sorted(cuts - inside)
+
+
+# --- segments ------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Turns units into segments with flat positions: side inputs, then parameters, then published side tensors."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op[Any]],
+        names: Sequence[str],
+        needs: Sequence[frozenset[str]],
+        facts: Facts,
+    ) -> None:
+        self.ops, self.names, self.needs, self.facts = ops, names, needs, facts
+        self.edges: list[Edge] = []
+
+    def segment(
+        self, start: int, stop: int, forward: list[_Unit], backward: list[_Unit]
+    ) -> Segment:
+        ops = tuple(self.ops[start:stop])
+        spans = (u for u in (*forward, *backward) if u.rule and u.start <= start < u.stop)
+        mode = "node" if any(spans) else self.facts.modes[start] or "node"
+        reads = self._outside_reads(start, stop)
+        params = [(i, name) for i, op in enumerate(ops) for name in op.parameter_names()]
+        position: dict[Any, int] = {("side", name): k for k, name in enumerate(reads)}
+        position |= {("param", i, name): len(reads) + k for k, (i, name) in enumerate(params)}
+        size = len(position)
+        for op in ops:
+            for name in op.writes:
+                position[("side", name)] = size
+                size += 1
+        exports = self._exports(start, stop)
+        needed = any(self.needs[start:stop]) and mode == "node"
+        steps = [self._forward_step(u, start, position) for u in forward if start <= u.start < stop]
+        backs = [
+            self._backward_step(u, start, position)
+            for u in reversed(backward)
+            if start <= u.start < stop
+        ]
+        return Segment(
+            kind=mode,
+            start=start,
+            stop=stop,
+            ops=ops,
+            names=tuple(self.names[start:stop]),
+            reads=tuple(reads),
+            params=tuple(params),
+            exports=exports,
+            export_positions=tuple(position[("side", name)] for name in exports),
+            forward=tuple(steps),
+            backward=tuple(s for s in backs if s.later or any(call.needs for call in s.calls)),
+            slots=tuple(self._slots(start, stop, forward)),
+            size=size,
+            needs_grad=needed,
+            device=self.facts.device.type,
+            autocast=self.facts.compute is not None,
+        )
+
+    def _outside_reads(self, start: int, stop: int) -> list[str]:
+        written: set[str] = set()
+        reads: dict[str, None] = {}
+        for op in self.ops[start:stop]:
+            reads |= dict.fromkeys(name for name in op.side_names() if name not in written)
+            written |= set(op.writes)
+        return list(reads)
+
+    def _exports(self, start: int, stop: int) -> tuple[str, ...]:
+        later = {name for op in self.ops[stop:] for name in op.side_names()} | self.facts.live
+        return tuple(name for op in self.ops[start:stop] for name in op.writes if name in later)
+
+    # --- one step
+
+    def _forward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
+        members = tuple(range(u.start - base, u.stop - base))
+        first = self.ops[u.start]
+        args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
+        calls = tuple(self._call(i) for i in range(u.start, u.stop))
+        input_format = self._format(u.start, "input")
+        return Step(
+            members=members,
+            target=u.target,
+            kind=u.kind,
+            args=args,
+            calls=calls,
+            keywords={"call": calls[0]} if first.signature.fwd_call else {},
+            keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
+            cast=self.facts.compute if first.autocast and not first.pure else None,
+            form=input_format,
+            offs=position.get(("side", "offs"))
+            if input_format and input_format.granularity == "group"
+            else None,
+            pure=u.kind == "op" and first.pure,
+            takes_call=first.signature.fwd_call,
+            live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            writes=self._writes(u, position),
+        )
+
+    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
+        members = range(u.start, u.stop)
+        last = self.ops[u.stop - 1]
+        calls, later = _without_delayed(
+            self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
+        )
+        wanted = [(i - u.start, i, name) for i in members for name in self.ops[i].parameter_names()]
+        step = Step(
+            members=tuple(i - base for i in members),
+            target=u.target,
+            kind=u.kind,
+            args=(),
+            calls=calls,
+            pure=u.kind == "op" and last.pure,
+            empty=tuple(
+                op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
+            ),
+            form=self._format(u.stop - 1, "grad_output") if u.kind != "joint" else None,
+            keywords={"call": calls[0]} if last.signature.bwd_call else {},
+            takes_dside=last.signature.bwd_dside,
+            live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            writes=self._writes(u, position),
+            params=tuple(
+                (k, name, position[("param", i - base, name)])
+                for k, i, name in wanted
+                if name in calls[k].needs
+            ),
+            sides=tuple(
+                (i - u.start, name, position[("side", name)])
+                for i in members
+                for name in self.ops[i].side_names()
+                if name in self.needs[i]
+            ),
+            main=tuple(
+                (k, name)
+                for k, i, name in wanted
+                if self.ops[i].accumulate_into_main_grad and name in calls[k].needs
+            ),
+        )
+        if not later:
+            return step
+        keywords = {"call": later[0]} if step.keywords else {}
+        return replace(step, later=replace(step, calls=later, keywords=keywords))
+
+    def _writes(self, u: _Unit, position: dict[Any, int]) -> tuple[tuple[str, int], ...]:
+        names = [name for op in self.ops[u.start : u.stop] for name in op.writes]
+        return tuple((name, position[("side", name)]) for name in names)
+
+    def _args(self, i: int, base: int, position: dict[Any, int]) -> Args:
+        op = self.ops[i]
+        own = [(name, position[("param", i - base, name)]) for name in op.parameter_names()]
+        return tuple(own + [(name, position[("side", name)]) for name in op.side_names()])
+
+    def _call(self, i: int) -> Call:
+        op, needs = self.ops[i], self.needs[i]
+        keep = self._keep(op, needs)
+        return Call(
+            needs=needs,
+            keep=keep,
+            precision=Precision(self.facts.compute, self._roles(i)),
+            training=op.training,
+        )
+
+    def _joint_keep(self, u: _Unit) -> frozenset[str]:
+        fused = u.target
+        needs = {
+            f"{i - u.start}.{n}" for i in range(u.start, u.stop) for n in self.needs[i] if n != "x"
+        }
+        if "x" in self.needs[u.start]:
+            needs.add("x")
+        return self._keep(fused, frozenset(needs))
+
+    def _keep(self, saver: Any, needs: frozenset[str]) -> frozenset[str]:
+        """What to save; under a recompute policy everything but what the op declares that it can do without."""
+        fields = saver.Saved._fields
+        keep = kept_fields(saver.saves_for, fields, needs)
+        if self.facts.settings.recompute and not keep.isdisjoint(saver.recomputes):
+            return frozenset(fields) - set(saver.recomputes)
+        return keep
+
+    # --- formats on edges
+
+    def _roles(self, i: int) -> Roles:
+        op, recipe = self.ops[i], self.facts.settings.recipe
+        if recipe is None or op.granularity is None or self.facts.modes[i]:
+            return HIGH
+        roles: Roles = recipe.roles(op.granularity)
+        return HIGH if roles == HIGH else roles
+
+    def _format(self, i: int, role: Literal["input", "grad_output"]) -> Format | None:
+        """What an operand of op i is quantized to before the op runs."""
+        op, needs, backward = self.ops[i], self.needs[i], role == "grad_output"
+        roles = self._roles(i)
+        form: Format | None = getattr(roles, role)
+        if form is None or (backward and not needs):
+            return None
+        high = backward and not needs.isdisjoint(("bias", "probs"))
+        layouts = op.layouts(role, needs) if roles.columns else frozenset({ROW})
+        form = replace(form, layouts=layouts, high=high)
+        direction = "backward" if backward else "forward"
+        self.edges.append(Edge(self.names[i], direction, str(form), "quantize step"))
+        return form
+
+    # --- what is saved
+
+    def _slots(self, start: int, stop: int, forward: list[_Unit]) -> list[Slot]:
+        slots = []
+        for u in forward:
+            if not start <= u.start < stop:
+                continue
+            if u.kind == "joint":
+                slots.append(self._joint_slot(u, start))
+            else:
+                slots += [self._op_slot(i, start) for i in range(u.start, u.stop)]
+        return [slot for slot in slots if slot.kept]
+
+    def _op_slot(self, i: int, start: int) -> Slot:
+        op, keep = self.ops[i], self._call(i).keep
+        fields = op.Saved._fields
+        kept = tuple(k for k, name in enumerate(fields) if name in keep)
+        return Slot(
+            i - start,
+            op.Saved,
+            kept,
+            tuple(f"{self.names[i]}.{f}" for f in fields),
+            type(op).__name__,
+        )
+
+    def _joint_slot(self, u: _Unit, start: int) -> Slot:
+        fused, keep = u.target, self._joint_keep(u)
+        fields = fused.Saved._fields
+        kept = tuple(k for k, name in enumerate(fields) if name in keep)
+        names = tuple(self._published(u, fused.names.get(f, f"0.{f}")) for f in fields)
+        return Slot(u.start - start, fused.Saved, kept, names, type(fused).__name__)
+
+    def _published(self, u: _Unit, name: str) -> str:
+        member, field = name.split(".", 1)
+        return f"{self.names[u.start + int(member)]}.{field}"
+
+
+def _without_delayed(
+    ops: Sequence[Op[Any]], calls: tuple[Call, ...]
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls of a backward step without what its ops delay, and the calls for `backward_dw` (empty: nothing is)."""
+    delayed = [call.needs.intersection(op.delays) for op, call in zip(ops, calls, strict=True)]
+    if not any(delayed):
+        return calls, ()
+    return (
+        tuple(c._replace(needs=c.needs - d) for c, d in zip(calls, delayed, strict=True)),
+        tuple(c._replace(needs=d) for c, d in zip(calls, delayed, strict=True)),
+    )

@@ -1,0 +1,213 @@
+"""Which rules fire: the cover of a run of ops, and a reason for every rule that does not fire.  Pure logic."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Settings
+from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
+
+from .records import Miss
+
+Reason = str | None
+
+
+class Candidate(NamedTuple):
+    """A place where the pattern of a rule matches; positions in the run."""
+
+    rule: Rule
+    start: int
+    stop: int
+
+    def miss(self, reason: str, offset: int) -> Miss:
+        """Why it does not fire; positions in the whole Sequential."""
+        return Miss(self.rule.name, (self.start + offset, self.stop + offset), reason)
+
+
+class Scan(NamedTuple):
+    """What can be said of a run before any shape is known."""
+
+    candidates: tuple[Candidate, ...]  # in the order that the cover tries them
+    # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
+    near: tuple[Miss, ...]
+    offset: int  # of the run in its Sequential
+
+
+class Cover(NamedTuple):
+    """The chosen spans of a run."""
+
+    joint: tuple[Candidate, ...]
+    forward: tuple[Candidate, ...]
+    backward: tuple[Candidate, ...]
+    misses: tuple[Miss, ...]
+
+    @property
+    def chosen(self) -> tuple[Candidate, ...]:
+        return self.joint + self.forward + self.backward
+
+
+def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
+    """Match every rule everywhere."""
+    candidates: list[Candidate] = []
+    near: list[Miss] = []
+    for rule in rules:
+        matches = [match(rule, ops, start, place) for start in range(len(ops))]
+        candidates += [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
+        near += [
+            Candidate(rule, i, i + max(matches[i].prefix, 1)).miss(
+                matches[i].obstacle.why, place.offset
+            )
+            for i in _nearest(matches)
+        ]
+    return Scan(tuple(candidates), tuple(near), place.offset)
+
+
+def _nearest(matches: Sequence[Match]) -> list[int]:
+    """Where the longest prefix of a pattern that matched nowhere begins, and every op that is nearly what it wants (it
+    overrides a method, has hooks, or is of another class of that name): neither a longer prefix nor a match elsewhere
+    may hide such an op.
+    """
+    starts = []
+    if not any(m.length for m in matches):
+        longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
+        starts += [longest] if matches and matches[longest].prefix > 0 else []
+    told = {matches[start].obstacle.why for start in starts}
+    for start, m in enumerate(matches):
+        if m.obstacle.nearly and m.obstacle.why not in told:
+            starts.append(start)
+            told.add(m.obstacle.why)
+    return starts
+
+
+def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
+    """Leftmost first, all rules tried in order at each position; joint first, then forward and backward in the gaps."""
+    able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
+    joint = _leftmost(able, "joint", size, ())
+    forward = _leftmost(able, "forward", size, joint)
+    backward = _leftmost(able, "backward", size, joint)
+    misses = [
+        c.miss(reason, scanned.offset)
+        for c, reason in zip(scanned.candidates, reasons, strict=True)
+        if reason is not None
+    ]
+    misses += _overlaps(able, joint, forward, backward, scanned.offset)
+    return Cover(joint, forward, backward, (*misses, *scanned.near))
+
+
+def _leftmost(
+    able: Sequence[Candidate], kind: str, size: int, taken: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    free_from, chosen = 0, []
+    blocked = {i for c in taken for i in range(c.start, c.stop)}
+    for start in range(size):
+        if start < free_from:
+            continue
+        for c in able:
+            if (
+                c.rule.kind == kind
+                and c.start == start
+                and blocked.isdisjoint(range(c.start, c.stop))
+            ):
+                chosen.append(c)
+                free_from = c.stop
+                break
+    return tuple(chosen)
+
+
+def _overlaps(
+    able: Sequence[Candidate],
+    joint: tuple[Candidate, ...],
+    forward: tuple[Candidate, ...],
+    backward: tuple[Candidate, ...],
+    offset: int,
+) -> list[Miss]:
+    rivals = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    misses = []
+    for c in able:
+        if c in joint + forward + backward:
+            continue
+        winner = next(r for r in rivals[c.rule.kind] if r.start < c.stop and c.start < r.stop)
+        span = f"{winner.start + offset}:{winner.stop + offset}"
+        misses.append(c.miss(f"overlaps {span} of {winner.rule.name}", offset))
+    return misses
+
+
+def reasons_against(
+    scanned: Scan,
+    ops: Sequence[Op[Any]],
+    settings: Settings,
+    conditions: Callable[[int, int], Conditions],
+) -> tuple[Reason, ...]:
+    """Why each candidate may not fire, None where it may."""
+    answers: list[Reason] = []
+    for c in scanned.candidates:
+        if not settings.fusion:
+            answers.append("fusion is off")
+        elif c.rule.name in settings.disable:
+            answers.append("disabled")
+        elif c.rule.kind != "forward" and (delayed := _delayed(ops[c.start : c.stop])):
+            answers.append(delayed)
+        elif not c.rule.when:
+            answers.append(None)
+        else:
+            answers.append(
+                c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
+            )
+    return tuple(answers)
+
+
+def in_precision(
+    scanned: Scan, ops: Sequence[Op[Any]], reasons: Sequence[Reason], settings: Settings
+) -> tuple[Reason, ...]:
+    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one."""
+    recipe = settings.recipe
+    if recipe is None:
+        return tuple(reasons)
+    answers = []
+    for c, reason in zip(scanned.candidates, reasons, strict=True):
+        members = ops[c.start : c.stop]
+        if reason is None and any(op.granularity is not None for op in members):
+            takes = getattr(c.rule.build(*members), "recipes", False)
+            reason = require(
+                takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
+            )
+        answers.append(reason)
+    return tuple(answers)
+
+
+def _delayed(ops: Sequence[Op[Any]]) -> Reason:
+    """A fused backward has one pass over what the gradients share; a delayed part would run it twice."""
+    return next((f"{type(op).__name__} delays {list(op.delays)}" for op in ops if op.delays), None)
+
+
+# --- what settings forbid --------------------------------------------------------------------------------------------
+
+
+def check_names(settings: Settings, rules: Iterable[Rule]) -> None:
+    """Raise when `strict` or `disable` names a rule that does not exist."""
+    known = {rule.name for rule in rules}
+    strict = settings.strict if isinstance(settings.strict, frozenset) else frozenset()
+    unknown = (settings.disable | strict) - known
+    if unknown and known:
+        raise FuseOpsError(
+            f"no rule is called {sorted(unknown)}; the rules in scope are {sorted(known)}."
+        )
+
+
+def check_strict(
+    found: Sequence[Miss], scanned: Scan, reasons: Sequence[str | None], settings: Settings
+) -> None:
+    """Raise FusionMissError for a miss that strict mode forbids.
+
+    By name: a condition or overlap miss of those rules. True: a condition miss of any rule. Near misses never raise.
+    """
+    if settings.strict is True:
+        pairs = zip(scanned.candidates, reasons, strict=True)
+        misses = [c.miss(why, scanned.offset) for c, why in pairs if why is not None]
+    else:
+        names = settings.strict or frozenset()
+        misses = [m for m in found if m.rule in names and m not in scanned.near]
+    if misses:
+        rule, (start, stop), reason = misses[0]
+        raise FusionMissError(f"rule {rule!r} did not fire at {start}:{stop}: {reason}")

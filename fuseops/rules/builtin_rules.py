@@ -1,0 +1,49 @@
+"""The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
+
+from fuseops.ops.activations import GELU, ReLU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.glu import (
+    GEGLU,
+    ClampedSwiGLU,
+    ReGLU,
+    ScaledClampedSwiGLU,
+    ScaledGEGLU,
+    ScaledReGLU,
+    ScaledSReGLU,
+    ScaledSwiGLU,
+    SReGLU,
+    SwiGLU,
+)
+from fuseops.ops.grouped_linear import GroupedLinear
+from fuseops.ops.linear import Bias, Linear
+from fuseops.ops.norms import RMSNorm
+from fuseops.ops.permute import Combine, Permute
+from fuseops.rules.fused.bias_act import BiasAct
+from fuseops.rules.fused.grouped_mlp import GroupedMLP
+from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.fused.norm_linear import NormLinear
+from fuseops.rules.fused.routed_mlp import RoutedMLP
+
+from .conditions import act_widths, one_bias, same_groups, same_top_k, two_axes
+from .rule import Rule, maybe
+
+SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
+PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | ReLU | SiLU | GELU
+ACTS = SiLU | GELU | ReLU | SReLU  # of one kernel that also sums dbias
+EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
+FIT = (same_groups, act_widths)
+
+# fmt: off
+JOINT = (
+    Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
+    Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
+)
+FORWARD = (
+    Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
+    Rule("norm_linear", (RMSNorm, Linear),                            NormLinear, "forward"),
+)
+BACKWARD = (
+    Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
+)
+# fmt: on
+
+BUILTIN_RULES = JOINT + FORWARD + BACKWARD

@@ -1,0 +1,28 @@
+"""Linear, an optional Bias and an activation as one forward op: the bias is added before the one rounding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.ops.activations import ActivationSaved, form_of
+from fuseops.ops.linear import BiasSaved, LinearSaved, linear, saved_operand
+from fuseops.ops.op import Call, FusedOp, Out
+
+
+class LinearAct(FusedOp):
+    """y = act(x W^T + b), b of the Linear or of a Bias.   Forward only; saves what its members save."""
+
+    recipes = True
+
+    def fwd(self, x: Any, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
+        form = form_of(self.members[-1])
+        weight = t[0]["weight"]
+        bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]
+        h = linear(x, weight, bias, calls[0])
+        operand = saved_operand(x, calls[0])
+        saved: list[Any] = [LinearSaved(operand, weight), ActivationSaved(h, form)]
+        if len(t) == 3:
+            saved.insert(1, BiasSaved())
+        return Out(K.act_fwd(h, *form), tuple(saved))

@@ -1,0 +1,8 @@
+"""A call, from the side inputs of the caller to the one autograd Function.
+
+a sequence     runner (its pieces), sides (what callers pass), config (`configure` and scopes)
+a run of ops   run (finds the plan of a call), traced (compiled code)
+its execution  bridge (the autograd Function), saving, pure (level-1 ops)
+gradients      weight_grads (main_grad, backward_dw), buffers (of the caller), second_order (refused)
+errors         first (whether ops keep the contract, at the first call), checks, debug (of values on the device)
+"""

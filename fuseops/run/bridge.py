@@ -1,0 +1,400 @@
+"""The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops import names
+from fuseops.ops.op import Grads, Out
+from fuseops.plan.key import autocast_dtype
+from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import gemm
+
+from . import buffers, checks, pure, second_order, weight_grads
+from .buffers import Buffers
+from .checks import describe
+from .first import FirstCall
+from .saving import pack, saved_names, unpack
+from .traced import TABLE
+
+Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
+
+
+class Once(NamedTuple):
+    """What lives for one call only."""
+
+    scratch: dict[str, Any] | None = None
+    out: Buffers | None = None  # the caller's, of an op that runs alone
+    look: FirstCall | None = None  # looks at the first call of a segment
+
+
+class Live:
+    """What a node needs at run time only: where it is, what lives for its call, names to publish, ties for second
+    derivatives.
+    """
+
+    __slots__ = ("frame", "once", "path", "ties")
+
+    def __init__(self, path: str, once: Once) -> None:
+        self.path = path
+        self.once = once
+        self.ties: list[Tensor] = []
+        self.frame: names.Frame | None = None
+
+
+# --- forward -------------------------------------------------------------------------------------------------------
+
+
+def run_forward(
+    seg: Segment,
+    x: Any,
+    t: list[Any],
+    once: Once,
+    quantize: bool = True,
+) -> tuple[Any, list[Any], list[torch.dtype | None]]:
+    """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
+    saved: list[Any] = [None] * len(seg.ops)
+    entered: list[torch.dtype | None] = [None] * len(seg.ops)
+    look = once.look
+    for step in seg.forward:
+        first = step.members[0]
+        entered[first] = x.dtype
+        if look is not None:
+            look.before_fwd(step, x, t)
+        if step.plain:  # most are: no call between here and there
+            keywords = {name: t[position] for name, position in step.args[0]}
+            out = step.target.fwd(x, **keywords, **step.keywords)
+            if type(out) is not Out:
+                out = _bare(step, out)
+            if look is not None:
+                look.after_fwd(step, out)
+            saved[first] = out.saved
+            x = out.y
+            continue
+        if step.cast is not None:
+            x = x.to(step.cast)
+        if step.form is not None and quantize:
+            x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
+        if step.kind == "op":
+            keywords = {name: t[position] for name, position in step.args[0]}
+            if step.takes_call:
+                keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
+            if step.pure:
+                with pure.running(step, x.device, checked=look is None or not seg.needs_grad):
+                    out = step.target.fwd(x, **keywords)
+            else:
+                out = step.target.fwd(x, **keywords)
+            if type(out) is not Out:
+                out = _bare(step, out)
+            saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
+        else:
+            out = _run_fused(step, x, t, once)
+        if look is not None:
+            look.after_fwd(step, out)
+        if step.kind != "op":
+            for i, member in zip(
+                step.members, (out.saved,) if step.kind == "joint" else out.saved, strict=False
+            ):
+                saved[i] = member
+        x = out.y
+        for name, _ in step.writes:
+            try:
+                t.append(out.side[name])  # type: ignore[index]
+            except (TypeError, KeyError):
+                raise checks.unpublished(step, name, out.side) from None
+    if once.out is not None and "y" in once.out:
+        x = buffers.put("y", once.out["y"], x).detach()
+    return x, saved, entered
+
+
+def _bare(step: Step, y: Any) -> Out:
+    """The Out that a bare tensor stands for."""
+    if not isinstance(y, Tensor):
+        raise checks.no_tensor(step, y)
+    if not step.pure and step.target.Saved._fields:
+        raise checks.bare_tensor(step)
+    return Out(y)
+
+
+def _calls(
+    step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
+) -> Sequence[Any]:
+    """The calls of a step with what lives for one call only."""
+    calls = tuple([call._replace(scratch=once.scratch, out=once.out) for call in step.calls])
+    return calls if main is None else weight_grads.with_buffers(calls, main)
+
+
+def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
+    members = tuple({name: t[position] for name, position in args} for args in step.args)
+    calls = _calls(step, once) if step.live else step.calls
+    if step.kind == "joint":
+        out: Out = step.target.fwd(x, members, calls, step.keep)
+    else:
+        out = step.target.fwd(x, members, calls)
+        if type(out) is not Out or out.saved is None or len(out.saved) != len(members):
+            raise checks.wrong_saved(step, out)
+    return out
+
+
+# --- backward ------------------------------------------------------------------------------------------------------
+
+
+def run_backward(
+    seg: Segment,
+    saved: list[Any],
+    dy: Any,
+    dsides: Sequence[Tensor | None],
+    entered: Sequence[torch.dtype | None],
+    once: Once,
+) -> list[Any]:
+    """Run the backward steps.   -> gradient of x and of every input of the node, None where nobody wants one
+
+    Each op gets dy in the dtype of its y. The gradients that leave the node are cast by autograd itself.
+    What an op saved leaves `saved` as the op takes it, so that it lives no longer than it is read.
+    """
+    look = once.look
+    grads: list[Any] = [None] * seg.size
+    for position, d in zip(seg.export_positions, dsides, strict=True):
+        grads[position] = d
+    if once.out is not None:
+        buffers.check_dy(once.out, dy)
+    for step in seg.backward:
+        if step.plain:
+            if dy is None:
+                continue
+            if look is not None:
+                look.before_bwd(step, saved, dy, None)
+            own, partly = saved[step.members[0]] or step.empty[0], False
+            saved[step.members[0]] = None
+            results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
+            del own
+        else:
+            dside = {name: grads[position] for name, position in step.writes} or None
+            if dy is None and (dside is None or all(d is None for d in dside.values())):
+                continue
+            partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
+            if step.form is not None and dy is not None:
+                dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
+            if look is not None:
+                look.before_bwd(step, saved, dy, dside)
+            if step.later is None and not step.main:
+                results = _results(step, None, saved, dy, dside, once)
+            else:  # what waits for backward_dw holds what this step saved, and no more
+                mine = saved if step.later is None else {i: saved[i] for i in step.members}
+                run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
+                ops = [seg.ops[i] for i in step.members]
+                results = weight_grads.elsewhere(step, ops, run, mine, dy)
+        try:
+            for member, name, position in step.params:
+                grads[position] = results[member].params[name]  # type: ignore[index]
+            for member, name, position in step.sides:
+                grads[position] = _add(grads[position], results[member].side[name])  # type: ignore[index]
+            dy = results[0].x
+        except (TypeError, KeyError, AttributeError, IndexError):
+            raise checks.wrong_grads(step, results) from None
+        if look is not None:
+            look.after_bwd(step, results, partly)
+        dtype = entered[step.members[0]]
+        if dy is not None and dtype is not None and dy.dtype is not dtype:
+            dy = dy.to(dtype)
+    if look is not None:
+        seg.checked = True
+    if dy is not None and once.out is not None and "dx" in once.out:
+        dy = buffers.put("dx", once.out["dx"], dy)
+    return [dy, *grads[: seg.inputs]]
+
+
+def _results(
+    step: Step,
+    out: Sequence[weight_grads.Destinations] | None,
+    saved: Saved,
+    dy: Any,
+    dside: dict[str, Any] | None,
+    once: Once,
+) -> Sequence[Grads]:
+    """The Grads of every member of a step."""
+    if step.kind == "op":
+        return (_op_bwd(step, _taken(saved, step.members[0]), dy, dside, once, out),)
+    return _fused_bwd(step, saved, dy, dside or {}, once, out)
+
+
+def _taken(saved: Saved, i: int) -> Any:
+    """What op i saved; the caller's list lets go of it."""
+    own = saved[i]
+    if type(saved) is list:
+        saved[i] = None
+    return own
+
+
+def _op_bwd(
+    step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
+) -> Grads:
+    if step.pure:
+        return pure.bwd_by_autograd(step, saved, dy, dside or {}, once.look is not None)
+    keywords = step.keywords
+    if step.takes_dside:
+        keywords = {**keywords, "dside": dside or {}}
+    if step.live:
+        keywords = {**keywords, "call": _calls(step, once, out)[0]}
+    grads: Grads = step.target.bwd(saved or step.empty[0], dy, **keywords)
+    return grads
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _fused_bwd(
+    step: Step, saved: Saved, dy: Any, dside: dict[str, Any], once: Once, out: Any
+) -> Sequence[Grads]:
+    calls = _calls(step, once, out) if step.live else step.calls
+    bwd: Callable[..., Sequence[Grads]] = step.target.bwd
+    if step.kind == "joint" and step.target.takes_saved:
+        return bwd([_taken(saved, step.members[0])], dy, calls, dside)
+    if step.kind == "joint":
+        return bwd(_taken(saved, step.members[0]), dy, calls, dside)
+    mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
+    return bwd(tuple(mine), dy, calls, dside)
+
+
+# --- the Function --------------------------------------------------------------------------------------------------
+
+
+class Node(torch.autograd.Function):
+    """One segment in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, which: Segment | int, live: Live | None, x: Any, *inputs: Any) -> Any:
+        # traced code passes a constant that stands for the segment
+        seg: Segment = TABLE[which] if isinstance(which, int) else which
+        t = list(inputs)
+        if live is None:
+            y, saved, ctx.entered = run_forward(seg, x, t, Once())
+            # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
+            y = y.view_as(y)
+        else:
+            if not seg.checked:
+                live.once = live.once._replace(look=FirstCall(seg, inputs))
+            y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+        flat, ctx.rows = pack(seg, saved)
+        ctx.save_for_backward(*flat)
+        ctx.set_materialize_grads(False)
+        ctx.seg, ctx.live = seg, live
+        if seg.elsewhere:
+            ctx.given = [i is not None for i in inputs]
+        if live is not None and live.frame is not None:
+            live.frame.fill(
+                saved_names(seg, ctx.rows, flat, live.path, inputs[len(seg.reads) :]), flat
+            )
+        if not seg.exports:
+            return y
+        exported = [t[position] for position in seg.export_positions]
+        integers = [e for e in exported if not (e.is_floating_point() or e.is_complex())]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
+        return (y, *exported)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *dsides: Any) -> Any:
+        seg, live = ctx.seg, ctx.live
+        if seg.elsewhere:
+            seg = weight_grads.as_asked(seg, ctx.given, ctx.next_functions)
+        tensors = ctx.saved_tensors
+        saved = unpack(seg, ctx.rows, tensors)
+        if not torch.is_grad_enabled():
+            del tensors
+            if live is not None:
+                torch_private.release_saved(ctx)
+            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
+        with torch.no_grad():
+            grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
+        ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
+        ties += [t for t in tensors if t.requires_grad]
+        return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
+
+
+def _backward_in(
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, entered: Any, live: Live | None
+) -> list[Any]:
+    """`run_backward` with autocast off, and with a note on any error that says where it happened."""
+    if live is None:
+        return run_backward(seg, saved, dy, dsides, entered, Once())
+    try:
+        if autocast_dtype(seg.device) is not None:
+            with torch.autocast(seg.device, enabled=False):
+                return run_backward(seg, saved, dy, dsides, entered, live.once)
+        return run_backward(seg, saved, dy, dsides, entered, live.once)
+    except Exception as error:
+        unsaved = checks.unsaved(checks.failing_step(error, run_backward.__code__))
+        error.add_note(
+            f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}{unsaved}"
+        )
+        raise
+
+
+_apply = torch_private.direct_apply(Node)
+
+
+def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
+    """Apply the Function. Names are published only while somebody observes.
+
+    Raises FuseOpsError inside a `torch.func` transform and for tangents, which need plain differentiable torch.
+    """
+    if torch_private.inside_functorch():
+        raise _not_transformed("torch.func", seg, live)
+    if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
+        raise _not_transformed("forward-mode AD", seg, live)
+    live.ties = second_order.ties_of(x, inputs)
+    if not names.thread.observers:
+        return _apply(seg, live, x, *inputs)
+    live.frame = names.Frame()
+    with names.published(live.frame):
+        try:
+            return _apply(seg, live, x, *inputs)
+        finally:
+            live.frame = None
+
+
+def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
+    """`run_node` as dynamo traces it; names, ties and messages are eager."""
+    return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
+
+
+def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
+    seen = [x]
+    for t in inputs:
+        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
+    return seen[1:]
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def where(seg: Segment, path: str, step: Step | BaseException | None = None) -> str:
+    """A segment, or one step of it (that which raised an error), in words: its path, and the ops in it."""
+    if isinstance(step, BaseException):
+        step = checks.failing_step(step, run_forward.__code__, run_backward.__code__)
+    members = range(len(seg.ops)) if step is None else step.members
+    names = [seg.names[i] for i in members]
+    inner = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    classes = dict.fromkeys(type(seg.ops[i]).__name__ for i in members)
+    return f"'{path}{inner}' ({', '.join(classes)})"
+
+
+def _not_transformed(what: str, seg: Segment, live: Live) -> FuseOpsError:
+    return FuseOpsError(
+        f"{what} over fuseops {where(seg, live.path)}: run it under `fuseops.reference()`."
+    )
+
+
+def _no_second_derivative(seg: Segment, live: Live) -> str:
+    return (
+        f"second derivative through {where(seg, live.path)}: fuseops ops have a first derivative by hand. "
+        "Run the forward under `with fuseops.reference():` to differentiate twice."
+    )

@@ -1,0 +1,167 @@
+"""What a wrong op is told: which op, which tensor, what it gave and what was expected."""
+
+from collections.abc import Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import check_all_meta
+from fuseops.ops.op import Grads, Op, Out
+from fuseops.plan.key import Asked, Key
+from fuseops.plan.segment import Step
+from fuseops.words import dtype_name
+
+Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
+
+
+def describe(t: Any) -> str:
+    """Dtype, shape and device of a tensor."""
+    if isinstance(t, Tensor):
+        return f"{dtype_name(t.dtype)}{list(t.shape)} on {t.device}"
+    return type(t).__name__
+
+
+def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
+    """The step that one of these functions was at when the error passed through it."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in bodies:
+            step: Step | None = trace.tb_frame.f_locals.get("step")
+            return step
+        trace = trace.tb_next
+    return None
+
+
+def unsaved(step: Step | None) -> str:
+    """What the op of a backward step was not given back, in words."""
+    if step is None or step.kind != "op":
+        return ""
+    fields = [name for name in step.target.Saved._fields if name not in step.calls[0].keep]
+    return f"; by saves_for it reads no {', '.join(fields)}, and has not saved it" if fields else ""
+
+
+def check_declared(name: str, op: Op[Any]) -> None:
+    """Raise FuseOpsError for an op that would lose a gradient, by what it declares: of a tensor that `fwd` does not
+    take by keyword, so that it could only read it from `self`, or of a side output that its `bwd` does not ask for.
+    """
+    what = f"op {name!r} ({type(op).__name__})"
+    for declared in ("reads", "writes"):
+        names = getattr(op, declared)
+        if isinstance(names, str):
+            raise FuseOpsError(
+                f"{type(op).__name__}.{declared} is the string {names!r}, expected a tuple of names: ({names!r},)."
+            )
+    lost = set(op.writes) - op.integers
+    if lost and not op.pure and not op.signature.bwd_dside:
+        raise FuseOpsError(
+            f"{what} publishes {sorted(lost)}, whose gradients its bwd does not take: write bwd(self, saved, dy, *, "
+            "dside), or name what has no gradient in `integers`."
+        )
+    taken = {own for keyword in op.parameter_names() for own in op.registered(keyword)}
+    missed = [own for own, p in op._parameters.items() if p is not None and own not in taken]
+    missed += [
+        own
+        for own, t in op.__dict__.items()
+        if isinstance(t, Tensor) and t.requires_grad and own not in taken
+    ]
+    for path, module in op.named_children():
+        if path != "parametrizations":
+            missed += [f"{path}.{own}" for own, _ in module.named_parameters()]
+    if missed:
+        raise FuseOpsError(
+            f"{what} has parameters {missed}, which its fwd does not take: they would get "
+            "no gradient. Add them to fwd(self, x, *, ...) by name; what holds other modules is a "
+            "plain nn.Module, which a Sequential takes too."
+        )
+
+
+def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype) -> None:
+    """Raise FuseOpsError where an integer or complex x reaches an op that computes in floats: the kernels would round
+    its results to that dtype.
+    """
+    if dtype.is_floating_point:
+        return
+    for name, op in zip(names, ops, strict=True):
+        if op.floats:
+            raise FuseOpsError(
+                f"op {name!r} ({type(op).__name__}) expects x of a float dtype, got {dtype}: convert it with x.to(...)."
+            )
+        if not op.alias:  # from here on it may have another
+            return
+
+
+def check_meta(asked: Asked, names: Sequence[str], key: Key) -> None:
+    """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
+    found = [("x", key.device.type == "meta")]
+    found += [(repr(name), meta) for name, _, meta, _ in key.sides]
+    for name, op, own, facts in zip(names, asked.ops, asked.parameters, key.ops, strict=True):
+        known = zip(own, facts[len(facts) - len(own) :], strict=True)
+        what = type(op).__name__
+        found += [(f"{name}.{n} ({what})", p[2]) for n, p in known if p is not None]
+    check_all_meta(found)
+
+
+def no_tensor(step: Step, y: Any) -> FuseOpsError:
+    return FuseOpsError(
+        f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
+    )
+
+
+def bare_tensor(step: Step) -> FuseOpsError:
+    op = type(step.target)
+    return FuseOpsError(
+        f"{op.__name__}.fwd returned a bare tensor, but its bwd reads what {op.Saved.__name__} holds: "
+        f"return Out(y, {op.Saved.__name__}(...)), or write a bwd for this fwd."
+    )
+
+
+def wrong_saved(step: Step, out: Any) -> FuseOpsError:
+    fwd = f"{type(step.target).__name__}.fwd"
+    given = type(out).__name__ if not isinstance(out, Out) else f"saved={type(out.saved).__name__}"
+    return FuseOpsError(
+        f"{fwd} of a forward rule gave {given}; it must return Out(y, saved=(...)) with the Saved of each of its "
+        f"{len(step.members)} members."
+    )
+
+
+def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOpsError:
+    return FuseOpsError(
+        f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "
+        f"return Out(y, saved, side={{{name!r}: ...}})."
+    )
+
+
+def wrong_grads(step: Step, results: Any) -> FuseOpsError:
+    """The error for a backward that is no Grads, or leaves out a gradient that somebody needs."""
+    bwd = f"{type(step.target).__name__}.bwd"
+    if step.kind != "op" and (not isinstance(results, tuple) or len(results) != len(step.members)):
+        return FuseOpsError(
+            f"{bwd} must return a Grads for each of its {len(step.members)} members."
+        )
+    for k, result in enumerate(results):
+        if not isinstance(result, Grads):
+            return FuseOpsError(f"{bwd} must return Grads, got {type(result).__name__}.")
+        where = "" if step.kind == "op" else f" of member {k}"
+        given: list[tuple[str, Mapping[str, Any], Wanted]] = [
+            ("params", result.params or {}, step.params),
+            ("side", result.side or {}, step.sides),
+        ]
+        for field, tensors, wanted in given:
+            if not isinstance(tensors, Mapping):
+                return FuseOpsError(
+                    f"{bwd} gave Grads({field}={type(tensors).__name__}){where}: gradients of {field} come by name, "
+                    f"Grads({field}={{name: ...}})."
+                )
+            for member, name, _ in wanted:
+                if member == k and tensors.get(name) is None:
+                    return FuseOpsError(
+                        f"{bwd} gave no gradient of {name!r}{where}, which is needed "
+                        f"(needs {sorted(step.calls[k].needs)}): put it in Grads({field}={{{name!r}: ...}})."
+                    )
+    return FuseOpsError(
+        f"{bwd} gave no gradient of 'x', which is needed (needs {sorted(step.calls[0].needs)}): "
+        "return Grads(dx, ...)."
+    )

@@ -1,0 +1,202 @@
+"""Configuration: `configure` for the process or a model, and scopes that override both for the calls made inside."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.ops.paths import path_of, set_path, stripped
+from fuseops.ops.scopes import Override
+from fuseops.plan.records import Miss
+from fuseops.recipes import Recipe
+from fuseops.rules.rule import Rule
+
+from .runner import Composed
+from .sides import check_module
+
+LEVELS = ("DEBUG", "INFO", "WARNING")
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<unset>"  # help(configure) shows it
+
+
+_UNSET: Any = _Unset()
+
+
+def configure(
+    model: nn.Module | None = None,
+    *,
+    fusion: bool = _UNSET,
+    recipe: Recipe | None = _UNSET,
+    rules: Iterable[Rule] = _UNSET,
+    disable: Iterable[str] = _UNSET,
+) -> None:
+    """Set what every call is planned under, for the process (no model) or for one model.
+
+    What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
+    call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
+    The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
+    fusion: False runs every op by itself.  recipe: precision of GEMM operands, None for high precision.
+    rules: tried before the built-in ones.  disable: names of rules that may not fire.
+    Raises FuseOpsError for a value of the wrong kind.
+    """
+    override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable)
+    if model is None:
+        scopes.process.token = _replaced(scopes.process.token, override)
+        return
+    check_module("configure(model, ...)", model)
+    set_root(model)
+    for module in model.modules():
+        if isinstance(module, (Composed, Op)):
+            module.__dict__["_settings"] = _replaced(module._settings, override)
+
+
+def _replaced(token: int, override: Override) -> int:
+    """`override` in place of what was said by the same names before."""
+    said = {name: value for entry in scopes.overrides(token) for name, value in entry}
+    said |= dict(override)
+    return scopes.intern(0, tuple(sorted(said.items())))
+
+
+def set_root(model: nn.Module) -> None:
+    """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
+    for path, module in model.named_modules(remove_duplicate=True):
+        if isinstance(module, (Composed, Op)):
+            path = stripped(path)
+            home = path  # of the names: an op's are relative to what it is a child of
+            if isinstance(module, Op):
+                home = path.rpartition(".")[0]
+                if path_of(module) != path:
+                    module.__dict__.pop("_runner", None)  # it knows the op by its old name
+            set_path(module, path, f"{home}." if home else "")
+
+
+def _override(**said: Any) -> Override:
+    given = {name: value for name, value in said.items() if value is not _UNSET}
+    if "fusion" in given and not isinstance(given["fusion"], bool):
+        raise FuseOpsError(f"fusion must be True or False, got {given['fusion']!r}.")
+    if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
+        raise FuseOpsError(
+            f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."
+        )
+    if "rules" in given:
+        given["rules"] = tuple(given["rules"])
+        wrong = [r for r in given["rules"] if not isinstance(r, Rule)]
+        if wrong:
+            raise FuseOpsError(f"rules must be fuseops.Rule objects, got {wrong[0]!r}.")
+    if "disable" in given:
+        given["disable"] = _names(given["disable"])
+    return tuple(sorted(given.items()))
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset({names} if isinstance(names, str) else names)
+
+
+@contextmanager
+def fusion(
+    enabled: bool | None = None,
+    *,
+    disable: Iterable[str] = (),
+    strict: bool | Iterable[str] = False,
+) -> Iterator[None]:
+    """Switch fusion off (or on), disable rules by name, or insist on them, for the calls made inside.
+
+    enabled: left out beside `disable` or `strict`, fusion stays as it is outside; alone, `fusion()` switches it on.
+    strict: names of rules that must fire: a condition or overlap miss of one raises FusionMissError at once, and so
+    does leaving the scope without the rule having fired. True: every condition miss raises.
+    """
+    said: dict[str, Any] = {}
+    if enabled is not None or not (disable or strict):
+        said["fusion"] = enabled is None or enabled
+    if disable:
+        said["disable"] = disable
+    override = _override(**said)
+    wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names(strict)
+    if wanted:
+        override += (("strict", wanted),)
+    with scopes.scope(override):
+        if isinstance(wanted, bool):
+            yield
+            return
+        with _must_fire(wanted):
+            yield
+
+
+@contextmanager
+def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
+    fired: set[str] = set()
+    misses: dict[str, Miss] = {}
+
+    def watch(plan: Any) -> None:
+        fired.update(s.rule for s in (*plan.forward, *plan.backward) if s.rule)
+        misses.update({m.rule: m for m in plan.misses})
+
+    with scopes.watching(watch):
+        yield
+    silent = sorted(wanted - fired)
+    if silent:
+        nearest = "; ".join(
+            f"{misses[n].reason} at {misses[n].span}" for n in silent if n in misses
+        )
+        raise FusionMissError(
+            f"strict rules {silent} never fired in this scope. {nearest or 'No call came near them.'}"
+        )
+
+
+def rules(*extra: Rule) -> AbstractContextManager[None]:
+    """Try these rules before all others, for the calls made inside."""
+    return scopes.scope(_override(rules=extra))
+
+
+def recipe(value: Recipe | None, *, strict: bool = False) -> AbstractContextManager[None]:
+    """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
+
+    strict: an op that would ignore it (it works on DTensors, or under `fo.reference()`) raises FusionMissError.
+    """
+    return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
+
+
+def reference() -> AbstractContextManager[None]:
+    """Run every op as plain differentiable torch: double backward, torch.func, export, and a judge of any `bwd`."""
+    return scopes.scope((("reference", True),))
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
+    the scopes that this was called in.
+    """
+    return ExitStack(), scopes.inside(scopes.current().token)
+
+
+def from_environment(environ: Any = os.environ) -> None:
+    """Read FUSEOPS_FUSION, FUSEOPS_DISABLE and FUSEOPS_LOG once, at import."""
+    said: dict[str, Any] = {}
+    switch = environ.get("FUSEOPS_FUSION", "1")
+    if switch not in ("0", "1"):
+        raise FuseOpsError(f"FUSEOPS_FUSION={switch!r}: expected 0 or 1.")
+    if switch == "0":
+        said["fusion"] = False
+    if environ.get("FUSEOPS_DISABLE"):
+        said["disable"] = [
+            name.strip() for name in environ["FUSEOPS_DISABLE"].split(",") if name.strip()
+        ]
+    if said:
+        scopes.process.token = scopes.intern(0, _override(**said))
+    level = environ.get("FUSEOPS_LOG", "").upper()
+    if level:
+        if level not in LEVELS:
+            raise FuseOpsError(
+                f"FUSEOPS_LOG={environ['FUSEOPS_LOG']!r}: expected one of {', '.join(LEVELS).lower()}."
+            )
+        logger = logging.getLogger("fuseops")
+        logger.setLevel(level)
+        logger.addHandler(logging.StreamHandler())

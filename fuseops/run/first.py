@@ -1,0 +1,226 @@
+"""What the first call of a segment is looked at for, forward and backward: whether its ops keep the contract.
+
+Later calls of the same plan are not looked at, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import PLAIN
+from fuseops.ops.op import Grads, Out
+from fuseops.plan.segment import Segment, Step
+
+from . import checks
+
+
+class Given(NamedTuple):
+    """What a gradient has to fit."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Any) -> Given | None:
+        return None if t is None else cls(t.shape, t.dtype, t.device)
+
+
+class Version(NamedTuple):
+    """A tensor that an op was given, and how often it had been written by then."""
+
+    name: str
+    counter: Tensor  # the tensor itself, or one of no bytes with its version
+    writes: int
+
+
+class FirstCall:
+    """One call of a segment. Its methods raise FuseOpsError for an op that does not keep the contract."""
+
+    def __init__(self, seg: Segment, inputs: Sequence[Any]) -> None:
+        """inputs: side inputs and parameters, as the node takes them."""
+        self.seg = seg
+        self.inputs = [Given.of(t) for t in inputs]
+        self.x: dict[int, Given | None] = {}  # of the op at that index
+        self.given: list[Version] = []  # to the fwd or bwd that runs
+
+    # --- forward
+
+    def before_fwd(self, step: Step, x: Any, t: Sequence[Any]) -> None:
+        seg, first = self.seg, step.members[0]
+        checks.check_dtype(seg.ops[first : first + 1], seg.names[first : first + 1], x.dtype)
+        self.x[first] = Given.of(x)
+        read = [
+            (name, t[position])
+            for i, args in zip(step.members, step.args, strict=True)
+            for name, position in args
+            if name not in seg.ops[i]._buffers
+        ]
+        tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
+        self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
+
+    def after_fwd(self, step: Step, out: Out) -> None:
+        if not isinstance(out.y, Tensor):
+            raise checks.no_tensor(step, out.y)
+        self._check_unwritten(step, "fwd")
+        _check_published(self.seg, step, out.side)
+        if self.seg.needs_grad and not step.pure:
+            _check_saved(self.seg, step, out.saved)
+
+    # --- backward
+
+    def before_bwd(
+        self, step: Step, saved: Sequence[Any], dy: Any, dside: Mapping[str, Any] | None
+    ) -> None:
+        read: list[tuple[str, Any]] = [("dy", dy)]
+        read += [(f"dside[{name!r}]", d) for name, d in (dside or {}).items()]
+        own = [saved[i] for i in step.members if saved[i] is not None]
+        read += [(f"saved.{f}", t) for s in own for f, t in zip(s._fields, s, strict=True)]
+        self.given = [
+            Version(name, torch_private.alias_of_no_bytes(t), t._version)  # that no memory is held
+            for name, t in read
+            if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
+        ]
+
+    def after_bwd(self, step: Step, results: Sequence[Grads], partly: bool) -> None:
+        """partly: some results of the step have no gradient, so it may leave out what only those depend on.
+
+        A level-1 op may leave one out too: torch found that its `fwd` does not use the tensor.
+        """
+        self._check_unwritten(step, "bwd")
+        if not step.pure:
+            _check_names(self.seg, step, results)
+            if not partly and _incomplete(step, results):
+                raise checks.wrong_grads(step, results)
+        pairs = [("x", results[0].x, self.x.get(step.members[0]))]
+        for name, gradient, position in _given(step, results):
+            if position < self.seg.inputs:
+                pairs.append((name, gradient, self.inputs[position]))
+        for name, gradient, expected in pairs:
+            if gradient is not None and expected is not None:
+                _check_gradient(step, name, gradient, expected)
+
+    def _check_unwritten(self, step: Step, method: str) -> None:
+        for name, counter, writes in self.given:
+            if torch_private.version(counter) != writes:
+                raise FuseOpsError(
+                    f"{type(step.target).__name__}.{method} writes in place to {name!r}, which it was given: others "
+                    "may read it or have saved it. Write to a new tensor, such as x.clone()."
+                )
+        self.given = []  # it holds what nobody else may hold any more
+
+
+def _check_published(seg: Segment, step: Step, side: Mapping[str, Any] | None) -> None:
+    declared = {name for i in step.members for name in seg.ops[i].writes}
+    for name, t in (side or {}).items():
+        if name not in declared:
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.fwd publishes {name!r}, which its writes {sorted(declared)} do not "
+                f"name: set writes = ({name!r},)."
+            )
+        if not isinstance(t, Tensor):
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.fwd publishes {name!r} as {type(t).__name__}: side outputs are tensors."
+            )
+
+
+def _check_saved(seg: Segment, step: Step, saved: Any) -> None:
+    """Unless a step saves a value, or None, for each field of every Saved that it stands for."""
+    fwd = f"{type(step.target).__name__}.fwd"
+    if step.kind == "joint":
+        pairs = [(step.members[0], step.target, saved)]
+    else:
+        found = (saved,) if step.kind == "op" else saved
+        pairs = [(i, seg.ops[i], own) for i, own in zip(step.members, found, strict=True)]
+    kept = {slot.owner: slot for slot in seg.slots}
+    for i, saver, own in pairs:
+        fields = saver.Saved._fields
+        if own is None:
+            if i in kept:
+                names = [fields[k] for k in kept[i].kept]
+                raise FuseOpsError(
+                    f"{fwd} saves nothing, and the backward of {type(saver).__name__} will read {names}: return "
+                    f"Out(y, {saver.Saved.__name__}(...))."
+                )
+            continue
+        bare = type(own) is tuple and len(own) == len(fields)
+        if not bare and getattr(own, "_fields", None) != fields:
+            raise FuseOpsError(
+                f"{fwd} saved {_shown(own)} of {type(saver).__name__}, which declares {list(fields)}: give "
+                f"{saver.Saved.__name__}(...), with None for what nobody reads."
+            )
+        for name, value in zip(fields, own, strict=True):
+            if isinstance(value, (list, tuple, dict)) and _holds_tensors(value):
+                raise FuseOpsError(
+                    f"{fwd} saves a {type(value).__name__} of tensors as {name!r}: no hook, offload or check of "
+                    "writes in place would see them. Give every tensor a field of its own."
+                )
+
+
+def _shown(saved: Any) -> str:
+    if type(saved) is tuple:
+        return f"{len(saved)} values"
+    return f"{type(saved).__name__}{list(getattr(saved, '_fields', ()))}"
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    return any(isinstance(v, Tensor) for v in values)
+
+
+def _check_names(seg: Segment, step: Step, results: Sequence[Grads]) -> None:
+    for i, result in zip(step.members, results, strict=True):
+        op = seg.ops[i]
+        taken = {*op.signature.keywords, *op.side_names()}
+        unknown = sorted({*(result.params or ()), *(result.side or ())} - taken)
+        if unknown:
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.bwd gave a gradient of {unknown[0]!r}, which fwd of "
+                f"{type(op).__name__} does not take: it takes {sorted(taken)}."
+            )
+
+
+def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> None:
+    bwd = f"{type(step.target).__name__}.bwd gave"
+    if not isinstance(gradient, Tensor):
+        raise FuseOpsError(
+            f"{bwd} {type(gradient).__name__} as the gradient of {name!r}: expected a tensor."
+        )
+    if gradient.shape != expected.shape:
+        raise FuseOpsError(
+            f"{bwd} a gradient of {name!r} of shape {tuple(gradient.shape)}; "
+            f"{name!r} has shape {tuple(expected.shape)}."
+        )
+    dtype = gradient.dtype
+    if dtype.is_complex != expected.dtype.is_complex or not (
+        dtype.is_complex or dtype.is_floating_point
+    ):
+        raise FuseOpsError(
+            f"{bwd} a gradient of {name!r} of {dtype}; {name!r} is {expected.dtype}: autograd would round it."
+        )
+    if gradient.device != expected.device:
+        raise FuseOpsError(
+            f"{bwd} a gradient of {name!r} on {gradient.device}; {name!r} is on {expected.device}."
+        )
+
+
+def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
+    if results[0].x is None and "x" in step.calls[0].needs:
+        return True
+    elsewhere = {position for k, name, position in step.params if (k, name) in step.main}
+    given = _given(step, results)
+    return any(gradient is None and place not in elsewhere for _, gradient, place in given)
+
+
+def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
+    """Name, gradient and position of everything that is needed besides dx."""
+    for member, name, position in step.params:
+        yield name, (results[member].params or {}).get(name), position
+    for member, name, position in step.sides:
+        yield name, (results[member].side or {}).get(name), position

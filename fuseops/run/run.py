@@ -1,0 +1,404 @@
+"""A run of adjacent ops: finds the plan of a call, and executes it.
+
+The plan is cached by answers, never by the size of dim 0: classes, needs, training flags, dtypes, device, autocast,
+settings, side inputs, what is returned, and the outcome of every condition.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fuseops import kernels
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.kernels.registry import arch_of
+from fuseops.ops import scopes
+from fuseops.ops.op import Op, Shape, numel
+from fuseops.ops.paths import path_of
+from fuseops.ops.scopes import Settings
+from fuseops.plan.build import RunPlan, build
+from fuseops.plan.cover import (
+    Scan,
+    check_names,
+    check_strict,
+    choose,
+    in_precision,
+    reasons_against,
+    scan,
+)
+from fuseops.plan.facts import Facts, needs_of
+from fuseops.plan.key import Asked, Glance, Key, Tokens, has_hooks, key_of
+from fuseops.plan.segment import Segment
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.rules.rule import Conditions, Place
+from fuseops.torch_private import is_dtensor
+
+from . import bridge, buffers, traced
+from .bridge import Live, Once
+from .buffers import Buffers
+from .checks import check_dtype, check_meta, describe
+from .first import FirstCall
+from .sides import reads_and_writes
+from .traced import TABLE
+
+log = logging.getLogger("fuseops.fusion")
+
+FORWARD, CALL = Op.forward, nn.Module.__call__  # before anybody replaces them
+
+
+class Entry(NamedTuple):
+    """All plans of one key; they differ in the outcome of conditions only."""
+
+    scan: Scan
+    facts: Facts
+    needs: tuple[frozenset[str], ...]  # of every op
+    plans: dict[tuple[bool, ...], RunPlan]
+
+
+def opaque_reason(op: Op[Any]) -> str | None:
+    """Why an op is called through its own `__call__` and matched by no rule, or None."""
+    own = op.__dict__
+    if has_hooks(own):
+        return "has hooks"
+    for method in ("forward", "fwd", "bwd"):
+        if method in own:
+            return f"has a {method} of its own (replaced on the instance)"
+    kind = op.__class__
+    if kind.forward is not FORWARD:
+        return "overrides forward"
+    if kind.__call__ is not CALL:
+        return "overrides __call__"
+    if kind.made and kind.made != (kind.fwd, kind.bwd):
+        return "has another fwd or bwd than its class was made with"
+    return None
+
+
+class Run:
+    """The ops of one Sequential between two plain modules (or one op that is called alone)."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op[Any]],
+        names: Sequence[str],
+        end: str,
+        offset: int = 0,
+        alone: bool = False,
+    ) -> None:
+        self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
+        self.offset = offset  # of the first op among everything that the Sequential runs
+        self.entries: dict[Key, Entry] = {}
+        self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
+        self.last: tuple[Glance, Entry] | None = None
+        self.numbers: list[int] = []  # of this run's objects in TABLE
+        weakref.finalize(self, TABLE.drop, self.numbers)
+        self.parameter_names = tuple(op.parameter_names() for op in self.ops)
+        self.reads, self.writes = reads_and_writes(self.names, self.ops)
+        self.asked = Asked(self.ops, self.parameter_names, self.reads)
+
+    # --- finding the plan
+
+    def plan(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> RunPlan:
+        """The plan of this call, from the cache or new."""
+        entry = self._entry_of(x, side, tokens, live)
+        reasons = self.reasons(entry, x) if entry.scan.candidates else ()
+        plan = entry.plans.get(tuple([reason is None for reason in reasons]))
+        self._check_shape(x)
+        if plan is None:
+            plan = self.plan_of(entry, reasons)
+        if reasons and scopes.current().watchers:
+            # who reads the misses gets the reasons of this call
+            reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
+            misses = choose(entry.scan, reasons, len(self.ops)).misses
+            plan = plan if misses == plan.misses else plan._replace(misses=misses)
+        return plan
+
+    def _check_shape(self, x: Tensor) -> None:
+        """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
+        shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        try:
+            if shape not in self.shapes:
+                self._through(0, len(self.ops), tuple(x.shape), x)
+                self.shapes.add(shape)
+        except TypeError:  # a symbolic size has no hash
+            self._through(0, len(self.ops), tuple(x.shape), x)
+
+    def _entry_of(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> Entry:
+        """The entry of this call. Most are calls like the one before, which takes no key to tell."""
+        last = self.last  # once: another thread may put its own there
+        if last is not None and last[0].fits(x, side, tokens, live):
+            return last[1]
+        key = key_of(self.asked, x, side, tokens, live)
+        entry = self.entries.get(key) or self.entry(key)
+        self.last = None
+        with suppress(KeyError):
+            self.last = Glance(self.asked, key), entry
+        return entry
+
+    def numbered(self, item: Any) -> int:
+        """Put an object of this run into the table that traced code reads."""
+        self.numbers.append(TABLE.add(item))
+        return self.numbers[-1]
+
+    def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
+        return reasons_against(
+            entry.scan,
+            self.ops,
+            entry.facts.settings,
+            lambda start, stop: self._conditions(entry, x, start, stop),
+        )
+
+    def _conditions(self, entry: Entry, x: Tensor, start: int, stop: int) -> Conditions:
+        facts = entry.facts
+        shape = self._through(0, start, tuple(x.shape), x)
+        out = self._through(start, stop, shape, x)
+        return Conditions(
+            shape=shape,
+            k=shape[-1] if shape else 1,
+            n=out[-1] if out else 1,
+            rows=numel(shape[:-1]),
+            dtype=facts.compute or x.dtype,
+            device=x.device,
+            capability=divmod(arch_of(x.device), 10) if x.is_cuda else None,
+            recipe=facts.settings.recipe,
+            needs=entry.needs[start:stop],
+            training=self.ops[start].training,
+        )
+
+    def entry(self, key: tuple[Any, ...]) -> Entry:
+        """The entry of a key, from the cache or new."""
+        key = Key(*key)
+        if key in self.entries:
+            return self.entries[key]
+        check_dtype(self.ops, self.names, key.dtype)
+        check_meta(self.asked, self.names, key)
+        settings = scopes.resolve(*key.tokens)
+        modes = [self._mode(op, key, settings) for op in self.ops]
+        modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
+        facts = Facts(
+            settings=settings,
+            x_needs=key.x_needs,
+            grads=frozenset(self._wanted(key)),
+            side_grads=frozenset(name for name, *_, wanted in key.sides if wanted),
+            modes=tuple(mode for mode, _ in modes),
+            notes=tuple(note for _, note in modes),
+            compute=key.autocast,
+            device=key.device,
+            live=frozenset(key.live),
+            offset=self.offset,
+        )
+        rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
+        check_names(settings, rules)
+        opaque = [note if mode and note != "alias" else None for mode, note in modes]
+        place = Place(opaque, self.end, self.offset)
+        entry = self.entries[key] = Entry(
+            scan(self.ops, rules, place), facts, needs_of(self.ops, facts), {}
+        )
+        return entry
+
+    def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
+        """(op, parameter) pairs that want a gradient."""
+        for i, (facts, wanted) in enumerate(zip(key.ops, self.parameter_names, strict=True)):
+            for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
+                if parameter is not None and parameter[0]:
+                    yield i, name
+
+    def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
+        """How an op runs when no span covers it, and why."""
+        why = None
+        if not self.alone:
+            why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
+        if why is not None:
+            return "call", why
+        if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
+            return "plain", "works on DTensors"
+        if settings.reference:
+            return "plain", "reference"
+        if key.compiling and (op.delays or op.accumulate_into_main_grad):
+            raise FuseOpsError(
+                f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
+                "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
+            )
+        if op.pure and key.compiling:
+            return "plain", "level-1 op under torch.compile"
+        return ("plain", "alias") if op.alias else ("", "")
+
+    def _heeded(self, i: int, mode: str, note: str, settings: Settings) -> tuple[str, str]:
+        """The mode of op i and its note, which says so where the recipe is not heeded.
+
+        Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
+        """
+        op, recipe = self.ops[i], settings.recipe
+        if recipe is None or mode != "plain" or op.granularity is None:
+            return mode, note
+        ignored = f"the recipe {type(recipe).__name__} is ignored"
+        if settings.strict is True or settings.strict_recipe:
+            raise FusionMissError(f"op {self.names[i]!r} ({type(op).__name__}): {note}; {ignored}.")
+        return mode, f"{note}; {ignored}"
+
+    def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+        """The plan of an entry, given the outcome of its conditions, from the cache or new."""
+        answers = tuple(reason is None for reason in reasons)
+        if answers in entry.plans:
+            return entry.plans[answers]
+        reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
+        plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
+        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
+        entry.plans[answers] = plan
+        log.info("new plan: %s", "; ".join(map(str, plan.forward)))
+        return plan
+
+    def _through(self, start: int, stop: int, shape: Shape, x: Tensor) -> Shape:
+        """The shape after ops start..stop; an error says at which op it came up."""
+        for i in range(start, stop):
+            try:
+                shape = self.ops[i].out_shape(shape)
+            except FuseOpsError as error:
+                # dynamo traces no add_note, and shows the error itself
+                if torch.compiler.is_compiling():
+                    raise
+                path = path_of(self.ops[i])
+                at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
+                error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
+                raise
+        return shape
+
+    # --- running
+
+    def __call__(
+        self,
+        x: Any,
+        env: dict[str, Any],
+        tokens: Tokens,
+        live: tuple[str, ...],
+        path: str,
+        scratch: dict[str, Any],
+        out: Buffers | None = None,
+    ) -> Any:
+        """Run the ops on x; side tensors are read from, and published to, `env`.
+
+        out: the caller's buffers for "y" and "dx" of an op that is by itself.
+        """
+        if torch.compiler.is_compiling():
+            if out is not None:
+                raise FuseOpsError(
+                    "out= is eager only: compile around the ops that write to buffers."
+                )
+            return self._traced(x, env, tokens, live)
+        parametrized = any(op.__dict__["_modules"] for op in self.ops)
+        with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
+            plan = self.plan(x, env, tokens, live)
+            for watcher in scopes.current().watchers:
+                watcher(plan)
+            if out is not None:
+                self._check_buffers(plan, out, x, env, path)
+            for seg in plan.segments:
+                x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
+            return x
+
+    def _check_buffers(
+        self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
+    ) -> None:
+        """Raise FuseOpsError unless the op of this run, which has no other, can write to these buffers."""
+        seg = plan.segments[0]
+        op = bridge.where(seg, path)
+        if seg.kind != "node":
+            raise FuseOpsError(
+                f"{op} cannot write to a buffer of the caller, since it runs outside of fuseops' autograd node "
+                f"({plan.forward[0].note}): leave it out of `out`."
+            )
+        if "dx" in out and not (seg.needs_grad and "x" in seg.forward[0].calls[0].needs):
+            raise FuseOpsError(
+                f"dx of {op} is to be written to a buffer, but no gradient of its input is computed in this call: "
+                "leave it out of `out`."
+            )
+        shape = self._through(0, len(self.ops), tuple(x.shape), x)
+        buffers.check(op, out, x, shape, _inputs(seg, env))
+
+    def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
+        """A call as dynamo traces it."""
+        # guards on widths, as every op checks its own
+        self._through(0, len(self.ops), tuple(x.shape), x)
+        key = tuple(key_of(self.asked, x, env, tokens, live))
+        plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
+        for seg in plan.segments:
+            x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
+        return x
+
+
+def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
+    """Run one segment with autocast off where the plan reads it, and say where an error happened."""
+    try:
+        if seg.kind == "call":
+            return _call(seg, x, env)
+        if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+            with torch.autocast(seg.device, enabled=False):
+                return _run(seg, x, env, live)
+        return _run(seg, x, env, live)
+    except Exception as error:
+        error.add_note(
+            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}{_others(seg, env)}"
+        )
+        raise
+
+
+def _others(seg: Segment, env: Mapping[str, Any]) -> str:
+    """What else a segment takes, in words."""
+    tensors = [(name, env.get(name)) for name in seg.reads]
+    tensors += [(f"{seg.names[i]}.{name}", getattr(seg.ops[i], name)) for i, name in seg.params]
+    return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
+
+
+def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+    """An op through its own `__call__`, which returns what it publishes after y."""
+    (op,) = seg.ops
+    y = op(x, **{name: env[name] for name in seg.reads})
+    if op.writes:
+        y, *published = y
+        env.update(zip(op.writes, published, strict=True))
+    return y
+
+
+def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
+    inputs = _inputs(seg, env)
+    if seg.kind == "node" and seg.needs_grad:
+        if live is None:
+            y = bridge.run_traced_node(seg.number, x, inputs)
+        else:
+            y = bridge.run_node(seg, live, x, inputs)
+        if seg.exports:
+            y, *exported = y
+            env.update(zip(seg.exports, exported, strict=True))
+        return y
+    once = Once() if live is None else live.once
+    if live is not None and not seg.checked:
+        once = once._replace(look=FirstCall(seg, inputs))
+    if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
+        # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
+        y, _, _ = bridge.run_forward(seg, x, inputs, once)
+    else:
+        with kernels.reference_only():
+            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
+    if once.look is not None:
+        seg.checked = True
+    for name, place in zip(seg.exports, seg.export_positions, strict=True):
+        env[name] = inputs[place]
+    return y
+
+
+def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """Side inputs and parameters of a segment, as its node takes them."""
+    inputs = [env[name] for name in seg.reads]
+    for i, name in seg.params:
+        op = seg.ops[i]
+        registered = op.__dict__["_parameters"]
+        inputs.append(registered[name] if name in registered else getattr(op, name))
+    return inputs

@@ -1,0 +1,129 @@
+"""How a node saves: every Saved becomes a row of slots into one flat tuple of plain tensors, and back.
+
+One slot a tensor, however many fields hold it, so that hooks and offload see each storage once with all its names. A
+quantized tensor takes one slot a component. What is not a tensor (a shape) stays in the row.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels.registry import PLAIN
+from fuseops.ops.names import SavedName
+from fuseops.plan.segment import Segment
+from fuseops.recipes import Quantized
+
+Row = tuple[Any, ...]  # int slots, None, Const or Parts
+
+
+class Const(NamedTuple):
+    """A Saved field that is not a tensor."""
+
+    value: Any
+
+
+class Parts(NamedTuple):
+    """A quantized tensor: the dtype it stands for, and the slot of every component."""
+
+    dtype: torch.dtype
+    slots: tuple[tuple[str, int], ...]
+
+
+def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | None]]:
+    """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
+    # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
+    slots: dict[int, int] | None = None if torch.compiler.is_compiling() else {}
+    if slots is not None:  # the common case: plain tensors, each saved once
+        values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
+        if PLAIN.issuperset(map(type, values)) and len({*map(id, values)}) == len(values):
+            return values, seg.distinct
+    flat: list[Tensor] = []
+    rows: list[Row | None] = [None] * len(seg.ops)
+    for slot in seg.slots:
+        values = saved[slot.owner]
+        if values is None:
+            continue
+        row: list[Any] = [None] * len(slot.names)
+        for k in slot.kept:
+            value = values[k]
+            if value is None:
+                continue
+            row[k] = _place(value, flat, slots)
+        rows[slot.owner] = tuple(row)
+    return flat, rows
+
+
+def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
+    if isinstance(value, Tensor):
+        place = len(flat) if slots is None else slots.setdefault(id(value), len(flat))
+        if place == len(flat):
+            flat.append(value)
+        return place
+    if isinstance(value, Quantized):
+        parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
+        return Parts(value.dtype, parts)
+    return Const(value)
+
+
+def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) -> list[Any]:
+    """The Saved of every op, over the tensors that autograd gives back.  None where nothing was saved."""
+    saved: list[Any] = [None] * len(seg.ops)
+    for slot in seg.slots:
+        row = rows[slot.owner]
+        if row is not None:
+            values = [tensors[e] if type(e) is int else e and _restore(e, tensors) for e in row]
+            saved[slot.owner] = tuple.__new__(slot.cls, values)  # `_make`, which counts them again
+    return saved
+
+
+def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(entry, Const):
+        return entry.value
+    return Quantized.of({name: tensors[slot] for name, slot in entry.slots}, entry.dtype)
+
+
+def saved_names(
+    seg: Segment,
+    rows: Sequence[Row | None],
+    flat: Sequence[Tensor],
+    prefix: str,
+    params: Sequence[Any],
+) -> Sequence[SavedName]:
+    """Every name of every flat tensor, in save order; a parameter is recognised by identity.
+
+    Calls that save alike get the same list.
+    """
+    own = {id(p) for p in params}
+    is_param = tuple([id(t) in own for t in flat])
+    where = None if rows is seg.distinct else tuple([row and _where(row) for row in rows])
+    found = seg.saved_names.get((prefix, is_param, where))
+    if found is None:
+        found = _saved_names(seg, rows, is_param, prefix)
+        seg.saved_names[prefix, is_param, where] = found
+    return found
+
+
+def _saved_names(
+    seg: Segment, rows: Sequence[Row | None], is_param: Sequence[bool], prefix: str
+) -> list[SavedName]:
+    found: list[list[str]] = [[] for _ in is_param]
+    ops = [""] * len(is_param)
+    for slot in seg.slots:
+        for name, entry in zip(slot.names, rows[slot.owner] or (), strict=False):
+            for component, place in _places(entry):
+                found[place].append(f"{prefix}{name}.{component}" if component else prefix + name)
+                ops[place] = slot.op
+    return [SavedName(tuple(n), own, op) for n, own, op in zip(found, is_param, ops, strict=True)]
+
+
+def _where(row: Row) -> Row:
+    """Where a row has tensors; what else is in it may change from call to call, and be unhashable."""
+    return tuple([None if type(entry) is Const else entry for entry in row])
+
+
+def _places(entry: Any) -> tuple[tuple[str, int], ...]:
+    if isinstance(entry, Parts):
+        return entry.slots
+    return (("", entry),) if type(entry) is int else ()

@@ -1,0 +1,270 @@
+"""Where a parameter's gradient goes besides autograd: a `main_grad` buffer, or a queue that `backward_dw()` works off.
+
+Both are read from the live Parameter when the backward runs: a saved weight that went through a pack hook has lost its
+attributes. The autograd node returns None for such a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, InPlaceError
+from fuseops.ops.op import Call, Grads, Op
+from fuseops.ops.packing import alias_of
+from fuseops.ops.scopes import DELAYED
+from fuseops.plan.facts import kept_fields
+from fuseops.plan.segment import Segment, Step
+
+
+class Destination(NamedTuple):
+    """Where the gradient of one parameter goes: what an op finds in `call.out` and `call.overwrite`."""
+
+    buffer: Tensor
+    overwrite: bool = False  # what is in it does not count
+    # buffers of the groups, to add the parts of `buffer` to; None for one that is frozen
+    shares: tuple[Tensor | None, ...] = ()
+
+
+Destinations = Mapping[str, Destination]
+
+
+class Backward(Protocol):
+    """The Grads of every member of a step, given what each may write into."""
+
+    def __call__(
+        self, step: Step, out: Sequence[Destinations] | None = None
+    ) -> Sequence[Grads]: ...
+
+
+def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> Segment:
+    """The segment for the backward that runs now: what it would not add to the `.grad` of the op's own parameter goes
+    to no main_grad and does not wait. `torch.autograd.grad` returns what it is asked for, `backward(inputs=)` leaves
+    the others alone, and under `functional_call` the forward was given other tensors, whose gradients are theirs.
+
+    given: which inputs of the node are tensors.  edges: what comes before each of them, and before x, in the graph.
+    """
+
+    def position(i: int, name: str) -> int:
+        return len(seg.reads) + seg.params.index((i, name))
+
+    def adds(i: int, name: str) -> bool:
+        node = edges[1 + sum(given[: position(i, name)])][0]
+        return _own(seg.ops[i], name, node) and torch_private.will_accumulate(node)
+
+    steps = tuple(_as_asked(step, adds, position) for step in seg.backward)
+    return seg if steps == seg.backward else replace(seg, backward=steps)
+
+
+def _own(op: Op[Any], name: str, node: Any) -> bool:
+    """Whether a gradient that arrives at this node is that of the parameter that the op has under a name."""
+    registered = op.registered(name)
+    if any(n not in op._parameters for n in registered):
+        return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
+    nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
+    found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
+    if name in registered and not op._parameters[name].requires_grad:  # type: ignore[union-attr]
+        return False  # frozen since the forward: autograd drops its gradient
+    return all(any(leaf is op._parameters[n] for n in registered) for leaf in found)
+
+
+def _as_asked(
+    step: Step, adds: Callable[[int, str], bool], position: Callable[[int, str], int]
+) -> Step:
+    main = tuple((k, name) for k, name in step.main if adds(step.members[k], name))
+    step = step if main == step.main else replace(step, main=main)
+    if step.later is None:
+        return step
+    (i,), (call,), (late,) = step.members, step.calls, step.later.calls
+    if any(adds(i, name) for name in late.needs):
+        return step
+    call = call._replace(needs=call.needs | late.needs)
+    params = tuple((0, name, position(i, name)) for name in sorted(late.needs))
+    return replace(
+        step,
+        calls=(call,),
+        keywords={"call": call} if step.keywords else {},
+        params=step.params + params,
+        later=None,
+    )
+
+
+def elsewhere(
+    step: Step, ops: Sequence[Op[Any]], run: Backward, saved: Any, dy: Any
+) -> list[Grads]:
+    """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None.
+
+    saved, dy: what `run` reads; Saved by the index of its op in the segment.
+    """
+    if step.later is not None:  # rules leave such an op alone: it is the only member
+        delay(ops[0], run, step.later, saved[step.members[0]], dy)
+        if not step.calls[0].needs:
+            return [Grads()]
+    out = [{n: destination(op, n) for m, n in step.main if m == k} for k, op in enumerate(ops)]
+    results = list(run(step, out))
+    for k, (op, destinations) in enumerate(zip(ops, out, strict=True)):
+        params = dict(results[k].params or {})
+        for name, place in destinations.items():
+            accept(op, name, place, params.get(name))
+            params[name] = None
+        results[k] = results[k]._replace(params=params)
+    return results
+
+
+def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Call, ...]:
+    """The calls with `out` and `overwrite`."""
+    return tuple(
+        call._replace(
+            out={**(call.out or {}), **{name: place.buffer for name, place in mine.items()}},
+            overwrite=frozenset(name for name, place in mine.items() if place.overwrite),
+        )
+        for call, mine in zip(calls, out, strict=True)
+    )
+
+
+# --- main_grad
+
+
+def destination(op: Op[Any], name: str) -> Destination:
+    """The main_grad of a parameter.  Raises FuseOpsError when there is none, or it cannot hold the gradient.
+
+    Of a parameter that is kept by group: the one buffer that those of the groups are views of, or else a new one.
+    """
+    names = op.registered(name)
+    if name in names:
+        fresh = getattr(getattr(op, name), "overwrite_main_grad", False)
+        return Destination(_buffer(op, name), fresh)
+    parameters = {n: p for n in names if (p := getattr(op, n)).requires_grad}
+    buffers = {n: _buffer(op, n) for n in parameters}
+    overwrite = {n: getattr(p, "overwrite_main_grad", False) for n, p in parameters.items()}
+    whole = alias_of([*buffers.values()]) if len(buffers) == len(names) else None
+    if whole is not None and len({*overwrite.values()}) == 1:
+        return Destination(whole, overwrite[names[0]])
+    for n in (n for n, fresh in overwrite.items() if fresh):
+        buffers[n].zero_()
+    like = next(iter(buffers.values()))
+    shares = tuple(buffers.get(n) for n in names)
+    return Destination(like.new_empty(len(names), *like.shape), True, shares)
+
+
+def _buffer(op: Op[Any], name: str) -> Tensor:
+    parameter: Any = getattr(op, name)
+    # Megatron's FSDP hands the buffer out on demand
+    get = getattr(parameter, "get_main_grad", None)
+    buffer = getattr(parameter, "main_grad", None) if get is None else get()
+    what = f"{type(op).__name__} accumulates the gradient of {name!r} into {name}.main_grad"
+    if not isinstance(buffer, Tensor):
+        raise FuseOpsError(
+            f"{what}, which is {type(buffer).__name__}: set it to a float32 tensor of shape {tuple(parameter.shape)}, "
+            "or build the op with accumulate_into_main_grad=False."
+        )
+    fits = buffer.shape == parameter.shape and buffer.device == parameter.device
+    if (
+        not fits
+        or not buffer.is_contiguous()
+        or buffer.dtype not in (torch.float32, parameter.dtype)
+    ):
+        raise FuseOpsError(
+            f"{what}, a {'' if buffer.is_contiguous() else 'non-contiguous '}{buffer.dtype} of shape "
+            f"{tuple(buffer.shape)} on {buffer.device}: expected a contiguous {torch.float32} or {parameter.dtype} "
+            f"of shape {tuple(parameter.shape)} on {parameter.device}."
+        )
+    return buffer
+
+
+def accept(op: Op[Any], name: str, place: Destination, gradient: Tensor | None) -> None:
+    """Add the gradient that an op gave to its buffer, unless the op has written it there itself (None)."""
+    if place.shares:
+        parts = place.buffer if gradient is None else gradient
+        for share, part in zip(place.shares, parts.unbind(), strict=True):
+            if share is not None:
+                share.add_(part)
+    elif gradient is not None and place.overwrite:
+        place.buffer.copy_(gradient)
+    elif gradient is not None:
+        place.buffer.add_(gradient)
+    for registered in op.registered(name):
+        parameter: Any = getattr(op, registered)
+        if hasattr(parameter, "grad_added_to_main_grad"):  # data-parallel wrappers look here
+            parameter.grad_added_to_main_grad = True
+
+
+# --- delayed
+
+
+class Delayed(NamedTuple):
+    """What waits for `backward_dw`: how to compute it, and what it reads, at the versions that it had."""
+
+    run: Backward
+    step: Step
+    reads: tuple[tuple[str, Tensor, int], ...]
+
+
+def delay(op: Op[Any], run: Backward, step: Step, saved: Any, dy: Any) -> None:
+    """Put the gradients of a step off until `backward_dw`."""
+    fields = kept_fields(op.saves_for, op.Saved._fields, step.calls[0].needs)
+    named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
+    tensors = [(name, t) for name, t in named if isinstance(t, Tensor)]
+    reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
+    op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads))
+
+
+def run_delayed(module: nn.Module) -> int:
+    """Compute what backwards have put off in every op of `module`, oldest first, and add it to `.grad` or main_grad.
+
+    -> how many gradients.  Raises FuseOpsError for a parameter that has been sharded since. What an error stops stays
+    in the queue.
+    """
+    done = 0
+    for path, op in reversed(list(module.named_modules())):
+        queue = op.__dict__.get(DELAYED, [])
+        while queue:
+            try:
+                with torch.no_grad():
+                    done += _accumulate(op, queue[0])
+            except Exception as error:
+                error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
+                raise
+            queue.pop(0)
+    return done
+
+
+def _accumulate(op: Op[Any], delayed: Delayed) -> int:
+    """Compute and add the gradients of one delayed step.   -> how many"""
+    run, step, reads = delayed
+    for name, t, version in reads:
+        if torch_private.version(t) != version:
+            raise InPlaceError(
+                f"backward_dw: {name!r} of {type(op).__name__} was modified in place after the backward that put its "
+                "weight gradient off: the gradient would be wrong. Call backward_dw() before, or write to a clone."
+            )
+    names = sorted(step.calls[0].needs)
+    for registered in (key for name in names for key in op.registered(name)):
+        if torch_private.is_dtensor(type(getattr(op, registered))):
+            raise FuseOpsError(
+                f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
+                "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
+            )
+    out = {n: destination(op, n) for n in names} if op.accumulate_into_main_grad else {}
+    gradients = run(step, [out])[0].params or {}
+    for name in names:
+        if name in out:
+            accept(op, name, out[name], gradients[name])
+        elif gradients[name] is not None:
+            _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
+    return len(names)
+
+
+def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
+    names = op.registered(name)
+    parts = (gradient,) if name in names else gradient.unbind()
+    for registered, part in zip(names, parts, strict=True):
+        parameter = getattr(op, registered)
+        if parameter.requires_grad:
+            part = part.to(parameter.dtype)
+            parameter.grad = part if parameter.grad is None else parameter.grad + part
