@@ -183,8 +183,14 @@ class Op(nn.Module, Generic[S]):
                     f"{cls.__name__} declares saves_for, and no bwd that would read what it saves: define "
                     "bwd(self, saved, dy), or leave saves_for out."
                 )
-            fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
-            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
+            fields: list[tuple[str, Any]] = [
+                ("x", Tensor),
+                *((k, Any) for k in cls.signature.keywords),
+            ]
+            fields.append(
+                ("self", Any)
+            )  # no keyword can be called so: what the op was in the forward
+            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc]
             cls.saves_for = None
         else:
             cls.Saved = _saved_class(cls)

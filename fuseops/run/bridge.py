@@ -84,14 +84,14 @@ def run_forward(
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
                 keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
+            own = None
             if step.pure:
-                with pure.running(step, x.device, checked=look is None or not seg.needs_grad):
-                    out = step.target.fwd(x, **keywords)
+                out, own = pure.run_fwd(step, x, keywords, seg.needs_grad)
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = _bare(step, out)
-            saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
+            saved[first] = own if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
         if look is not None:
