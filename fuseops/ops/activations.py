@@ -139,7 +139,7 @@ class Approximated:
         self.approximate = APPROXIMATE[self.kinds.index(kind)]
 
 
-class GELU(Approximated, Activation, nn.GELU):  # type: ignore[misc]
+class GELU(Approximated, Activation, nn.GELU):
     """y = x * Phi(x), Phi the normal distribution's (arXiv 1606.08415, section 2).
 
     approximate="tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is TransformerEngine's GELU.

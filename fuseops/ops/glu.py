@@ -75,7 +75,7 @@ class SwiGLU(_Gated, Activation):
     kind = "swiglu"
 
 
-class GEGLU(_GELUGated, Activation):  # type: ignore[misc]
+class GEGLU(_GELUGated, Activation):
     """y = gelu(gate) * up (arXiv 2002.05202).   x = [gate | up] (..., 2F) -> (..., F)"""
 
 
@@ -104,7 +104,7 @@ class ScaledSwiGLU(_Gated, ScaledActivation):
     kind = "swiglu"
 
 
-class ScaledGEGLU(_GELUGated, ScaledActivation):  # type: ignore[misc]
+class ScaledGEGLU(_GELUGated, ScaledActivation):
     """y = gelu(gate) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
 
 

@@ -190,7 +190,7 @@ class Op(nn.Module, Generic[S]):
             fields.append(
                 ("self", Any)
             )  # no keyword can be called so: what the op was in the forward
-            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc]
+            cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None
         else:
             cls.Saved = _saved_class(cls)
@@ -240,7 +240,7 @@ class Op(nn.Module, Generic[S]):
         for name in self.signature.keywords:
             if name in self.reads:
                 continue
-            if name in self._parameters or name in self._buffers or hasattr(self, name):
+            if self._holds(name):
                 value = self.__dict__.get(name, getattr(type(self), name, None))
                 if not isinstance(value, Tensor | property | None):
                     raise FuseOpsError(
@@ -254,6 +254,12 @@ class Op(nn.Module, Generic[S]):
                     f"of the op nor in its reads {self.reads}: register it, or add it to `reads`."
                 )
         return tuple(names)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a parameter or buffer stands for a keyword.  Reads no value: a parametrized one would be computed."""
+        held = self._parameters.keys() | self._buffers.keys()
+        inner = (n in held or hasattr(type(self), n) for n in self.registered(name))
+        return any(inner) or hasattr(self, name)
 
     def registered(self, name: str) -> tuple[str, ...]:
         """The registered parameters that a keyword of `fwd` stands for: itself, or those that it is packed of."""

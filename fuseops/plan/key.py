@@ -43,7 +43,10 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     """What a plan depends on, of one op: class, mode, hooks, and of its parameters (need, dtype, on meta, class)."""
     own = op.__dict__
     registered = own["_parameters"]
-    facts = [op.__class__, own["training"], op.alias]
+    kind: type = op.__class__
+    if "parametrizations" in own["_modules"]:
+        kind = kind.__bases__[0]  # torch makes a class anew for every registration
+    facts = [kind, own["training"], op.alias]
     if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:

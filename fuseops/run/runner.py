@@ -186,9 +186,11 @@ def runner_of(module: Any) -> Runner:
 def prepare(module: Any, children: tuple[nn.Module, ...]) -> None:
     """Build the runner of a module, unless the one that it has still fits."""
     runner: Runner | None = module._runner
-    if runner is None or not runner.fits(children) or runner.names != [*module._modules]:
-        runner = module.__dict__["_runner"] = Runner(module._planned(), isinstance(module, Op))
-        runner.names = [*module._modules]
+    alone = isinstance(module, Op)
+    names = [] if alone else [*module._modules]  # parametrizations of an op come and go
+    if runner is None or not runner.fits(children) or runner.names != names:
+        runner = module.__dict__["_runner"] = Runner(module._planned(), alone)
+        runner.names = names
 
 
 op_module.prepare = prepare  # type: ignore[assignment]

@@ -114,7 +114,9 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
-        s, taken = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
+        fields: tuple[Any, ...] = held.pop()[: len(GroupedMLPSaved._fields)]
+        s, taken = without_h(GroupedMLPSaved._make(fields))
+        del fields  # it names h
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
