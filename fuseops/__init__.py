@@ -28,12 +28,14 @@ from .rules.rule import require as require
 from .layers.sequential import Residual as Residual
 from .layers.sequential import Sequential as Sequential
 from .layers import MoE as MoE
+from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads
 from .ops.op import Op as Op
 from .ops.op import Out as Out
 from .ops.routing import Routing as Routing
+from .recipes import quantize as quantize
 from . import testing as testing
 
 _from_environment()

@@ -1,6 +1,12 @@
 """What every test stands on: Hypothesis profiles, seeds, poisoned memory, skips."""
 
 import os
+
+# Before torch and numpy read them, and for every process that a test starts: one thread each. More only spin where
+# another process works: a test took 10 times its processor time on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import random
 import shutil
 import sys
@@ -17,10 +23,6 @@ import torch
 import torch._dynamo.trace_rules
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers already fill the cores; torch's own threads would only get in each other's way.
-    torch.set_num_threads(1)
 
 
 class TorchRandom:

@@ -49,7 +49,7 @@ def test_every_op_and_rule_has_its_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", ["grouped_linear.md", "moe.md"])
+@pytest.mark.parametrize("page", ["grouped_linear.md", "huggingface.md", "moe.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     run(page, {})
 

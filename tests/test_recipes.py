@@ -1,6 +1,7 @@
 """Recipes through the whole path, against quantize and dequantize written a second time, here."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +38,18 @@ def through(x: Tensor, dtype: torch.dtype) -> Tensor:
     inv = torch.tensor(most) / amax if amax > 0 else torch.ones(())
     data = (x.float() * inv).clamp(-most, most).to(dtype)
     return data.double() / inv.double()
+
+
+def varied(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal numbers whose magnitude changes from block to block: else nearly every block has the same scale, and one
+    that is read from a wrong place passes.
+    """
+    x = filled(shape, dtype, "normal", seed)
+    rows, k = x.flatten(0, -2).shape
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-4, 4, (-(-rows // 128), -(-k // 128)), generator=generator)
+    blocks = exponents.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
+    return (x.flatten(0, -2) * torch.exp2(blocks.float()).to(dtype)).view(shape)
 
 
 class Expected(NamedTuple):
@@ -127,11 +140,29 @@ def in_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int) -> Tensor:
     most, padded = torch.finfo(dtype).max, x.float()
     padded = F.pad(padded, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
     tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
-    amax = tiles.abs().amax((1, 3), keepdim=True)
-    ratio = most / torch.where(amax == 0, most, amax)
-    inv = torch.ldexp(torch.ones_like(ratio), torch.frexp(ratio).exponent - 1)
-    data = (tiles * inv).clamp(-most, most).to(dtype)
-    return (data.double() / inv.double()).view_as(padded)[: x.shape[0], : x.shape[1]]
+    scale = scales(tiles.abs().amax((1, 3), keepdim=True), dtype)
+    data = (tiles / scale).clamp(-most, most).to(dtype)
+    return (data.double() * scale.double()).view_as(padded)[: x.shape[0], : x.shape[1]]
+
+
+def shifted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the columns of a matrix stand for: codes of the rows, brought to the largest scale of their square."""
+    rows, k = x.shape
+    padded = F.pad(x.float(), (0, -k % 128))
+    tiles = padded.unflatten(1, (-1, 128))
+    scale = scales(tiles.abs().amax(2), dtype)  # (R, K/128)
+    codes = (tiles / scale[:, :, None]).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    codes = codes.to(dtype).float()
+    blocks = F.pad(scale, (0, 0, 0, -rows % 128)).unflatten(0, (-1, 128)).amax(1)
+    square = blocks.repeat_interleave(128, 0)[:rows]
+    data = (codes * (scale / square)[:, :, None]).to(dtype).double()
+    return (data * square.double()[:, :, None]).flatten(1)[:, :k]
+
+
+def scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The powers of two that bring these magnitudes into the range, none below 2^-63."""
+    ratio = (torch.finfo(dtype).max / amax).clamp(max=2.0**63)
+    return torch.ldexp(torch.ones_like(ratio), 1 - torch.frexp(ratio).exponent)
 
 
 def dense_in_blocks(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, recipe: Any = BLOCKS) -> Expected:
@@ -140,38 +171,49 @@ def dense_in_blocks(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, recipe: Any = B
     weight = in_blocks(w, recipe.fwd, 128, 128)
     y = in_blocks(rows, recipe.fwd, 1, 128) @ weight.t() + b.double()
     dx = in_blocks(grad, recipe.bwd, 1, 128) @ weight
-    dweight = in_blocks(grad, recipe.bwd, 128, 1).t() @ in_blocks(rows, recipe.fwd, 128, 1)
+    if recipe.wgrad == "square":
+        columns = shifted(grad, recipe.bwd), shifted(rows, recipe.fwd)
+    elif recipe.wgrad == "block":
+        columns = in_blocks(grad, recipe.bwd, 128, 1), in_blocks(rows, recipe.fwd, 128, 1)
+    else:
+        columns = grad.double(), rows.double()
+    dweight = columns[0].t() @ columns[1]
     return Expected(y.view(dy.shape), dx.view(x.shape), dweight, grad.double().sum(0))
 
 
-@pytest.mark.parametrize("recipe", [BLOCKS, fo.recipes.Float8BlockScaling(bwd=E5M2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@given(rows=st.sampled_from([0, 1, 127, 129]), k=UNEVEN, n=UNEVEN, rank=st.sampled_from([2, 3]))
+WGRADS = [fo.recipes.Float8BlockScaling(wgrad=wgrad) for wgrad in ("square", "block", "bf16")]
+
+
+@pytest.mark.parametrize("recipe", [*WGRADS, fo.recipes.Float8BlockScaling(bwd=E5M2)], ids=str)
+@given(
+    rows=st.sampled_from([0, 1, 127, 129]), k=UNEVEN, n=UNEVEN, rank=st.sampled_from([2, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
 def test_linear_in_blocks_is_a_product_of_what_its_operands_stand_for(
     recipe: Any, dtype: torch.dtype, rows: int, k: int, n: int, rank: int
 ) -> None:
     op, lead = fo.ops.Linear(k, n, dtype=dtype), (2, rows) if rank == 3 else (rows,)
-    x, dy = filled((*lead, k), dtype, "normal", 1), filled((*lead, n), dtype, "normal", 2)
+    x, dy = varied((*lead, k), dtype, 1), varied((*lead, n), dtype, 2)
     expected = dense_in_blocks(x, op.weight.detach(), op.bias.detach(), dy, recipe)
     check(op, x, dy, expected, recipe)
 
 
 @given(
     counts=st.lists(st.sampled_from([0, 1, 127, 128, 200]), min_size=1, max_size=4),
-    padding=st.sampled_from([0, 1, 130]), k=UNEVEN, n=UNEVEN,
+    padding=st.sampled_from([0, 1, 130]), k=UNEVEN, n=UNEVEN, recipe=st.sampled_from(WGRADS),
 )  # fmt: skip
 def test_blocks_of_a_grouped_linear_lie_in_one_group(
-    counts: list[int], padding: int, k: int, n: int
+    counts: list[int], padding: int, k: int, n: int, recipe: Any
 ) -> None:
     split = Split(counts, padding)
     op = fo.ops.GroupedLinear(len(counts), k, n)
-    x = filled((split.rows, k), torch.float32, "normal", 1)
-    dy = filled((split.rows, n), torch.float32, "normal", 2)
+    x = varied((split.rows, k), torch.float32, 1)
+    dy = varied((split.rows, n), torch.float32, 2)
     x[sum(counts) :] = float("nan")
     dy[sum(counts) :] = float("nan")
     weights = op.weight.detach(), op.bias.detach()
-    expected = grouped(x, *weights, dy, split, dense_in_blocks)
-    check(op, x, dy, expected, BLOCKS, offs=split.offs)
+    expected = grouped(x, *weights, dy, split, partial(dense_in_blocks, recipe=recipe))
+    check(op, x, dy, expected, recipe, offs=split.offs)
 
 
 def test_the_operands_of_blocks_are_exact_in_bfloat16() -> None:
@@ -189,9 +231,9 @@ def test_blocks_save_the_columns_with_their_scales(grouped: bool) -> None:
     found = saving(model, torch.randn(5, 4, requires_grad=True), BLOCKS, **side)
     expected = {"fc1.x.col", "fc1.x.col_scale", "fc1.weight"}
     assert found.names == expected | ({"fc1.offs", "fc1.x.offs"} if grouped else set())
-    grain = "blocks of a group" if grouped else "blocks of a tensor"
-    made = f"float8_e4m3fn[{grain}, col+row], quantize step"
-    assert found.edges == {"forward fc1": made, "backward fc1": made}
+    vectors, squares = "float8_e4m3fn[1x128]", "float8_e4m3fn[128x128]"
+    formats = {"fc1 input": vectors, "fc1 weight": squares, "fc1 grad_output": vectors}
+    assert found.operands == formats
 
 
 def test_a_main_grad_takes_the_float32_sums_of_blocks() -> None:
@@ -227,13 +269,13 @@ def test_it_is_not_high_precision(recipe: Any) -> None:
 class Saving(NamedTuple):
     names: set[str]
     dtypes: dict[str, torch.dtype]
-    edges: dict[str, str]
+    operands: dict[str, str]
 
 
 def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor) -> Saving:
-    """Names and dtypes of what a call saves, and the formats on its edges."""
+    """Names and dtypes of what a call saves, and the formats of its operands."""
     dtypes: dict[str, torch.dtype] = {}
-    edges: dict[str, str] = {}
+    operands: dict[str, str] = {}
 
     def pack(t: Tensor) -> Tensor:
         saved = naming.take(t)
@@ -242,51 +284,48 @@ def saving(model: fo.Sequential, x: Tensor, recipe: Any = RECIPE, **side: Tensor
         return t
 
     def watch(plan: Any) -> None:
-        edges.update({f"{e.direction} {e.before}": f"{e.format}, {e.made_by}" for e in plan.edges})
+        operands.update({f"{o.op} {o.role}": o.format for o in plan.operands})
 
     with scopes.watching(watch):
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with fo.recipe(recipe), naming.observe(), hooks:
             model(x, **side)
-    return Saving(set(dtypes), dtypes, edges)
+    return Saving(set(dtypes), dtypes, operands)
 
 
-QUANTIZED, WEIGHT = {"fc1.x.col", "fc1.x.scale"}, {"fc1.weight"}
+QUANTIZED, WEIGHT = {"fc1.x.col", "fc1.x.col_scale"}, {"fc1.weight"}
 
 
 @pytest.mark.parametrize(
-    ("x_needs", "weight_needs", "saved", "forward", "backward"),
+    ("x_needs", "weight_needs", "saved"),
     [
-        (True, True, QUANTIZED | WEIGHT, "col+row", "col+row"),
-        (True, False, WEIGHT, "row", "row"),
-        (False, True, QUANTIZED, "col+row", "col"),
-        (False, False, set(), "row", None),
+        (True, True, QUANTIZED | WEIGHT),
+        (True, False, WEIGHT),
+        (False, True, QUANTIZED),
+        (False, False, set()),
     ],
 )
 @pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
-def test_only_the_layouts_that_a_product_reads_are_made_and_saved(
-    grouped: bool,
-    x_needs: bool,
-    weight_needs: bool,
-    saved: set[str],
-    forward: str,
-    backward: str | None,
+@pytest.mark.parametrize("recipe", [RECIPE, fo.recipes.Float8BlockScaling()], ids=str)
+def test_only_the_layouts_that_a_product_reads_are_saved(
+    recipe: Any, grouped: bool, x_needs: bool, weight_needs: bool, saved: set[str]
 ) -> None:
     op = fo.ops.GroupedLinear(2, 4, 6, bias=False) if grouped else fo.ops.Linear(4, 6, bias=False)
     op.weight.requires_grad_(weight_needs)
     model = fo.Sequential({"fc1": op})
     side = {"offs": torch.tensor([2, 5], dtype=torch.int32)} if grouped else {}
-    found = saving(model, torch.randn(5, 4, requires_grad=x_needs), **side)
+    found = saving(model, torch.randn(5, 4, requires_grad=x_needs), recipe, **side)
     offs = {"fc1.offs"} if grouped and saved else set()
     offs |= {"fc1.x.offs"} if grouped and weight_needs else set()
     assert found.names == saved | offs
-    grain = "group" if grouped else "tensor"
-    expected = {"forward fc1": f"float8_e4m3fn[{grain}, {forward}], quantize step"}
-    if backward:
-        expected["backward fc1"] = f"float8_e5m2[{grain}, {backward}], quantize step"
-    assert found.edges == expected
+    roles = {"fc1 input", "fc1 weight"} | (
+        {"fc1 grad_output"} if x_needs or weight_needs else set()
+    )
+    assert found.operands.keys() == roles
     if weight_needs:
-        assert found.dtypes["fc1.x.col"] is E4M3 and found.dtypes["fc1.x.scale"] is torch.float32
+        assert (
+            found.dtypes["fc1.x.col"] is E4M3 and found.dtypes["fc1.x.col_scale"] is torch.float32
+        )
 
 
 def test_a_bias_gradient_reads_high_precision() -> None:
@@ -353,8 +392,8 @@ class Partly(fo.recipes.Recipe):
     def __init__(self, whole: fo.recipes.Recipe, high: tuple[str, ...]) -> None:
         self.whole, self.high = whole, high
 
-    def roles(self, granularity: str) -> Any:
-        return replace(self.whole.roles(granularity), **dict.fromkeys(self.high))
+    def roles(self) -> fo.recipes.Roles:
+        return replace(self.whole.roles(), **dict.fromkeys(self.high))
 
 
 ROLES = ("input", "weight", "grad_output")
@@ -375,9 +414,7 @@ def test_a_role_of_none_is_high_precision(
         through_ = {role: _operand(whole, role, high) for role in ROLES}
         qx, qw, qdy = through_["input"](x), through_["weight"](w), through_["grad_output"](dy)
         columns = whole is BLOCKS and not high & {"input", "grad_output"}
-        left, right = (
-            in_blocks(t.t(), E4M3, 1, 128).t() if columns else q for t, q in ((dy, qdy), (x, qx))
-        )
+        left, right = (shifted(t, E4M3) if columns else q for t, q in ((dy, qdy), (x, qx)))
         return Expected(qx @ qw.t() + b.double(), qdy @ qw, left.t() @ right, dy.double().sum(0))
 
     k, n = 40, 24

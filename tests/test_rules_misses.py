@@ -147,7 +147,7 @@ def test_conditions_see_the_call() -> None:
         ),
         ((fo.ops.Linear(4, 4), fo.ops.Bias(4)), "linear_act", "the sequence ends, wanted SiLU"),
         ((fo.ops.Bias(4), torch.nn.Tanh(), fo.ops.SiLU()), "bias_act", "is Tanh, a plain module"),
-        ((fo.ops.RMSNorm(4), fo.Sequential()), "norm_linear", "a nested Sequential, wanted Linear"),
+        ((fo.ops.RMSNorm(4), fo.Sequential()), "norm_linear", "the sequence ends, wanted Linear"),
         ((fo.ops.RMSNorm(4), fo.ops.SiLU()), "norm_linear", "op 1 is SiLU, wanted Linear"),
     ],
 )

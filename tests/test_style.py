@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fuseops"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MAX_LINES = 400
+MAX_FUNCTION_LINES = 65
+MAX_KERNEL_LINES = 95  # of what Triton compiles, which calls less
 MAX_IMPORT_SECONDS = 0.3
 
 # Lowest first: a file imports from its own layer and those before it.
@@ -180,8 +182,8 @@ def test_import_is_light(tmp_path: Path) -> None:
     # A user's second import: with bytecode, whatever this environment says of writing it.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
-    runs = []
-    for _ in range(4):
+
+    def imported() -> dict[str, Any]:
         out = subprocess.run(
             [sys.executable, "-c", IMPORT_PROBE],
             cwd=ROOT,
@@ -190,18 +192,28 @@ def test_import_is_light(tmp_path: Path) -> None:
             env=environment,
         )
         assert out.returncode == 0, out.stderr
-        runs.append(json.loads(out.stdout))
-    loaded = {heavy for heavy in HEAVY if heavy in runs[0]["modules"]}
+        found: dict[str, Any] = json.loads(out.stdout)
+        return found
+
+    loaded = {heavy for heavy in HEAVY if heavy in imported()["modules"]}  # compiles bytecode, too
     assert not loaded, f"`import fuseops` imports {loaded}: import them where they are used"
-    # the first one compiled, and what else runs on the cores only adds
-    seconds = min(run["seconds"] for run in runs[1:])
-    assert seconds <= MAX_IMPORT_SECONDS, f"`import fuseops` takes {seconds:.2f} s beyond torch"
+    for _ in range(6):  # what else runs on the cores only adds
+        if (seconds := imported()["seconds"]) <= MAX_IMPORT_SECONDS:
+            return
+    raise AssertionError(f"`import fuseops` takes {seconds:.2f} s beyond torch")
 
 
-def test_files_are_short() -> None:
-    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
-    long = [f"{f.relative_to(ROOT)}: {n} lines" for f, n in lengths.items() if n > MAX_LINES]
-    assert not long, f"over {MAX_LINES} lines, split by subject:\n" + "\n".join(long)
+def test_functions_are_short() -> None:
+    # A file is as long as its subject; a function is what a reader holds in his head at once.
+    long = []
+    for file in FILES:
+        most = MAX_KERNEL_LINES if file.parent.name == "device" else MAX_FUNCTION_LINES
+        for node in ast.walk(parse(file)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > most:
+                    long.append(f"{at(file, node)}: {node.name} has {lines} lines of {most}")
+    assert not long, "take a step out of it, under a name of its own:\n" + "\n".join(long)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every private torch name that fuseops uses exists and does what fuseops wants of it."""
 
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -488,3 +489,30 @@ def test_an_unsafe_view_is_no_view_to_autograd() -> None:
     assert y.shape == (2, 3) and not y._is_view()
     y.mul_(3).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full((6,), 6.0))
+
+
+def test_tensor_guard_tells_kinds_apart_and_holds_nothing(asked: list[bool]) -> None:
+    x, w = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
+    fits = torch_private.tensor_guard([x, w])
+    assert fits(x, w) and fits(torch.zeros(3, 4), w) and not fits(x, None)
+    others = [x.double(), x.t(), x[:2], torch.randn(4, 3).t(), torch.randn(3, 4, device="meta")]
+    assert not any(fits(other, w) for other in others)
+    assert not fits(x, w.detach()) and not fits(x.clone().requires_grad_(), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fits(x, w)
+    with FakeTensorMode() as mode:
+        assert not fits(mode.from_tensor(x), mode.from_tensor(w))
+    seen: list[bool] = []
+    torch.vmap(lambda row: (seen.append(fits(x, w)), row)[1])(x)
+    torch.func.grad(lambda t: (seen.append(fits(x, w)), t.sum())[1])(x)
+    assert seen == [False, False]
+    lone = torch.ones(2)
+    fits, alive = torch_private.tensor_guard([lone]), weakref.ref(lone)
+    del lone
+    assert alive() is None and fits(torch.zeros(2))
+
+
+def test_empty_strided_is_torchs() -> None:
+    found = torch_private.empty_strided(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
+    assert found.shape == (2, 3) and found.stride() == (1, 2) and found.dtype is torch.bfloat16
+    assert torch_private.empty_strided(torch.device("meta"))((2,), (1,), torch.int32).is_meta

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuseops.explain import FusionPlan, plans
 from fuseops.explain.html import fragment
-from fuseops.explain.layout import groups, place
+from fuseops.explain.layout import groups, miss_rows
 from fuseops.words import plural
 
 
@@ -36,8 +36,8 @@ def lines(found: Sequence[FusionPlan]) -> Iterator[str]:
         alone = [str(s) for s in group.plan.forward if s not in fused and s.kind == "op"]
         if alone:
             yield f"    alone      {', '.join(alone)}"
-        for miss in group.plan.misses:
-            yield f"    not fused  {miss.rule} at {place(group.plan, miss)}: {miss.reason}"
+        for rule, where, reason in miss_rows(group.plan):
+            yield f"    not fused  {rule} at {where}: {reason}"
 
 
 def drawings(found: Sequence[FusionPlan]) -> str:

@@ -12,9 +12,11 @@ from fuseops.observe.observer import Call, Seen
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
-from fuseops.plan.records import Edge, Miss, SavedTensor, Span
+from fuseops.plan.records import Miss, Operand, SavedTensor, Span
+from fuseops.run.composed import Composed
 from fuseops.run.run import Run
-from fuseops.run.runner import Composed
+from fuseops.run.runner import runner_of
+from fuseops.run.splice import border
 
 from .fusion_plan import FusionPlan
 
@@ -25,7 +27,7 @@ class _Part(NamedTuple):
     forward: Sequence[Span]
     backward: Sequence[Span]
     misses: Sequence[Miss] = ()
-    edges: Sequence[Edge] = ()
+    operands: Sequence[Operand] = ()
     segments: Sequence[tuple[int, int]] = ()
     notes: Sequence[str] = ()
     temporaries: int = 0
@@ -45,7 +47,7 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
         backward=every("backward"),
         misses=every("misses"),
         saved=mine,
-        edges=every("edges"),
+        operands=every("operands"),
         segments=every("segments"),
         notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
@@ -57,7 +59,7 @@ def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
     offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
-            yield _of_module(name, piece, offset)
+            yield _of_module(name, piece, offset, call.module)
             offset += 1
             continue
         plan, x = next(runs, (None, None))
@@ -66,8 +68,10 @@ def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
         offset += len(piece.ops)
 
 
-def _of_module(name: str, module: nn.Module, at: int) -> _Part:
-    what = "a Sequential of its own" if isinstance(module, Composed) else "plain module"
+def _of_module(name: str, module: nn.Module, at: int, outer: Composed) -> _Part:
+    what = "plain module"
+    if isinstance(module, Composed):
+        what = f"a Sequential of its own: {border(module, outer._settings)}"
     cls = type(module).__name__
     span = Span(at, at + 1, (name,), cls, None, "module", what, (cls,))
     return _Part([span], [span])
@@ -78,7 +82,7 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
         forward=[_typed(s, run) for s in plan.forward],
         backward=[_typed(s, run) for s in plan.backward],
         misses=plan.misses,
-        edges=plan.edges,
+        operands=plan.operands,
         segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
         notes=list(_notes_of(plan)),
         temporaries=temporaries,
@@ -109,14 +113,14 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         if span.kind in _RUNS and span.note != "alias":
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
-    if plan.edges:
+    if plan.operands:
         yield "GEMMs multiply what quantized operands stand for: no kernel uses FP8 tensor cores yet"
 
 
 def _notes_on(call: Call) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     settings = scopes.resolve(call.module._settings)
-    for name, child in call.module.named_children():
+    for name, child, *_ in runner_of(call.module).planned:
         if isinstance(child, Op) and child._settings:
             own = scopes.resolve(child._settings).difference(settings)
             if own:

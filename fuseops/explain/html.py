@@ -20,7 +20,7 @@ from .layout import (
     at_peak,
     groups,
     is_outside,
-    place,
+    miss_rows,
     saved_rows,
     shape_of,
     summary,
@@ -119,7 +119,7 @@ def _parts(group: Group) -> Iterator[str]:
     yield from _fused(plan)
     yield from _misses(plan)
     yield from _saved(saved_rows(group))
-    yield from _edges(plan)
+    yield from _operands(plan)
     if plan.notes:
         yield f"<h3>Notes</h3><ul>{''.join(f'<li>{escape(note)}</li>' for note in plan.notes)}</ul>"
     for nested in groups(plan.nested):
@@ -163,20 +163,17 @@ def _fused(plan: Planned) -> Iterator[str]:
 
 def _misses(plan: Planned) -> Iterator[str]:
     rows = [
-        _cell(m.rule, "rule lost") + _cell(place(plan, m), "mono") + _cell(m.reason)
-        for m in plan.misses
+        _cell(rule, "rule lost") + _cell(where, "mono") + _cell(reason)
+        for rule, where, reason in miss_rows(plan)
     ]
     if rows:
         yield f"<h3>Not fused, and why</h3>{_table(rows)}"
 
 
-def _edges(plan: Planned) -> Iterator[str]:
-    rows = [
-        _cell(e.before, "mono") + _cell(e.direction) + _cell(e.format, "mono") + _cell(e.made_by)
-        for e in plan.edges
-    ]
+def _operands(plan: Planned) -> Iterator[str]:
+    rows = [_cell(o.op, "mono") + _cell(o.role) + _cell(o.format, "mono") for o in plan.operands]
     if rows:
-        yield f"<h3>Formats on edges</h3>{_table(rows)}"
+        yield f"<h3>Formats of operands</h3>{_table(rows)}"
 
 
 def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:

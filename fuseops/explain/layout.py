@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from fuseops.plan.records import Miss, Planned, SavedTensor, Span
@@ -116,7 +116,7 @@ def signature(plan: Planned) -> Hashable:
             )
             for t in plan.saved
         ),
-        plan.edges,
+        plan.operands,
         plan.segments,
         plan.notes,
         plan.temporaries,
@@ -187,14 +187,55 @@ def _runs_of_modules(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def span_rows(spans: Sequence[Span]) -> list[SpanRow]:
-    """A line a span."""
-    rows = []
-    for same in _runs_of_modules(spans):
-        first, last, n = same[0], same[-1], len(same)
-        ops = ", ".join(first.ops) if n == 1 else f"{first.ops[0]} .. {last.ops[-1]}"
-        runs = first.runs if n == 1 else f"{first.runs} x {n}"
-        rows.append(SpanRow(_positions(first.start, last.stop), ops, runs, why(first)))
+    """A line a span; in a long plan equal layers that follow each other share theirs."""
+    lines, rows, at = _runs_of_modules(spans), [], 0
+    for period, times in _repeats(lines):
+        for same in lines[at : at + period]:
+            first, last, n = same[0], same[-1], len(same)
+            ops = ", ".join(first.ops) if n == 1 else f"{first.ops[0]} .. {last.ops[-1]}"
+            runs = first.runs if n == 1 else f"{first.runs} x {n}"
+            rows.append(SpanRow(_positions(first.start, last.stop), ops, runs, why(first)))
+        begin, at = at + period, at + period * times
+        if times > 1:
+            first, last = lines[begin][0], lines[at - 1][-1]
+            again = f"the same {plural(times - 1, 'time')} more"
+            ops = f"{first.ops[0]} .. {last.ops[-1]}"
+            rows.append(SpanRow(_positions(first.start, last.stop), ops, again, ""))
     return rows
+
+
+def _repeats(lines: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int]]:
+    """(lines, times) of what follows each other, in order: of equal layers the lines of one."""
+    spans = [same[0] for same in lines]
+    keys = [(tuple(map(glob, s.ops)), s.runs, s.rule, s.kind, s.note) for s in spans]
+    at, size = 0, len(keys)
+    while at < size:
+        period = times = 1
+        for p in range(1, (size - at) // 2 + 1 if size >= LONG else 0):
+            n = 1
+            while keys[at : at + p] == keys[at + n * p : at + (n + 1) * p]:
+                n += 1
+            if n > 1 and n * p > period * times:
+                period, times = p, n
+        yield period, times
+        at += period * times
+
+
+def miss_rows(plan: Planned) -> list[tuple[str, str, str]]:
+    """Rule, place and reason of every miss; those of equal layers share a line."""
+    same: dict[Hashable, list[Miss]] = {}
+    for miss in plan.misses:
+        long = len(plan.misses) >= LONG
+        key = (miss.rule, re.sub(r"\d+", "*", miss.reason)) if long else miss
+        same.setdefault(key, []).append(miss)
+    return [
+        (ms[0].rule, f"{place(plan, ms[0])}{_more(len(ms) - 1)}", ms[0].reason)
+        for ms in same.values()
+    ]
+
+
+def _more(others: int) -> str:
+    return f" and {plural(others, 'place')} more" if others else ""
 
 
 def columns(plan: Planned) -> list[Column]:

@@ -27,10 +27,10 @@ from fuseops.observe.saved import Ledger, storages, tensors_by_owner
 from fuseops.observe.untouched import held, put_back
 from fuseops.ops import names
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of, stripped
+from fuseops.ops.paths import path_of, stripped, walk
 from fuseops.plan.records import SavedTensor
+from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
-from fuseops.run.runner import Composed
 from fuseops.run.sides import check_module
 
 from . import text
@@ -101,7 +101,7 @@ def _joined(*parts: str) -> str:
 
 def _paths(model: nn.Module) -> dict[int, str]:
     above = _above(model)
-    return {id(m): _joined(above, stripped(path)) for path, m in model.named_modules()}
+    return {id(m): _joined(above, stripped(path)) for path, m in walk(model)}
 
 
 def _observe(
@@ -186,12 +186,12 @@ def _unplanned_again(model: nn.Module) -> Iterator[None]:
     """The settings that a recomputation compares with are those of the user's last forward, not of
     this one.
     """
-    runners = [m.__dict__["_runner"] for m in model.modules() if "_runner" in m.__dict__]
+    runners = [m.__dict__["_runner"] for _, m in walk(model) if "_runner" in m.__dict__]
     last = [runner.last for runner in runners]
     try:
         yield
     finally:
-        for module in model.modules():
+        for _, module in walk(model):
             if "_runner" in module.__dict__:
                 module.__dict__["_runner"].last = None
         for runner, value in zip(runners, last, strict=True):

@@ -13,7 +13,7 @@ from .layout import (
     at_peak,
     groups,
     is_outside,
-    place,
+    miss_rows,
     saved_rows,
     shape_of,
     span_rows,
@@ -44,10 +44,10 @@ def _group(group: Group) -> list[str]:
         )
     if plan.misses:
         lines.append("  not fused")
-        lines += _table([[m.rule, f"at {place(plan, m)}", m.reason] for m in plan.misses])
-    if plan.edges:
-        lines.append("  formats on edges")
-        lines += _table([[e.before, e.direction, e.format, e.made_by] for e in plan.edges])
+        lines += _table([[rule, f"at {where}", why] for rule, where, why in miss_rows(plan)])
+    if plan.operands:
+        lines.append("  formats of operands")
+        lines += _table([[o.op, o.role, o.format] for o in plan.operands])
     lines += _saved(group)
     lines += [f"  note: {note}" for note in plan.notes]
     for nested in groups(plan.nested):

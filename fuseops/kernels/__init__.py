@@ -3,10 +3,12 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, norm, permute, quantize, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, bias, casts, cross_entropy, norm, permute, quantize, router,
+                    router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
-    all of them     registry (`@kernel_op`), launch, plans (kept launches), configs (block sizes), tiles
+    all of them     registry (`@kernel_op`), launch, plans (kept launches), replay (of a launcher whose operands come
+                    again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 """
@@ -25,6 +27,9 @@ from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
+from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
+from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
+from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
@@ -48,11 +53,15 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
-from .reference import block_of_column as block_of_column
+from .reference import by_group as by_group
 from .reference import column_offs as column_offs
+from .reference import columns_in_groups as columns_in_groups
 from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
+from .reference import permute_operand as permute_operand
+from .reference import quantize_operand as quantize_operand
+from .reference import quantize_weight as quantize_weight
 from .reference import scaled_mm as scaled_mm
 from .registry import reference_only as reference_only
 from .router import router_bwd as router_bwd

@@ -32,7 +32,8 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
-from fuseops.kernels.launch import Launch, recording
+from fuseops.kernels.launch import recording
+from fuseops.kernels.recorder import Launch
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 
 TABLE = Path(__file__).with_name("aot.json")

@@ -32,6 +32,7 @@ from fuseops.kernels.plans import (
     rows_kind,
     way,
 )
+from fuseops.kernels.recorder import depends
 from fuseops.kernels.tiles import cdiv, pow2
 
 TILE_ROWS = (64, 128)  # the row blocks a tile table knows
@@ -376,5 +377,7 @@ def first_entry(rows: int, groups: int, block_m: int) -> int:
 
 def precision(like: Tensor) -> str:
     """What float32 operands are rounded to: `torch.backends.cuda.matmul.allow_tf32` decides."""
+    if like.dtype == torch.float32:
+        depends("a setting of torch")
     exact = like.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return "ieee" if exact else "tf32"

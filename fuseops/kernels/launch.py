@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,29 +20,11 @@ from torch.nn import Parameter
 
 from fuseops import torch_private
 from fuseops.kernels.plans import Again, planning
+from fuseops.kernels.recorder import Launch, Recorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
+from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
 NUM_SMS_INTERPRETED = 3
-
-
-class Launch(NamedTuple):
-    """One recorded launch: what the ahead-of-time gate compiles."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class Recorder:
-    """Collects launches instead of running them, as if on a GPU of the given architecture."""
-
-    def __init__(self, arch: int, num_sms: int = 132) -> None:
-        self.arch, self.num_sms = arch, num_sms
-        self.launches: list[Launch] = []
-
-
-_recorder: Recorder | None = None
 
 
 def _interpreter() -> ModuleType:
@@ -65,8 +46,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
     grid is empty.   -> the compiled kernel, if one ran
     """
-    if _recorder is not None:
-        _recorder.launches.append(Launch(kernel, grid, args, options))
+    recorder = thread.recorder
+    if recorder is not None:
+        recorder.launches.append(Launch(kernel, grid, args, options))
+        recorder.launch = launched
         return None
     if 0 in grid:
         return None
@@ -80,30 +63,36 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
         return _run(kernel, grid, args, options)
 
 
-_bound: dict[tuple[Any, ...], tuple[Any, Callable[..., Again] | None]] = {}
+def launched(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]
+) -> Launcher | None:
+    """Launch operands that are aligned.   -> what launches the kernel again, if anything but Triton can"""
+    compiled = launch(kernel, grid, *args, **options)
+    if compiled is None:
+        return None
+    return launcher_of(compiled, tuple(options[name] for name in kernel.arg_names[len(args) :]))
+
+
+_bound: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """As ``kernel[grid](*args, **options)``, whose look at every argument is taken once a variant."""
-    variant = variant_of(args)
-    key = kernel, args[0].device.index, variant, *options, *options.values()
-    compiled, bind = _bound.get(key, (None, None))
-    if bind is not None:
-        bind(grid, args)()
+    key = _key(kernel, args, options)
+    compiled, launcher = _bound.get(key, (None, None))
+    if launcher is not None:
+        again_of(launcher, grid, args)()
         return compiled
-    _enter_context()
+    enter_context()
     compiled = kernel[grid](*args, **options)
-    if variant is not None and key not in _bound:
+    if key[2] is not None and key not in _bound:
         constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        _bound[key] = compiled, _binder(compiled, constants)
+        _bound[key] = compiled, launcher_of(compiled, constants)
     return compiled
 
 
-def _enter_context() -> None:
-    """Encoding a descriptor takes a CUDA context, and autograd's threads begin without one. This call into CUDA gives
-    them theirs; Triton does so only when it loads or launches, which is later.
-    """
-    torch.cuda.is_current_stream_capturing()
+def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    return kernel, args[0].device.index, variant_of(args), *options, *options.values()
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -133,102 +122,79 @@ class Prepared:
 
     def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
         self.kernel, self.aligned, self.options = kernel, aligned, options
-        self.bind: Callable[..., Again] | None = None
+        self.launcher: Launcher | None = None
 
     def __call__(self, grid: tuple[int], *args: Any) -> Again | None:
         """Launch.   -> what launches the same again, addresses and integers included, if anything can"""
-        if self.bind is not None:
-            again = self.bind(grid, args)
+        if self.launcher is not None:
+            again = again_of(self.launcher, grid, args)
             again()
             return again
         compiled = launch(self.kernel, grid, *args, **self.options)
         if self.aligned and compiled is not None:
             names = self.kernel.arg_names[len(args) :]
-            self.bind = _binder(compiled, tuple(self.options[name] for name in names))
+            self.launcher = launcher_of(compiled, tuple(self.options[name] for name in names))
         return None
 
 
-def _binder(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., Again] | None:
-    """What makes launches of a compiled kernel from (grid, args); None where Triton has to see each.
-
-    Triton 3.6 encodes every tensor descriptor, asks the driver about every pointer and calls its hooks
-    at each launch. Here all of that is done once: pointers are numbers, descriptors are encoded, and
-    hooks are called only where somebody has set one. A launch holds none of its tensors.
+def again_of(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -> Again:
+    """What makes one launch of a compiled kernel, over and over: pointers are numbers by then, and descriptors
+    encoded. It holds none of its tensors.
     """
-    import triton
-    from triton import knobs
+    flat: list[Any] = []
+    number = 0
+    for arg in args:
+        kind = type(arg)
+        if kind is int or kind is float:
+            flat.append(arg)
+        elif kind is Tensor or kind is Parameter:
+            flat.append(arg.data_ptr())
+        else:
+            if arg.flat is None:
+                arg.flat = launcher.encoded(arg, number)
+            flat += arg.flat
+            number += 1
+    blocks, where = (*grid, 1, 1)[:3], args[0].device.index
+    operands = (*flat, *launcher.constants)
+    rest = (*launcher.head, *operands)
+    raw, stream_of, hooks = launcher.raw, launcher.stream_of, launcher.hooks.launch_enter_hook
 
-    run, hooks = compiled.run, knobs.runtime.launch_enter_hook
-    if not triton.__version__.startswith("3.6.") or run.global_scratch_size:
-        return None
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-    from triton.runtime import driver
+    def again() -> None:
+        if where != torch_private.current_device():
+            with torch.cuda.device(where):
+                again()
+        elif hooks.calls:
+            launcher.hooked(blocks, stream_of(where), operands)
+        else:
+            raw(*blocks, stream_of(where), *rest)
 
-    wrapped = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
-    raw, metas = wrapped.get("launcher", run.launch), wrapped.get("tensordesc_meta", ())
-    stream_of, current = driver.active.get_current_stream, torch_private.current_device
-    # cooperative, PDL, two scratch buffers, metadata; then what hooks would be told, and hooks
-    head = compiled.function, False, run.launch_pdl, None, None, compiled.packed_metadata
-    quiet = None, None, None
-
-    def bind(grid: tuple[int, ...], args: tuple[Any, ...]) -> Again:
-        flat: list[Any] = []
-        number = 0
-        for arg in args:
-            kind = type(arg)
-            if kind is int or kind is float:
-                flat.append(arg)
-            elif kind is Tensor or kind is Parameter:
-                flat.append(arg.data_ptr())
-            else:
-                if arg.flat is None:
-                    _enter_context()
-                    arg.flat = make_tensordesc_arg(arg, metas[number])
-                flat += arg.flat
-                number += 1
-        blocks, where = (*grid, 1, 1)[:3], args[0].device.index
-        rest = (*head, *quiet, *flat, *constants)
-
-        def again() -> None:
-            if where != current():
-                with torch.cuda.device(where):
-                    again()
-            elif hooks.calls:
-                stream = stream_of(where)
-                told = compiled.launch_metadata(blocks, stream), hooks
-                raw(*blocks, stream, *head, *told, knobs.runtime.launch_exit_hook,
-                    *flat, *constants)  # fmt: skip
-            else:
-                raw(*blocks, stream_of(where), *rest)
-
-        return again
-
-    return bind
+    return again
 
 
 @contextmanager
 def recording(arch: int) -> Iterator[Recorder]:
-    """Inside, launches are recorded and not run."""
-    global _recorder
-    outer, _recorder = _recorder, Recorder(arch)
-    try:
-        with planning():
-            yield _recorder
-    finally:
-        _recorder = outer
+    """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
+    with noting(Recorder(arch)) as recorder, planning():
+        yield recorder
 
 
 def current_arch(where: torch.device) -> int:
     """Architecture that a launch on this device runs on (the interpreter stands for Hopper)."""
-    if _recorder is not None:
-        return _recorder.arch
+    recorder = thread.recorder
+    if recorder is not None:
+        if recorder.stands_for is None:
+            return recorder.arch
+        where = recorder.stands_for
     return 90 if where.type != "cuda" else arch_of(where)
 
 
 def num_sms(where: torch.device) -> int:
     """Number of multiprocessors, the unit of persistent grids."""
-    if _recorder is not None:
-        return _recorder.num_sms
+    recorder = thread.recorder
+    if recorder is not None:
+        if recorder.stands_for is None:
+            return recorder.num_sms
+        where = recorder.stands_for
     return NUM_SMS_INTERPRETED if where.type != "cuda" else _num_sms(where)
 
 

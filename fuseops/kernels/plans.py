@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fuseops.kernels.replay import Replays
+
 MOST_KEPT = 1024  # launches of one kind of call, and descriptors of one of its operands: of all layers of a model
 
 Again = Callable[[], None]
@@ -94,10 +96,11 @@ def rows_kind(rows: int) -> int | None:
 
 
 class Plans(dict[tuple[Any, ...], Plan]):
-    """Plans by kind, and those made under an override, by override."""
+    """Plans by kind, replays of other launchers, and those made under an override, by override."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.replays = Replays()
         self.under: dict[Any, Plans] = {}
 
 

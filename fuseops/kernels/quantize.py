@@ -4,7 +4,7 @@
 Maths: inv = limit / amax (correctly rounded; rounded down to a power of two with pow2);  q =
 saturate(x * inv) rounded to nearest even;  scale = 1 / inv, so that x is about q * scale. NaN stays
 NaN and does not count in amax; infinities become the ends of the range; a block of zeros has scale
-1.
+1, with pow2 2^-63, the smallest that there is.
 Shapes: x (R, N) -> rowwise q (R, N) and columnwise q (N, R), which is the transpose, quantized
 along R.
     tensor:  scale (), amax ()                                            two reads of x
@@ -13,7 +13,7 @@ along R.
     128x128: row scale (ceil(R/128), ceil(N/128)), col scale its transpose    one read for both layouts
     columns: col scale (N,)                                               two reads, columnwise only
     groups:  col scale (R//128 + E, N), vectors of 128 rows that begin anew in each group    one read
-             columnwise q (N, (R//32 + E) * 32): each group begins at a multiple of 32
+             columnwise q (N, (R//128 + E) * 128): each group begins at a multiple of 128
 Layout: rows of x may be strided. A layout that is not wanted is an empty tensor.
 Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
 """
@@ -79,10 +79,8 @@ def _column_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _group_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Few warps, where they can hold a tile: what a program does once is done by few threads. Groups end
-    in short blocks.
-    """
-    return [_square(2 if _fits(dims, itemsize) else 4, 128, 64) | {"SHORT": 32}]
+    """Few warps, where they can hold a tile: what a program does once is done by few threads."""
+    return [_square(2 if _fits(dims, itemsize) else 4, 128, 64)]
 
 
 def _column_amax_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -279,26 +277,26 @@ def quantize_columns(x: Tensor, dtype: torch.dtype, pow2: bool = False) -> tuple
 def quantize_group_blocks(
     x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(q (N, (R // A + E) * A), scale (R // 128 + E, N)), A = GROUP_ALIGN = 32: columnwise vectors of 128 rows that
-    begin anew in each group, as a weight gradient reads them.
+    """(q (N, (R // 128 + E) * 128), scale (R // 128 + E, N)): columnwise vectors of 128 rows that begin anew in each
+    group, as a weight gradient reads them.
 
-    Columns of group g begin at (offs[g-1] // A + g) * A, its scales at row offs[g-1] // 128 + g: aligned for wide
-    stores and for the tensor cores, and no look at the counts. Columns of no row, padding rows among them, are
-    zeros, so q is an operand of groups that end at ``column_offs(offs)``; scales that nothing uses are 1.
+    Columns of group g begin at (offs[g-1] // 128 + g) * 128: a box of 128 tokens never reads those of the next group,
+    and no look at the counts is taken. Columns of no row, padding rows among them, are zeros, so q is an operand of
+    groups that end at ``column_offs(offs)``; scales that nothing uses are those of zeros.
     """
     x = _operand(x, dtype)
     rows, n = x.shape
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
     if _too_large(x):
         return reference.quantize_group_blocks(x, offs, dtype, pow2)
-    align, blocks = reference.GROUP_ALIGN, rows // 128 + len(offs)
-    col = x.new_empty(n, (rows // align + len(offs)) * align, dtype=dtype)
+    blocks = rows // 128 + len(offs)
+    col = x.new_empty(n, blocks * 128, dtype=dtype)
     scale = x.new_empty(blocks, n, dtype=torch.float32)
     config = GROUP_BLOCKS.pick(rows, (n,), x)
     launch(
         device("quantize_columns").quantize_group_blocks_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x, offs.contiguous(), col, scale, rows, n, len(offs), x.stride(0), LIMIT=_limit(dtype),
-        POW2=pow2, ALIGN=align, BLOCK_E=tiles.pow2(len(offs), least=32), **overlap(x.device), **config,
+        POW2=pow2, BLOCK_E=tiles.pow2(len(offs), least=32), **overlap(x.device), **config,
     )  # fmt: skip
     return col, scale
 

@@ -18,7 +18,7 @@ from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.op import Op
-from fuseops.run.run import opaque_reason
+from fuseops.run.splice import opaque_reason
 
 from .sequential import Sequential
 

@@ -17,8 +17,9 @@ from fuseops.ops.paths import prefix_of
 from fuseops.ops.structure import Add, Tap
 from fuseops.run import buffers, weight_grads
 from fuseops.run.buffers import Buffers
+from fuseops.run.composed import Composed
 from fuseops.run.run import Run
-from fuseops.run.runner import Composed, runner_of, tokens_of
+from fuseops.run.runner import runner_of, tokens_of
 from fuseops.run.sides import check_input, check_returns, described, no_tensor, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
@@ -55,11 +56,11 @@ class Sequential(Composed):
         tokens = tokens_of(self, runner)
         outs: dict[str, Buffers] = {}
         if out:
-            ops = tuple([name for name, m in runner.planned if isinstance(m, Op)])
+            ops = tuple([name for name, m, *_ in runner.planned if isinstance(m, Op)])
             outs = buffers.by_op(described(self), out, ops)
             runner = runner.with_apart(frozenset(outs))
         path, entered = _enter(self)
-        scratch: dict[str, Any] = {}
+        scratch: dict[str, dict[str, Any]] = {}
         at = 0
         try:
             for at, live in enumerate(runner.live_after(returns)):  # the except reads it
@@ -67,7 +68,7 @@ class Sequential(Composed):
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
                 else:
-                    x = piece(x, **{n: env[n] for n in runner.taken[at]})
+                    x = piece(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
@@ -78,6 +79,13 @@ class Sequential(Composed):
             if entered:
                 naming.thread.outermost = None
         return (x, *(env[name] for name in returns)) if returns else x
+
+    planned_forward = forward
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Side inputs that the caller must pass."""
+        return runner_of(self).reads
 
     def backward_dw(self) -> int:
         """Compute the weight gradients that ops with `delays` have put off, oldest backward first, and add them to
@@ -125,7 +133,7 @@ class Residual(Sequential):
     def _planned(self) -> list[tuple[str, nn.Module]]:
         return [("tap", self._tap), *super()._planned(), ("add", self._add)]
 
-    def _planned_modules(self) -> tuple[Any, ...]:
+    def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self._tap, *super()._planned_modules(), self._add)
 
 

@@ -15,8 +15,8 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Op
-from fuseops.ops.paths import prefix_of, stripped
-from fuseops.run.runner import Composed
+from fuseops.ops.paths import prefix_of, stripped, walk
+from fuseops.run.composed import Composed
 
 from . import modules
 from .globs import matches
@@ -36,7 +36,7 @@ class Named(NamedTuple):
 
 def paths_under(root: nn.Module) -> dict[int, str]:
     """The path of every module by id, without the prefixes of wrappers."""
-    return {id(module): stripped(path) for path, module in root.named_modules()}
+    return {id(module): stripped(path) for path, module in walk(root)}
 
 
 class Labels:
@@ -108,10 +108,15 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
     prefix = prefix_of(module)
     if prefix is None:
         prefix = (names.thread.outermost or {}).get(id(module), "")
-    children = (
-        module._modules.get(name.removeprefix(prefix).split(".")[0]) for name in saved_names
-    )
+    children = (_child(module, name.removeprefix(prefix)) for name in saved_names)
     return tuple(child for child in children if child is not None)
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """What saves a tensor of this name: a child, or one of a Sequential that is spliced into the plan."""
+    at, _, rest = name.partition(".")
+    child = module._modules.get(at)
+    return _child(child, rest) if isinstance(child, Composed) else child
 
 
 def matching(model: nn.Module, globs: tuple[str, ...]) -> dict[str, nn.Module]:

@@ -17,12 +17,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import prefix_of
+from fuseops.ops.paths import prefix_of, walk
 from fuseops.plan.build import RunPlan
+from fuseops.run.composed import Composed
 from fuseops.run.run import Run
-from fuseops.run.runner import Composed, runner_of
+from fuseops.run.runner import runner_of
 
 from .saved import Where
+
+Ops = tuple[Op[Any], ...]
 
 
 class Seen(NamedTuple):
@@ -45,10 +48,10 @@ class Call:
         self.gemms: list[str] = []  # what ran, in words
         self.x: Seen | None = None
 
-    def starts_with(self, op: Any) -> bool:
-        """Is the next run of this call the one that begins with `op`?"""
+    def continues_with(self, ops: Ops) -> bool:
+        """Is the next run of this call the one of these ops?"""
         runs = [piece for _, piece in self.pieces if isinstance(piece, Run)]
-        return len(self.runs) < len(runs) and runs[len(self.runs)].ops[0] is op
+        return len(self.runs) < len(runs) and runs[len(self.runs)].ops == ops
 
 
 class _Frame(NamedTuple):
@@ -68,8 +71,8 @@ class Observer:
         self._running: Call | None = None  # whose run of ops began last
         self._thread = threading.get_ident()
         self._owners = {
-            id(piece.ops[0]): module
-            for module in root.modules()
+            tuple(map(id, piece.ops)): module
+            for _, module in walk(root)
             if isinstance(module, Composed)
             for _, piece in runner_of(module).pieces
             if isinstance(piece, Run)
@@ -140,24 +143,24 @@ class Observer:
 
     def _watch(self, plan: RunPlan) -> None:
         """A run of ops begins."""
-        op = plan.segments[0].ops[0]
-        module, path, call = self._frames[-1] if self._frames else _Frame(op, "", None)
+        ops = tuple(op for segment in plan.segments for op in segment.ops)
+        module, path, call = self._frames[-1] if self._frames else _Frame(ops[0], "", None)
         if isinstance(module, Op):
             if call is None:
                 self.alone[path] = module
             return
-        if call is None or not call.starts_with(op):
-            call = self._unannounced(op, call)
+        if call is None or not call.continues_with(ops):
+            call = self._unannounced(ops, call)
         self._running = call
         if call is not None:
             call.runs.append((plan, call.x))
 
-    def _unannounced(self, op: Any, call: Call | None) -> Call | None:
+    def _unannounced(self, ops: Ops, call: Call | None) -> Call | None:
         """The call of a Sequential whose `forward` was called as a method, which no hook sees."""
         siblings = self.calls if call is None else call.nested
-        if siblings and siblings[-1].starts_with(op):
+        if siblings and siblings[-1].continues_with(ops):
             return siblings[-1]
-        owner = self._owners.get(id(op))
+        owner = self._owners.get(tuple(map(id, ops)))
         return None if owner is None else self._called(owner, self.paths.get(id(owner), ""), call)
 
 

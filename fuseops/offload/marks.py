@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import walk
 
 from .lanes.devices import KINDS, lanes_of
 from .lanes.protocol import Event
@@ -99,7 +100,7 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
         raise FuseOpsError(f"mark_module expects 'keep', 'offload' or None, got {mark!r}.")
     global _changes
     _changes += 1
-    for child in module.modules():
+    for _, child in walk(module):
         if mark is None:
             child.__dict__.pop(_ATTRIBUTE, None)
         else:

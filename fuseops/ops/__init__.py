@@ -1,7 +1,7 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, cross_entropy
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs)
 grouped weights   packing (one Parameter a group), grouped_state_dict
@@ -12,6 +12,7 @@ from .activations import ReLU as ReLU
 from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
 from .activations import SReLU as SReLU
+from .cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from .elementwise import ConstantScale as ConstantScale
 from .elementwise import Dropout as Dropout
 from .glu import GEGLU as GEGLU

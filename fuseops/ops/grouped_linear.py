@@ -6,19 +6,26 @@ Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient
 """
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.recipes import HIGH, Quantized, gemm
+from fuseops.recipes import Operand, Quantized, gemm
 
 from .checks import check_offs, check_probs, check_width
 from .grouped_state_dict import load_either
-from .linear import gemm_layouts, saved_operand
+from .linear import (
+    columns_of,
+    grad_operand,
+    high,
+    input_operand,
+    saved_operand,
+    weight_columns,
+    weight_rows,
+)
 from .op import Call, Grads, Op, Out, Shape
 from .packing import packed, repack
 from .splits import check_splits
@@ -28,7 +35,7 @@ PACKED = ("weight", "bias")
 
 
 class GroupedLinearSaved(NamedTuple):
-    x: Tensor | Quantized | None  # (R, in)
+    x: Operand | None  # (R, in)
     weight: Tensor | None  # the parameter itself
     offs: Tensor | None  # (E,) int32
     bias: Tensor | None  # the parameter itself, where it is scaled
@@ -36,7 +43,7 @@ class GroupedLinearSaved(NamedTuple):
 
 
 def grouped_linear(
-    x: Any,
+    x: Operand,
     weight: Tensor,
     bias: Tensor | None,
     offs: Tensor,
@@ -44,66 +51,79 @@ def grouped_linear(
     call: Call,
     index: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:
-    """The grouped product in the precision of the call. index: row r of x is its row index[r].
+) -> tuple[Tensor, Operand]:
+    """The grouped product in the precision of the call, and of x what the weight gradient reads.
 
+    index: row r of x is its row index[r].
     out: (R, out), where y is written to if no other kernel comes after the product.
     """
-    if call.precision.roles is not HIGH:
-        check_splits(offs, len(x.row if isinstance(x, Quantized) else x), offs.device)  # type: ignore[arg-type]
-        y = gemm.fprop(x, weight, call.precision.roles.weight, offs)
+    rows = len(index) if index is not None else rows_of(x)
+    check_splits(offs, rows, offs.device)
+    tiles = tiles_of(call, offs, rows)
+    roles, kept = call.precision.roles, x
+    if roles is not None:
+        q = input_operand(x, call, roles, offs, index)
+        y = gemm.fprop(q, weight_rows(weight, roles), offs, tiles)
+        kept = saved_operand(x, q, roles)
     else:
-        rows = len(x if index is None else index)
-        check_splits(offs, rows, x.device)
-        tiles = tiles_of(call, offs, rows)
+        x = cast("Tensor", x)
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]
         b = call.precision.cast(bias)
         in_epilogue = probs is None and b is not None and b.dtype is x.dtype
         if out is not None and (in_epilogue or bias is None) and out.dtype is x.dtype:
             K.grouped_mm_into(out, x, w, offs, tiles, b, index)
-            return out
+            return out, x
         y = K.grouped_mm(x, w, offs, tiles, b if in_epilogue else None, index)
         if in_epilogue:
-            return y
+            return y, x
     if probs is not None:
         check_probs("GroupedLinear", y, probs)
-    return y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)
+    return (y if bias is None else K.grouped_bias_fwd(y, bias, offs, probs)), kept
 
 
 def grouped_linear_bwd(
     saved: GroupedLinearSaved,
-    dy: Any,
+    dy: Operand,
     call: Call,
     x_index: Tensor | None = None,
     dy_index: Tensor | None = None,
 ) -> Grads:
     """The gradients of `grouped_linear` that `call.needs` names. index: as above, of x and of dy."""
-    x, weight, offs, bias, probs = saved
-    needs = call.needs
+    x, weight, offs, bias, probs = cast("tuple[Operand, Tensor, Tensor, Tensor, Tensor]", saved)
+    needs, roles = call.needs, call.precision.roles
     params: dict[str, Tensor | None] = {}
     side: dict[str, Tensor | None] = {}
     dx: Tensor | None = None
     if "bias" in needs or "probs" in needs:
-        high = dy.high if isinstance(dy, Quantized) else dy
+        rows = high(dy)
         if dy_index is not None:
-            high = K.gather_rows(high, dy_index, offs)  # type: ignore[arg-type]
+            rows = K.gather_rows(rows, dy_index, offs)
         scaled = bias if "probs" in needs else None
-        params["bias"], side["probs"] = K.grouped_bias_bwd(high, offs, probs, scaled)  # type: ignore[arg-type]
+        params["bias"], side["probs"] = K.grouped_bias_bwd(rows, offs, probs, scaled)
+    q, index = dy, dy_index
+    if roles is not None and not needs.isdisjoint(("x", "weight")):
+        q, index = grad_operand(dy, call, roles, offs, dy_index), None
     if "x" in needs:
-        dx = input_gradient(dy, weight, offs, call, dy_index)  # type: ignore[arg-type]
+        dx = input_gradient(q, weight, offs, call, index)
     if "weight" in needs:
-        params["weight"] = weight_gradient(dy, x, offs, call, x_index, dy_index)  # type: ignore[arg-type]
+        if roles is not None and roles.high_wgrad:
+            q, index = dy, dy_index
+        params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
     return Grads(dx, params, side)
 
 
 def input_gradient(
-    dy: Any, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None
+    dy: Operand, weight: Tensor, offs: Tensor, call: Call, index: Tensor | None = None
 ) -> Tensor:
     """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
-    if call.precision.roles is not HIGH:
-        return gemm.dgrad(dy, weight, call.precision.roles.weight, offs)
+    tiles, roles = (
+        tiles_of(call, offs, len(index) if index is not None else rows_of(dy)),
+        call.precision.roles,
+    )
+    if roles is not None:
+        return gemm.dgrad(dy, weight_columns(weight, roles), offs, tiles)
+    dy = cast("Tensor", dy)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
-    tiles = tiles_of(call, offs, len(dy if index is None else index))
     dx = (call.out or {}).get("dx")
     if dx is None or dx.dtype is not dy.dtype:
         return K.grouped_mm(dy, transposed, offs, tiles, index=index)
@@ -112,8 +132,8 @@ def input_gradient(
 
 
 def weight_gradient(
-    dy: Any,
-    x: Any,
+    dy: Operand,
+    x: Operand,
     offs: Tensor,
     call: Call,
     x_index: Tensor | None = None,
@@ -124,14 +144,28 @@ def weight_gradient(
     A float32 buffer takes the float32 sums themselves: they are rounded once, when they are added.
     """
     buffer = (call.out or {}).get("weight")
-    if call.precision.roles is not HIGH:
-        return gemm.wgrad(dy, x, None if buffer is None else buffer.dtype, offs)
-    tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
-    if buffer is None or buffer.dtype is not torch.float32 or x.dtype is torch.float64:
-        return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
+    unrounded = buffer is not None and buffer.dtype is torch.float32
     add = "weight" not in call.overwrite
-    K.grouped_wgrad_into(buffer, dy, x, offs, tiles, add, dy_index, x_index)
+    roles = call.precision.roles
+    if roles is not None and not roles.high_wgrad:
+        columns = columns_of(x, roles, offs, x_index)
+        if not unrounded:
+            return gemm.wgrad(dy, columns, dy.dtype, offs)
+        gemm.wgrad_into(buffer, dy, columns, offs, add)  # type: ignore[arg-type]
+        return None
+    dy, x = high(dy), high(x)
+    tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
+    if not unrounded or x.dtype is torch.float64:
+        return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
+    K.grouped_wgrad_into(buffer, dy, x, offs, tiles, add, dy_index, x_index)  # type: ignore[arg-type]
     return None
+
+
+def rows_of(x: Operand) -> int:
+    """R."""
+    if not isinstance(x, Quantized):
+        return len(x)
+    return len(x.row.data) if x.row is not None else x.col.data.shape[1]  # type: ignore[union-attr]
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):
@@ -159,7 +193,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         "probs": ("offs", "bias"),
     }
     autocast = True
-    granularity = "group"
+    multiplies = True
     live_call = True
     floats = True
     weight: Tensor
@@ -273,12 +307,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             )
         return (*shape[:-1], self.out_features)
 
-    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
-        return gemm_layouts(role, needs)
-
     def fwd(
         self,
-        x: Any,
+        x: Operand,
         *,
         weight: Tensor,
         bias: Tensor | None,
@@ -287,28 +318,26 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         call: Call,
     ) -> Out:
         check_offs(offs, self.num_groups)
-        like: Any = x.row if isinstance(x, Quantized) else x
+        lead = x.shape[:-1] if isinstance(x, Tensor) else (rows_of(x),)
         scaled = None
         if probs is not None:
-            check_probs("GroupedLinear", like, probs)
+            check_probs("GroupedLinear", x if isinstance(x, Tensor) else x.row.data, probs)  # type: ignore[union-attr]
             probs, scaled = probs.reshape(-1), bias
         rows = _flat(x)
         buffer = (call.out or {}).get("y")
         out = None if buffer is None else _flat(buffer)
-        y = grouped_linear(rows, weight, bias, offs, probs, call, out=out)
-        saved = GroupedLinearSaved(saved_operand(rows, call), weight, offs, scaled, probs)
+        y, kept = grouped_linear(rows, weight, bias, offs, probs, call, out=out)
+        saved = GroupedLinearSaved(kept, weight, offs, scaled, probs)
         if buffer is not None and y is out:
             return Out(buffer, saved)
-        return Out(y if rows is x else y.view(*like.shape[:-1], y.shape[-1]), saved)
+        return Out(y if rows is x else y.view(*lead, y.shape[-1]), saved)
 
-    def bwd(self, saved: GroupedLinearSaved, dy: Any, *, call: Call) -> Grads:
+    def bwd(self, saved: GroupedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
         rows = _flat(dy)
         grads = grouped_linear_bwd(saved, rows, call)
         if rows is dy:
             return grads
-        like: Any = (dy.row if dy.high is None else dy.high) if isinstance(dy, Quantized) else dy
-        lead = like.shape[:-1]
-        dx = grads.x
+        lead, dx = dy.shape[:-1], grads.x
         if dx is not None and dx.dim() == 2:
             dx = dx.view(*lead, dx.shape[-1])
         dprobs = (grads.side or {}).get("probs") if "probs" in call.needs else None
@@ -317,9 +346,4 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
 def _flat(x: Any) -> Any:
     """x as (rows, width)."""
-    if not isinstance(x, Quantized):
-        return x if x.dim() == 2 else x.flatten(0, -2)
-    if all(t is None or t.dim() == 2 for t in (x.row, x.high)):
-        return x
-    row, high = (None if t is None else t.flatten(0, -2) for t in (x.row, x.high))
-    return replace(x, row=row, high=high)
+    return x if isinstance(x, Quantized) or x.dim() == 2 else x.flatten(0, -2)

@@ -1,75 +1,163 @@
 """Linear: y = x W^T + b.   Shapes: (..., in) -> (..., out), weight (out, in), bias (out,)."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.recipes import COL, HIGH, ROW, Quantized, gemm
+from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand, weight_operand
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
 
 
 class LinearSaved(NamedTuple):
-    x: Tensor | Quantized | None  # (..., in)
+    x: Operand | None  # (..., in)
     weight: Tensor | None  # the parameter itself
 
 
-def gemm_layouts(role: str, needs: frozenset[str]) -> frozenset[str]:
-    """Layouts that the three GEMMs read: rowwise for fprop and dgrad, columnwise for wgrad."""
-    row = {ROW} if role == "input" or "x" in needs else set()
-    return frozenset(row | ({COL} if "weight" in needs else set()))
+def linear(x: Operand, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Operand]:
+    """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`."""
+    roles = call.precision.roles
+    if roles is not None:
+        return _quantized(x, weight, bias, call, roles)
+    if call.precision.compute is None:
+        return F.linear(x, weight, bias), x  # type: ignore[arg-type]
+    return F.linear(x, call.precision.cast(weight), call.precision.cast(bias)), x  # type: ignore[arg-type]
 
 
-def saved_operand(x: Any, call: Call) -> Any:
-    """What of a GEMM's input the weight gradient reads: of a quantized one, one layout alone."""
-    if not isinstance(x, Quantized):
-        return x
-    return x.only(COL if call.precision.roles.columns else ROW)
-
-
-def linear(x: Any, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """x W^T + b in the precision of the call."""
-    if call.precision.roles is HIGH:
-        if call.precision.compute is None:
-            return F.linear(x, weight, bias)
-        return F.linear(x, call.precision.cast(weight), call.precision.cast(bias))  # type: ignore[arg-type]
-    y = gemm.fprop(x, weight, call.precision.roles.weight)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
-def linear_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
+def linear_bwd(saved: LinearSaved, dy: Operand, call: Call) -> Grads:
     """The gradients of `linear` that `call.needs` names."""
-    if call.precision.roles is not HIGH:
-        return _quantized_bwd(saved, dy, call)
-    x, weight = saved
+    if call.precision.roles is not None:
+        return _quantized_bwd(saved, dy, call, call.precision.roles)
+    x, weight = cast("tuple[Tensor, Tensor]", saved)
     needs, compute = call.needs, call.precision.compute
-    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
     dx: Tensor | None = None
     params = {}
     if "x" in needs:
-        dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[union-attr, arg-type]
+        dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[arg-type]
         if rows is not dy:
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
     if "weight" in needs:
-        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr, arg-type]
+        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr]
     if "bias" in needs:
-        params["bias"] = K.bias_bwd(rows)
+        params["bias"] = K.bias_bwd(rows)  # type: ignore[arg-type]
     return Grads(dx, params)
 
 
-def _quantized_bwd(saved: LinearSaved, dy: Any, call: Call) -> Grads:
+# --- over quantized operands
+
+
+def _quantized(
+    x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
+) -> tuple[Tensor, Operand]:
+    q = input_operand(x, call, roles)
+    y = gemm.fprop(q, weight_rows(weight, roles))
+    y = y if bias is None else y + bias.to(y.dtype)
+    if isinstance(x, Tensor):
+        y = y.view(*x.shape[:-1], y.shape[-1])
+    return y, saved_operand(x, q, roles)
+
+
+def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) -> Grads:
     needs, params = call.needs, {}
-    dx = gemm.dgrad(dy, saved.weight, call.precision.roles.weight) if "x" in needs else None  # type: ignore[arg-type]
-    if "weight" in needs:
-        params["weight"] = gemm.wgrad(dy, saved.x)  # type: ignore[arg-type]
+    dx: Tensor | None = None
+    q = grad_operand(dy, call, roles)
+    if "x" in needs:
+        dx = gemm.dgrad(q, weight_columns(saved.weight, roles))  # type: ignore[arg-type]
+        if isinstance(dy, Tensor):
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
+    if "weight" in needs and roles.high_wgrad:
+        params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
+    elif "weight" in needs:
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype)  # type: ignore[arg-type]
     if "bias" in needs:
-        high = dy.high if isinstance(dy, Quantized) else dy
-        params["bias"] = K.bias_bwd(high.flatten(0, -2))  # type: ignore[union-attr]
+        params["bias"] = K.bias_bwd(_rows(high(dy)))
     return Grads(dx, params)
+
+
+def input_operand(
+    x: Operand,
+    call: Call,
+    roles: Roles,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Operand:
+    """x as the forward reads it, with the columns of its weight gradient where they are made now: not of rows by
+    index, of which there are more than of x.   (..., K) -> over (R, K)
+    """
+    col = "weight" in call.needs and index is None and roles.columns
+    return _operand(x, roles.input, offs, True, col, index)
+
+
+def grad_operand(
+    dy: Operand,
+    call: Call,
+    roles: Roles,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Operand:
+    """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
+    wgrad = "weight" in call.needs and not roles.high_wgrad
+    row = "x" in call.needs or (wgrad and not roles.columns)
+    return _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+
+
+def columns_of(
+    x: Operand, roles: Roles, offs: Tensor | None = None, index: Tensor | None = None
+) -> Operand:
+    """x as the weight gradient reads it."""
+    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index)
+
+
+def _operand(
+    x: Operand,
+    scaling: Scaling | None,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    index: Tensor | None,
+) -> Operand:
+    if scaling is not None:
+        return operand(x, scaling, offs, row=row, col=col, index=index)
+    rows = _rows(high(x))
+    return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
+
+
+def weight_rows(weight: Tensor, roles: Roles) -> Operand:
+    """A weight as the forward reads it."""
+    if roles.weight is None:
+        return weight
+    return weight_operand(weight, roles.weight, row=True, col=False)
+
+
+def weight_columns(weight: Tensor, roles: Roles) -> Operand:
+    """A weight as the input gradient reads it."""
+    if roles.weight is None:
+        return weight
+    return weight_operand(weight, roles.weight, row=False, col=True)
+
+
+def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:
+    """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it."""
+    if roles.high_wgrad or not isinstance(q, Quantized):
+        return x
+    if not roles.columns:
+        return q
+    return x if q.col is None else replace(q, row=None)
+
+
+def high(x: Operand) -> Tensor:
+    """x in high precision."""
+    return x.dequantize() if isinstance(x, Quantized) else x
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class Linear(Op[LinearSaved], nn.Linear):
@@ -82,19 +170,17 @@ class Linear(Op[LinearSaved], nn.Linear):
     saves_for = {"x": ("weight",), "weight": ("x",), "bias": ()}
     floats = True
     autocast = True
-    granularity = "tensor"
+    multiplies = True
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)
         return (*shape[:-1], self.out_features)
 
-    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
-        return gemm_layouts(role, needs)
+    def fwd(self, x: Operand, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
+        y, kept = linear(x, weight, bias, call)
+        return Out(y, LinearSaved(kept, weight))
 
-    def fwd(self, x: Any, *, weight: Tensor, bias: Tensor | None, call: Call) -> Out:
-        return Out(linear(x, weight, bias, call), LinearSaved(saved_operand(x, call), weight))
-
-    def bwd(self, saved: LinearSaved, dy: Any, *, call: Call) -> Grads:
+    def bwd(self, saved: LinearSaved, dy: Tensor, *, call: Call) -> Grads:
         return linear_bwd(saved, dy, call)
 
 

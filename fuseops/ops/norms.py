@@ -54,7 +54,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
-        y, rstd = K.rmsnorm_fwd(x, weight, eps, dims=dims)
+        y, rstd = K.rmsnorm_fwd(x, weight, eps, 0.0, dims)
         return Out(y, RMSNormSaved(x, weight, rstd))
 
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:

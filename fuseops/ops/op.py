@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.paths import path_of
-from fuseops.recipes import HIGH, Roles
+from fuseops.recipes import Roles
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -54,10 +54,10 @@ class Grads(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe."""
+    """Compute dtype under autocast (None: the tensors' own), and operand formats under a recipe (None: no recipe)."""
 
     compute: torch.dtype | None = None
-    roles: Roles = HIGH
+    roles: Roles | None = None
 
     def cast(self, t: Tensor | None) -> Tensor | None:
         """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
@@ -69,7 +69,6 @@ class Call(NamedTuple):
 
     needs      which gradients anyone wants: "x", parameter names, side names
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
-    emit       formats wanted for y; emit_dx: for dx. Empty as yet: a step of the plan makes every quantized tensor
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
 
@@ -82,8 +81,6 @@ class Call(NamedTuple):
 
     needs: frozenset[str] = frozenset()
     keep: frozenset[str] = frozenset()
-    emit: frozenset[Any] = frozenset()
-    emit_dx: frozenset[Any] = frozenset()
     precision: Precision = Precision()
     training: bool = True
     out: Mapping[str, Tensor] | None = None
@@ -129,7 +126,7 @@ class Op(nn.Module, Generic[S]):
     `fwd`. Either takes a `call: Call` if it names one, and the bwd of an op with `writes` takes `dside`, the gradients
     of what it published, by name.
 
-    What a subclass declares (the last two, and reads and writes, an instance may set for itself):
+    What a subclass declares (the last two, reads, writes and saves_for an instance may set for itself):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
     integers     of them: those that have no gradient
@@ -138,7 +135,7 @@ class Op(nn.Module, Generic[S]):
     recomputes   Saved fields that bwd can do without: they are None under `offload.recompute()`
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
-    granularity  of its operands' scales under a recipe, "tensor" or "group"; None: no recipe applies
+    multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
     live_call    wants call.out and call.scratch
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
@@ -148,11 +145,11 @@ class Op(nn.Module, Generic[S]):
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     integers: ClassVar[frozenset[str]] = frozenset()
-    saves_for: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
+    saves_for: Mapping[str, tuple[str, ...]] | None = None
     recomputes: ClassVar[tuple[str, ...]] = ()
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
-    granularity: ClassVar[str | None] = None
+    multiplies: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
@@ -212,12 +209,6 @@ class Op(nn.Module, Generic[S]):
     def alias(self) -> bool:
         """True when y is (a view of) x, so that the op runs outside the autograd node."""
         return False
-
-    def layouts(self, role: str, needs: frozenset[str]) -> frozenset[str]:
-        """Which layouts of an operand the GEMMs of this op read, given the needs."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has a granularity and must define layouts()"
-        )
 
     def forward(self, *args: Any, **side: Any) -> Any:
         """Run this op alone on x, exactly as inside a Sequential; side inputs by name, or one Routing.
@@ -285,9 +276,6 @@ class Op(nn.Module, Generic[S]):
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
-
-    def _prepare(self, children: tuple[nn.Module, ...]) -> None:
-        prepare(self, children)
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
@@ -361,9 +349,8 @@ class FusedOp:
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
 
-    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through. x is
-    then a `Quantized` where the first member has a granularity, dy where the last one has. Without it, a rule over a
-    member that has one is a miss under a recipe.
+    recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
+    (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
     """
 
     Saved: ClassVar[type[Any]]
@@ -388,11 +375,6 @@ class FusedOp:
     def choices(self, x: Any, t: Any, calls: Any) -> str:
         """What the backward of such a call will choose by its shapes, in words for `explain()`; "" is nothing."""
         return ""
-
-
-def prepare(op: Op[Any], children: tuple[nn.Module, ...]) -> None:
-    """Bound by `fuseops.run`, as `run_alone` is."""
-    raise NotImplementedError("import fuseops before calling an op")
 
 
 def run_delayed(module: nn.Module) -> int:

@@ -5,14 +5,26 @@ Known once a root has been seen (`run.config.set_root`); prefixes that wrappers 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
+LENT = "_lent"  # key in a module's `__dict__`: what stands in for its forward, with the module's parameters
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def stripped(path: str) -> str:
     """A dotted path without the prefixes of wrappers."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules()`, and what stands in for the forward of one, under its path."""
+    for path, module in model.named_modules():
+        yield path, module
+        stand_in = module.__dict__.get(LENT)
+        if stand_in is not None:
+            yield from stand_in.named_modules(prefix=path)
 
 
 def set_path(module: nn.Module, path: str, prefix: str) -> None:

@@ -57,7 +57,7 @@ class Tap(Alias):
 
 
 class AddSaved(NamedTuple):
-    # of x and of the side tensor; they cost no memory
+    # of x and of the side tensor, where they differ; they cost no memory
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
 
@@ -79,10 +79,13 @@ class Add(Op[AddSaved]):
             raise ShapeError(
                 f"Add({self.reads[0]!r}) expects a side tensor of shape {tuple(x.shape)}, got {tuple(other.shape)}."
             )
-        return Out(x + other, AddSaved((x.dtype, other.dtype)))
+        alike = x.dtype is other.dtype
+        return Out(x + other, AddSaved(None if alike else (x.dtype, other.dtype)))
 
     def bwd(self, saved: AddSaved, dy: Tensor) -> Grads:
-        own, others = saved.dtypes  # type: ignore[misc]
+        if saved.dtypes is None:
+            return Grads(dy, side={self.reads[0]: dy})
+        own, others = saved.dtypes
         return Grads(dy.to(own), side={self.reads[0]: dy.to(others)})
 
 

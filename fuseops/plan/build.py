@@ -1,17 +1,18 @@
-"""From a cover to executable segments: needs, kept fields, formats on edges, cuts, positions."""
+"""From a cover to executable segments: needs, kept fields, formats of operands, cuts, positions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
-from fuseops.recipes import HIGH, ROW, Format, Roles
+from fuseops.recipes import Roles
 
+from .chain import Chain, outside_reads
 from .cover import Candidate, Cover
 from .facts import NOTHING, Facts, kept_fields, needs_of
-from .records import Edge, Miss, Span
+from .records import Miss, Operand, Span
 from .segment import Args, Segment, Slot, Step
 
 
@@ -22,7 +23,7 @@ class RunPlan(NamedTuple):
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
     misses: tuple[Miss, ...]
-    edges: tuple[Edge, ...]
+    operands: tuple[Operand, ...]
 
 
 class _Unit(NamedTuple):
@@ -35,24 +36,21 @@ class _Unit(NamedTuple):
     rule: str | None
 
 
-def build(ops: Sequence[Op[Any]], names: Sequence[str], cover: Cover, facts: Facts) -> RunPlan:
+def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
     """Plan the run."""
-    needs = needs_of(ops, facts)
+    ops, names, needs = chain.ops, chain.names, needs_of(chain, facts)
     joint = [_unit(c, ops) for c in cover.joint]
     forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
     backward = _units(ops, joint, [_unit(c, ops) for c in cover.backward])
-    bounds = _cuts(ops, forward, backward, facts)
-    builder = _Builder(ops, names, needs, facts)
-    segments = tuple(
-        builder.segment(start, stop, forward, backward)
-        for start, stop in itertools.pairwise(bounds)
-    )
+    bounds = _cuts(chain, forward, backward, facts)
+    builder = _Builder(chain, needs, facts, forward, backward)
+    segments = tuple(builder.segment(*ends) for ends in itertools.pairwise(bounds))
     plan = RunPlan(
         segments,
         tuple(_span(u, names, facts) for u in forward),
         tuple(_span(u, names, facts) for u in backward),
         cover.misses,
-        tuple(builder.edges),
+        tuple(builder.operands()),
     )
     _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
@@ -111,18 +109,23 @@ def _verify(plan: RunPlan, positions: range) -> None:
 # --- cuts ----------------------------------------------------------------------------------------------------------
 
 
-def _cuts(
-    ops: Sequence[Op[Any]], forward: list[_Unit], backward: list[_Unit], facts: Facts
-) -> list[int]:
-    """Segment bounds: around every op that runs outside a node, and before a Tap or a norm where nothing crosses."""
-    inside = {i for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
-    cuts = {0, len(ops)}
-    for i, op in enumerate(ops):
+def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Facts) -> list[int]:
+    """Segment bounds: around every op that runs outside a node, before a Tap or a norm, and where one Sequential ends
+    and another begins. A span is never cut: one that goes from one Sequential to another begins a segment, since it
+    goes over what would else have begun one.
+    """
+    begins = {i: u.start for u in (*forward, *backward) for i in range(u.start + 1, u.stop)}
+    cuts = {0, len(chain.ops)}
+    for i, op in enumerate(chain.ops):
         if facts.modes[i]:
             cuts |= {i, i + 1}
         elif op.cut_before:
             cuts.add(i)
-    return sorted(cuts - inside)
+        if i and chain.scopes[i] != chain.scopes[i - 1]:
+            while i in begins:
+                i = begins[i]
+            cuts.add(i)
+    return sorted(cuts - begins.keys())
 
 
 # --- segments ------------------------------------------------------------------------------------------------------
@@ -133,67 +136,62 @@ class _Builder:
 
     def __init__(
         self,
-        ops: Sequence[Op[Any]],
-        names: Sequence[str],
+        chain: Chain,
         needs: Sequence[frozenset[str]],
         facts: Facts,
+        forward: Sequence[_Unit],
+        backward: Sequence[_Unit],
     ) -> None:
-        self.ops, self.names, self.needs, self.facts = ops, names, needs, facts
-        self.edges: list[Edge] = []
+        self.chain, self.needs, self.facts = chain, needs, facts
+        self.ops, self.names = chain.ops, chain.names
+        # by the position of the first op; no unit goes over the end of a segment
+        self.forward = {u.start: u for u in forward}
+        self.backward = {u.start: u for u in backward}
+        self.last = {name: i for i, sides in enumerate(chain.reads) for _, name in sides}
 
-    def segment(
-        self, start: int, stop: int, forward: list[_Unit], backward: list[_Unit]
-    ) -> Segment:
-        ops = tuple(self.ops[start:stop])
-        spans = (u for u in (*forward, *backward) if u.rule and u.start <= start < u.stop)
-        mode = "node" if any(spans) else self.facts.modes[start] or "node"
-        reads = self._outside_reads(start, stop)
-        params = [(i, name) for i, op in enumerate(ops) for name in op.parameter_names()]
+    def segment(self, start: int, stop: int) -> Segment:
+        ops, chain = self.ops[start:stop], self.chain
+        forward = [self.forward[i] for i in range(start, stop) if i in self.forward]
+        backward = [self.backward[i] for i in range(start, stop) if i in self.backward]
+        fused = any(u.rule for u in (*forward, *backward) if u.start == start)
+        mode = "node" if fused else self.facts.modes[start] or "node"
+        reads = outside_reads(zip(chain.reads[start:stop], chain.writes[start:stop], strict=True))
+        params = [(i, name) for i in range(len(ops)) for name in chain.parameters[start + i]]
         position: dict[Any, int] = {("side", name): k for k, name in enumerate(reads)}
         position |= {("param", i, name): len(reads) + k for k, (i, name) in enumerate(params)}
         size = len(position)
-        for op in ops:
-            for name in op.writes:
+        for sides in chain.writes[start:stop]:
+            for _, name in sides:
                 position[("side", name)] = size
                 size += 1
-        exports = self._exports(start, stop)
+        written = [name for sides in chain.writes[start:stop] for _, name in sides]
+        exports = tuple(name for name in written if self._outlives(name, stop))
         needed = any(self.needs[start:stop]) and mode == "node"
-        steps = [self._forward_step(u, start, position) for u in forward if start <= u.start < stop]
-        backs = [
-            self._backward_step(u, start, position)
-            for u in reversed(backward)
-            if start <= u.start < stop
-        ]
+        steps = [self._forward_step(u, start, position) for u in forward]
+        backs = [self._backward_step(u, start, position) for u in reversed(backward)]
         return Segment(
             kind=mode,
             start=start,
             stop=stop,
             ops=ops,
-            names=tuple(self.names[start:stop]),
-            reads=tuple(reads),
+            names=self.names[start:stop],
+            reads=reads,
+            ends=tuple(name for name in reads if not self._outlives(name, stop)),
             params=tuple(params),
             exports=exports,
             export_positions=tuple(position[("side", name)] for name in exports),
             forward=tuple(steps),
             backward=tuple(s for s in backs if s.later or any(call.needs for call in s.calls)),
-            slots=tuple(self._slots(start, stop, forward)),
+            slots=tuple(self._slots(start, forward)),
             size=size,
             needs_grad=needed,
             device=self.facts.device.type,
             autocast=self.facts.compute is not None,
         )
 
-    def _outside_reads(self, start: int, stop: int) -> list[str]:
-        written: set[str] = set()
-        reads: dict[str, None] = {}
-        for op in self.ops[start:stop]:
-            reads |= dict.fromkeys(name for name in op.side_names() if name not in written)
-            written |= set(op.writes)
-        return list(reads)
-
-    def _exports(self, start: int, stop: int) -> tuple[str, ...]:
-        later = {name for op in self.ops[stop:] for name in op.side_names()} | self.facts.live
-        return tuple(name for op in self.ops[start:stop] for name in op.writes if name in later)
+    def _outlives(self, name: str, stop: int) -> bool:
+        """Whether a side tensor is read after the segment that ends here."""
+        return self.last.get(name, -1) >= stop or name in self.facts.live
 
     # --- one step
 
@@ -202,7 +200,6 @@ class _Builder:
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
-        input_format = self._format(u.start, "input")
         return Step(
             members=members,
             target=u.target,
@@ -212,13 +209,10 @@ class _Builder:
             keywords={"call": calls[0]} if first.signature.fwd_call else {},
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
-            form=input_format,
-            offs=position.get(("side", "offs"))
-            if input_format and input_format.granularity == "group"
-            else None,
             pure=u.kind == "op" and first.pure,
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            scopes=self.chain.scopes[u.start : u.stop],
             writes=self._writes(u, position),
         )
 
@@ -228,7 +222,7 @@ class _Builder:
         calls, later = _without_delayed(
             self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
         )
-        wanted = [(i - u.start, i, name) for i in members for name in self.ops[i].parameter_names()]
+        wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
         step = Step(
             members=tuple(i - base for i in members),
             target=u.target,
@@ -239,10 +233,10 @@ class _Builder:
             empty=tuple(
                 op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
             ),
-            form=self._format(u.stop - 1, "grad_output") if u.kind != "joint" else None,
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            scopes=self.chain.scopes[u.start : u.stop],
             writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])
@@ -250,10 +244,10 @@ class _Builder:
                 if name in calls[k].needs
             ),
             sides=tuple(
-                (i - u.start, name, position[("side", name)])
+                (i - u.start, keyword, position[("side", name)])
                 for i in members
-                for name in self.ops[i].side_names()
-                if name in self.needs[i]
+                for keyword, name in self.chain.reads[i]
+                if keyword in self.needs[i]
             ),
             main=tuple(
                 (k, name)
@@ -267,13 +261,13 @@ class _Builder:
         return replace(step, later=replace(step, calls=later, keywords=keywords))
 
     def _writes(self, u: _Unit, position: dict[Any, int]) -> tuple[tuple[str, int], ...]:
-        names = [name for op in self.ops[u.start : u.stop] for name in op.writes]
-        return tuple((name, position[("side", name)]) for name in names)
+        pairs = [pair for sides in self.chain.writes[u.start : u.stop] for pair in sides]
+        return tuple((keyword, position[("side", name)]) for keyword, name in pairs)
 
     def _args(self, i: int, base: int, position: dict[Any, int]) -> Args:
-        op = self.ops[i]
-        own = [(name, position[("param", i - base, name)]) for name in op.parameter_names()]
-        return tuple(own + [(name, position[("side", name)]) for name in op.side_names()])
+        own = [(name, position[("param", i - base, name)]) for name in self.chain.parameters[i]]
+        sides = [(keyword, position[("side", name)]) for keyword, name in self.chain.reads[i]]
+        return (*own, *sides)
 
     def _call(self, i: int) -> Call:
         op, needs = self.ops[i], self.needs[i]
@@ -302,36 +296,30 @@ class _Builder:
             return frozenset(fields) - set(saver.recomputes)
         return keep
 
-    # --- formats on edges
+    # --- formats of operands
 
-    def _roles(self, i: int) -> Roles:
-        op, recipe = self.ops[i], self.facts.settings.recipe
-        if recipe is None or op.granularity is None or self.facts.modes[i]:
-            return HIGH
-        roles: Roles = recipe.roles(op.granularity)
-        return HIGH if roles == HIGH else roles
-
-    def _format(self, i: int, role: Literal["input", "grad_output"]) -> Format | None:
-        """What an operand of op i is quantized to before the op runs."""
-        op, needs, backward = self.ops[i], self.needs[i], role == "grad_output"
-        roles = self._roles(i)
-        form: Format | None = getattr(roles, role)
-        if form is None or (backward and not needs):
+    def _roles(self, i: int) -> Roles | None:
+        recipe = self.facts.settings.recipe
+        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i]:
             return None
-        high = backward and not needs.isdisjoint(("bias", "probs"))
-        layouts = op.layouts(role, needs) if roles.columns else frozenset({ROW})
-        form = replace(form, layouts=layouts, high=high)
-        direction = "backward" if backward else "forward"
-        self.edges.append(Edge(self.names[i], direction, str(form), "quantize step"))
-        return form
+        roles: Roles = recipe.roles()
+        return None if roles.high else roles
+
+    def operands(self) -> Iterator[Operand]:
+        """What every GEMM of the run reads under the recipe."""
+        for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
+            roles = self._roles(i)
+            if roles is not None:
+                backward = not needs.isdisjoint(("x", "weight"))
+                for role in ("input", "weight", *["grad_output"] * backward):
+                    scaling = getattr(roles, role)
+                    yield Operand(name, role, "high precision" if scaling is None else str(scaling))
 
     # --- what is saved
 
-    def _slots(self, start: int, stop: int, forward: list[_Unit]) -> list[Slot]:
+    def _slots(self, start: int, forward: Sequence[_Unit]) -> list[Slot]:
         slots = []
         for u in forward:
-            if not start <= u.start < stop:
-                continue
             if u.kind == "joint":
                 slots.append(self._joint_slot(u, start))
             else:

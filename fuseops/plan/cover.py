@@ -8,6 +8,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
 from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
 
+from .chain import Chain, Sides
 from .records import Miss
 
 Reason = str | None
@@ -100,18 +101,14 @@ def _leftmost(
 ) -> tuple[Candidate, ...]:
     free_from, chosen = 0, []
     blocked = {i for c in taken for i in range(c.start, c.stop)}
+    by_start: dict[int, list[Candidate]] = {}
+    for c in able:
+        if c.rule.kind == kind and blocked.isdisjoint(range(c.start, c.stop)):
+            by_start.setdefault(c.start, []).append(c)
     for start in range(size):
-        if start < free_from:
-            continue
-        for c in able:
-            if (
-                c.rule.kind == kind
-                and c.start == start
-                and blocked.isdisjoint(range(c.start, c.stop))
-            ):
-                chosen.append(c)
-                free_from = c.stop
-                break
+        if start >= free_from and start in by_start:
+            chosen.append(by_start[start][0])
+            free_from = chosen[-1].stop
     return tuple(chosen)
 
 
@@ -122,12 +119,17 @@ def _overlaps(
     backward: tuple[Candidate, ...],
     offset: int,
 ) -> list[Miss]:
-    rivals = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    kinds = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    winners = {
+        kind: {i: r for r in rs for i in range(r.start, r.stop)} for kind, rs in kinds.items()
+    }
+    chosen = {id(c) for c in joint + forward + backward}
     misses = []
     for c in able:
-        if c in joint + forward + backward:
+        if id(c) in chosen:
             continue
-        winner = next(r for r in rivals[c.rule.kind] if r.start < c.stop and c.start < r.stop)
+        over = winners[c.rule.kind]
+        winner = next(over[i] for i in range(c.start, c.stop) if i in over)
         span = f"{winner.start + offset}:{winner.stop + offset}"
         misses.append(c.miss(f"overlaps {span} of {winner.rule.name}", offset))
     return misses
@@ -135,7 +137,7 @@ def _overlaps(
 
 def reasons_against(
     scanned: Scan,
-    ops: Sequence[Op[Any]],
+    chain: Chain,
     settings: Settings,
     conditions: Callable[[int, int], Conditions],
 ) -> tuple[Reason, ...]:
@@ -146,15 +148,23 @@ def reasons_against(
             answers.append("fusion is off")
         elif c.rule.name in settings.disable:
             answers.append("disabled")
-        elif c.rule.kind != "forward" and (delayed := _delayed(ops[c.start : c.stop])):
+        elif clash := _clash(chain.writes[c.start : c.stop]):
+            answers.append(clash)
+        elif c.rule.kind != "forward" and (delayed := _delayed(chain.ops[c.start : c.stop])):
             answers.append(delayed)
         elif not c.rule.when:
             answers.append(None)
         else:
-            answers.append(
-                c.rule.reason_against(tuple(ops[c.start : c.stop]), conditions(c.start, c.stop))
-            )
+            ops = chain.ops[c.start : c.stop]
+            answers.append(c.rule.reason_against(ops, conditions(c.start, c.stop)))
     return tuple(answers)
+
+
+def _clash(writes: Sequence[Sides]) -> Reason:
+    """A fused op publishes by keyword; ops of two Sequentials may have one keyword for two tensors."""
+    keywords = [keyword for pairs in writes for keyword, _ in pairs]
+    twice = next((keyword for keyword in keywords if keywords.count(keyword) > 1), None)
+    return None if twice is None else f"two of its ops publish {twice!r}"
 
 
 def in_precision(
@@ -167,7 +177,7 @@ def in_precision(
     answers = []
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members = ops[c.start : c.stop]
-        if reason is None and any(op.granularity is not None for op in members):
+        if reason is None and any(op.multiplies for op in members):
             takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"

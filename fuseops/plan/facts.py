@@ -1,12 +1,13 @@
 """What a plan depends on besides the ops and the cover, and the needs and kept fields that follow from it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
-from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
+
+from .chain import Chain
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -26,21 +27,21 @@ class Facts(NamedTuple):
     offset: int  # of the run in its Sequential: spans count from there
 
 
-def needs_of(ops: Sequence[Op[Any]], facts: Facts) -> tuple[frozenset[str], ...]:
+def needs_of(chain: Chain, facts: Facts) -> tuple[frozenset[str], ...]:
     """Which gradients each op must give: fixed before apply, along the chain."""
     x_needs, sides = facts.x_needs, set(facts.side_grads)
     result = []
-    for i, op in enumerate(ops):
-        wanted = {name for name in op.parameter_names() if (i, name) in facts.grads}
-        wanted |= {name for name in op.side_names() if name in sides}
+    for i, op in enumerate(chain.ops):
+        wanted = {name for name in chain.parameters[i] if (i, name) in facts.grads}
+        wanted |= {keyword for keyword, name in chain.reads[i] if name in sides}
         if x_needs:
             wanted.add("x")
         result.append(frozenset(wanted))
         if wanted:
             x_needs = True
-            sides |= set(op.writes) - op.integers
+            sides |= {name for keyword, name in chain.writes[i] if keyword not in op.integers}
         else:
-            sides -= set(op.writes)
+            sides -= {name for _, name in chain.writes[i]}
     return tuple(result)
 
 

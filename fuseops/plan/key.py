@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseops.ops.op import Op
 from fuseops.torch_private import GLOBAL_HOOKS
 
+from .chain import Chain
+
 Tokens = tuple[int, int, int]  # process, model, scopes
 FIXED, MISSING = object(), object()
-
-
-class Asked(NamedTuple):
-    """Whom a run of ops asks at each call."""
-
-    ops: tuple[Op[Any], ...]
-    parameters: tuple[tuple[str, ...], ...]  # names of every op's
-    reads: tuple[str, ...]  # side inputs
 
 
 class Key(NamedTuple):
@@ -79,24 +74,24 @@ def hooked() -> bool:
 
 
 def key_of(
-    asked: Asked, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
 ) -> Key:
     """The key of a call."""
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
-        for op in asked.ops:
+        for op in chain.ops:
             _ = op.forward, op.fwd, op.bwd
     return Key(
         tuple(
             [
                 op_facts(op, names, grad)
-                for op, names in zip(asked.ops, asked.parameters, strict=True)
+                for op, names in zip(chain.ops, chain.parameters, strict=True)
             ]
         ),
         tuple(
             [
                 (n, t.dtype, t.is_meta, grad and t.requires_grad)
-                for n, t in [(n, side[n]) for n in asked.reads]
+                for n, t in [(n, side[n]) for n in chain.outside]
             ]
         ),
         tokens,
@@ -114,19 +109,24 @@ def key_of(
 class Glance:
     """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only."""
 
-    def __init__(self, asked: Asked, key: Key) -> None:
-        """Raises KeyError where a glance does not do: for hooks, and for parameters that are not registered."""
+    def __init__(self, chain: Chain, key: Key) -> None:
+        """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
         self.key = key
         self.ops: list[tuple[Any, ...]] = []
-        for op, names, facts in zip(asked.ops, asked.parameters, key.ops, strict=True):
+        for op, names, facts in zip(chain.ops, chain.parameters, key.ops, strict=True):
             own = op.__dict__
-            registered = own["_parameters"]
-            if len(facts) != 3 + len(names) or not registered.keys() >= {*names}:
+            registered, buffers = own["_parameters"], own["_buffers"]
+            if len(facts) != 3 + len(names):
                 raise KeyError(op)
             missing = False, None, False, None.__class__
-            parameters = [(name, *(facts[k] or missing)) for k, name in enumerate(names, 3)]
+            tensors = []
+            for k, name in enumerate(names, 3):
+                home = registered if name in registered else buffers
+                if name not in home:
+                    raise KeyError(name)
+                tensors.append((home, name, *(facts[k] or missing)))
             alias = FIXED if op.__class__.alias is Op.alias else facts[2]
-            self.ops.append((op, own, registered, *facts[:2], alias, parameters))
+            self.ops.append((op, own, registered, buffers, *facts[:2], alias, tensors))
 
     def fits(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
@@ -152,11 +152,12 @@ class Glance:
                 or (grad and t.requires_grad) is not wanted
             ):
                 return False
-        for op, own, registered, kind, training, alias, parameters in self.ops:
+        for op, own, registered, buffers, kind, training, alias, tensors in self.ops:
             if (
                 op.__class__ is not kind
                 or own["training"] is not training
                 or own["_parameters"] is not registered
+                or own["_buffers"] is not buffers
                 or own["_forward_hooks"]
                 or own["_forward_pre_hooks"]
                 or own["_backward_hooks"]
@@ -167,8 +168,8 @@ class Glance:
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
-            for name, wanted, dtype, meta, kind in parameters:
-                p = registered.get(name, MISSING)
+            for home, name, wanted, dtype, meta, kind in tensors:
+                p = home.get(name, MISSING)
                 if p.__class__ is not kind:
                     return False
                 if p is not None and (
@@ -178,6 +179,31 @@ class Glance:
                 ):
                     return False
         return True
+
+
+class Attributes:
+    """What the instances of some ops hold beside what every module holds: sizes, options, kinds."""
+
+    def __init__(self, ops: Iterable[nn.Module]) -> None:
+        self.found: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
+        for op in ops:
+            own = op.__dict__
+            names = [name for name in own if name not in OF_EVERY_MODULE]
+            read = itemgetter(*names, *names) if names else tuple  # twice: of one it gives no tuple
+            self.found.append((own, len(own), read, read(own) if names else ()))
+
+    def unchanged(self) -> bool:
+        """Whether all of them are the same objects."""
+        try:
+            for own, count, read, values in self.found:
+                if len(own) != count or (values and not all(map(is_, read(own), values))):
+                    return False
+        except KeyError:  # one went, another came
+            return False
+        return True
+
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_runner", "_settings"}
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

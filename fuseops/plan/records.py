@@ -50,13 +50,12 @@ class SavedTensor(NamedTuple):
     is_param: bool = False
 
 
-class Edge(NamedTuple):
-    """A tensor between two ops that has a format of its own."""
+class Operand(NamedTuple):
+    """What a GEMM reads in a format of its own."""
 
-    before: str  # the op that reads it (forward) or whose gradient it is (backward)
-    direction: str  # "forward" or "backward"
+    op: str
+    role: str  # "input", "weight", "grad_output"
     format: str
-    made_by: str  # "quantize step", or the op that emits it
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Planned:
     forward      Spans in order, each one op or one fused op; backward: the same for the way back
     misses       every rule that came near and did not fire
     saved        what is kept for the backward, that of nested Sequentials included
-    edges        tensors that are quantized on their way between two ops
+    operands     of GEMMs that a recipe quantizes
     segments     (start, stop) of the ops that share one autograd node
     temporaries  bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`, else
                  the largest output of a forward span that is not saved
@@ -79,7 +78,7 @@ class Planned:
     backward: tuple[Span, ...]
     misses: tuple[Miss, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
-    edges: tuple[Edge, ...] = ()
+    operands: tuple[Operand, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
     temporaries: int = 0
@@ -114,7 +113,7 @@ class Planned:
     def diff(self, other: "Planned") -> str:
         """What is in one plan and not in the other, a line each; empty when they agree."""
         lines = []
-        for field in ("forward", "backward", "misses", "saved", "edges", "segments"):
+        for field in ("forward", "backward", "misses", "saved", "operands", "segments"):
             mine, theirs = getattr(self, field), getattr(other, field)
             lines += [f"- {field}: {item}" for item in mine if item not in theirs]
             lines += [f"+ {field}: {item}" for item in theirs if item not in mine]
@@ -134,7 +133,7 @@ class Planned:
             "backward": [span._asdict() for span in self.backward],
             "misses": [miss._asdict() for miss in self.misses],
             "saved": [{**t._asdict(), "dtype": str(t.dtype)} for t in self.saved],
-            "edges": [edge._asdict() for edge in self.edges],
+            "operands": [operand._asdict() for operand in self.operands],
             "segments": [list(segment) for segment in self.segments],
             "notes": list(self.notes),
             "saved_bytes": self.saved_bytes,

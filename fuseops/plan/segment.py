@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
-from fuseops.recipes import Format
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -35,13 +35,12 @@ class Step:
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
     empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
-    form: Format | None = None  # quantize the input (forward) or the gradient (backward) on entry
-    offs: int | None = None  # position of `offs` for a per-group format
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
     keywords: Mapping[str, Any] = field(default_factory=dict)
     live: bool = False  # wants call.out and call.scratch
+    scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     # backward: what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
@@ -52,8 +51,30 @@ class Step:
 
     def __post_init__(self) -> None:
         odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.form is not None or self.cast is not None
+        odd = bool(odd or self.writes) or self.cast is not None
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
+
+
+class Rows(list[Any]):
+    """By op, where the fields of its Saved are among the saved tensors.
+
+    take: how to read them back: op, Saved class, and a getter from (*tensors, None)
+    """
+
+    def __init__(self, seg: Segment, places: Mapping[tuple[int, int], int]) -> None:
+        super().__init__([None] * len(seg.ops))
+        self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
+        for slot in seg.slots:
+            row = tuple([places.get((slot.owner, k)) for k in range(len(slot.names))])
+            self[slot.owner] = row
+            self.take.append((slot.owner, slot.cls, _getter([-1 if p is None else p for p in row])))
+
+
+def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
+    """The values at these places, one at least, in a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1 or None))
 
 
 @dataclass(eq=False)
@@ -72,6 +93,7 @@ class Segment:
     names: tuple[str, ...]
     reads: tuple[str, ...] = ()  # side inputs, the first tensors of the node after x
     params: tuple[tuple[int, str], ...] = ()  # (op, parameter) of the tensors after those
+    ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
     forward: tuple[Step, ...] = ()
@@ -81,23 +103,29 @@ class Segment:
     needs_grad: bool = False
     device: str = "cpu"  # device type
     autocast: bool = False  # autocast is on around it, and must be off inside
-    checked: bool = False  # a backward gave every gradient, of the right shape
+    checked_forward: bool = False  # a forward kept the contract
+    checked_backward: bool = False  # a backward gave every gradient, of the right shape
     number: int = 0  # in the table that traced code reads
     elsewhere: bool = field(init=False)  # some gradients do not go through autograd
     # names of what calls published, by what they depend on
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
-    # where the fields of every Saved are among the saved tensors, when no two are one tensor
-    distinct: list[tuple[int | None, ...] | None] = field(init=False)
+    # where the fields of every Saved are among the saved tensors, when no two are one tensor, by which fields are None
+    distinct: dict[tuple[bool, ...], Rows] = field(default_factory=dict)
+    aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
 
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
-        places = {place: number for number, place in enumerate(self.kept)}
-        self.distinct = [None] * len(self.ops)
-        for slot in self.slots:
-            fields = range(len(slot.names))
-            self.distinct[slot.owner] = tuple(places.get((slot.owner, k)) for k in fields)
+        self.aliases = all(op.alias for op in self.ops)
+
+    def rows(self, none: tuple[bool, ...]) -> Rows:
+        """The rows of a call whose kept fields are tensors of their own, but for those that are None."""
+        found = self.distinct.get(none)
+        if found is None:
+            tensors = [place for place, missing in zip(self.kept, none, strict=True) if not missing]
+            found = self.distinct[none] = Rows(self, {place: n for n, place in enumerate(tensors)})
+        return found
 
     @property
     def inputs(self) -> int:

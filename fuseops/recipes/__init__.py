@@ -1,11 +1,16 @@
-"""Precision recipes and quantized tensors."""
+"""Precision recipes and quantized tensors.
 
-from .quantized import COL as COL
-from .quantized import HIGH as HIGH
-from .quantized import ROW as ROW
-from .quantized import Format as Format
+scaling (a format), quantized (a tensor in one), operands (from tensors), gemm (their products), recipe (who gets what).
+"""
+
+from .operands import Operand as Operand
+from .operands import operand as operand
+from .operands import quantize as quantize
+from .operands import weight_operand as weight_operand
+from .quantized import Layout as Layout
 from .quantized import Quantized as Quantized
-from .quantized import Roles as Roles
 from .recipe import Float8BlockScaling as Float8BlockScaling
 from .recipe import Float8CurrentScaling as Float8CurrentScaling
 from .recipe import Recipe as Recipe
+from .recipe import Roles as Roles
+from .scaling import Scaling as Scaling

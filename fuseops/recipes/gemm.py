@@ -1,152 +1,80 @@
-"""The three GEMMs of a linear op over plain or quantized operands, dense or grouped.
+"""The three GEMMs of a linear op over quantized operands, dense or grouped.
 
-fprop y = x w^T (x rowwise), dgrad dx = dy w (dy rowwise), wgrad dw = dy^T x (both columnwise). With `offs` the rows are
-grouped and the weight is (E, N, K). A weight is quantized where it is used, and never saved in quantized form.
+fprop y = x w^T and dgrad dx = dy w read rows, wgrad dw = dy^T x reads columns. Where no kernel multiplies the codes,
+the operands are expanded and the high-precision kernels multiply them: exact, since power-of-two scales times codes are
+bfloat16 numbers; scales of other values are multiplied in float32.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.reference.grouped import group_of_row
 
-from . import blocks
-from .quantized import COL, ROW, Format, Quantized
-
-Operand = Tensor | Quantized
+from .operands import Operand
+from .quantized import Quantized, values
 
 
-def quantize(x: Tensor, form: Format, offs: Tensor | None = None) -> Quantized:
-    """x in the format and the layouts that `form` asks for.   (..., K) -> Quantized over (M, K)"""
-    offs = offs if form.granularity == "group" else None
-    if form.blocks:
-        return blocks.quantize(x, form, offs)
-    flat = x.reshape(-1, x.shape[-1])
-    if offs is None:
-        # transposed here: the kernel's own columnwise store failed once on an unaligned input (H200)
-        row, _, scale, _ = K.quantize_tensor(flat, form.dtype)
-    else:
-        row, scale = K.grouped_quantize(flat, offs, form.dtype)
-    col = row.t().contiguous() if COL in form.layouts else None
-    return Quantized(
-        row.view(x.shape) if ROW in form.layouts else None,
-        col,
-        scale,
-        offs,
-        x if form.high else None,
-        x.dtype,
-    )
+def fprop(
+    x: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
+    """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)"""
+    return _multiplied(x, weight, "row", offs, tiles)
 
 
-def _quantize_weight(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    if weight.dim() == 3:
-        return K.expert_quantize(weight, form.dtype)
-    data, _, scale, _ = K.quantize_tensor(weight, form.dtype)
-    return data, scale
+def dgrad(
+    dy: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
+    """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
+    return _multiplied(dy, weight, "col", offs, tiles)
 
 
-def _scaled(a: Tensor, weight: Tensor, scale: Tensor, q: Quantized) -> Tensor:
-    if q.offs is not None:
-        return K.scaled_grouped_mm(a, weight, scale, q.offs, q.dtype)
-    y = K.scaled_mm(a.reshape(-1, a.shape[-1]), weight, scale, q.dtype)
-    return y.view(*a.shape[:-1], weight.shape[0])
-
-
-def _multiplied(a: Tensor, weight: Tensor, q: Quantized) -> Tensor:
-    """a weight^T over operands that were quantized in blocks, in the dtype that q stands for."""
-    y = F.linear(a, weight) if q.offs is None else K.grouped_mm(a, weight, q.offs)
-    return y.to(q.dtype)
-
-
-# --- operands of which one is not quantized: what the others stand for, multiplied in float32
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _value(t: Operand) -> Tensor:
-    """What the rowwise data of an operand stands for."""
-    wide = _wide(t.dtype)
-    if not isinstance(t, Quantized):
-        return t.to(wide)
-    if t.scale is not None and t.scale.dim() == 2:
-        return blocks.rowwise(t).to(wide)
-    row, scale = t.present(ROW).to(wide), t.present("scale")
-    if t.offs is None:
-        return row * scale
-    by_row = torch.cat([scale, scale.new_zeros(1)])[group_of_row(t.offs, row.shape[0])]
-    return row * by_row.unsqueeze(-1)
-
-
-def _weight_value(weight: Tensor, form: Format | None, dtype: torch.dtype) -> Tensor:
-    """What a weight stands for after it went through its format."""
-    if form is None:
-        return weight.to(_wide(dtype))
-    if form.blocks:
-        return blocks.through(weight, form, dtype).to(_wide(dtype))
-    data, scale = _quantize_weight(weight, form)
-    return data.to(_wide(dtype)) * (scale[:, None, None] if weight.dim() == 3 else scale)
-
-
-def _wide_mm(a: Operand, weight: Tensor, offs: Tensor | None) -> Tensor:
-    """a weight^T, in the dtype that a stands for."""
-    value = _value(a)
-    y = F.linear(value, weight) if offs is None else K.grouped_mm(value, weight, offs)
+def _multiplied(
+    a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
+) -> Tensor:
+    """A product of rows with a weight, whose layout has the summed axis last."""
+    if isinstance(a, Quantized) and isinstance(weight, Quantized):
+        left, right = values(a, "row"), values(weight, layout)
+    else:  # one of them is high precision: what both stand for, in float32
+        left = _wide(a)
+        right = _wide(weight) if layout == "row" else _wide(weight).mT
+    right = right.to(left.dtype)
+    y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
     return y.to(a.dtype)
 
 
-# --- the three GEMMs
-
-
-def fprop(x: Operand, weight: Tensor, form: Format | None, offs: Tensor | None = None) -> Tensor:
-    """y = x w^T from the rowwise data of x.   (..., K), (N, K) or (E, N, K) -> (..., N)"""
-    if form is None or not isinstance(x, Quantized):
-        return _wide_mm(x, _weight_value(weight, form, x.dtype), offs)
-    if form.blocks:
-        return _multiplied(blocks.rowwise(x), blocks.through(weight, form, x.dtype), x)
-    data, scale = _quantize_weight(weight, form)
-    return _scaled(x.present(ROW), data, x.present("scale") * scale, x)
-
-
-def dgrad(dy: Operand, weight: Tensor, form: Format | None, offs: Tensor | None = None) -> Tensor:
-    """dx = dy w from the rowwise data of dy.   (..., N), (N, K) or (E, N, K) -> (..., K)"""
-    if form is None or not isinstance(dy, Quantized):
-        return _wide_mm(dy, _weight_value(weight, form, dy.dtype).transpose(-2, -1), offs)
-    if form.blocks:
-        transposed = blocks.through(weight, form, dy.dtype).transpose(-2, -1)
-        return _multiplied(blocks.rowwise(dy), transposed, dy)
-    data, scale = _quantize_weight(weight, form)
-    return _scaled(dy.present(ROW), data.transpose(-2, -1), dy.present("scale") * scale, dy)
-
-
-def wgrad(
-    dy: Operand, x: Operand, dtype: torch.dtype | None = None, offs: Tensor | None = None
-) -> Tensor:
-    """dw = dy^T x from the columnwise data of both, rowwise where one is not quantized.
-
-    -> (N, K) or (E, N, K), in `dtype` or that of x
-    """
-    dtype = dtype or x.dtype
-    if not (isinstance(x, Quantized) and isinstance(dy, Quantized)):
-        left, right = (_value(t).flatten(0, -2) for t in (dy, x))
+def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None) -> Tensor:
+    """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
+    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)):
+        left, right = _wide(dy), _wide(x)
         dw = left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
         return dw.to(dtype)
-    if x.col_scale is not None:
-        return _block_wgrad(dy, x).to(dtype)
-    left, right, scale = dy.present(COL), x.present(COL), dy.present("scale") * x.present("scale")
-    if x.offs is not None:
-        return K.scaled_grouped_wgrad(left.t(), right.t(), scale, x.offs, dtype)
-    return K.scaled_mm(left, right, scale, dtype)
+    left, right = values(dy, "col"), values(x, "col")
+    if offs is None:
+        return K.wide_mm(left, right.to(left.dtype)).to(dtype)
+    dw = left.new_empty(len(offs), len(left), len(right), dtype=torch.float32)
+    wgrad_into(dw, dy, x, offs, accumulate=False)
+    return dw.to(dtype)
 
 
-def _block_wgrad(dy: Quantized, x: Quantized) -> Tensor:
-    """`wgrad` of blocks, in float32."""
-    left, right = blocks.colwise(dy), blocks.colwise(x)
-    if x.offs is None:
-        return K.wide_mm(left.t(), right.t())
-    shape = len(x.offs), left.shape[1], right.shape[1]
-    dw = left.new_empty(shape, dtype=torch.float32)
-    K.grouped_wgrad_into(dw, left, right, K.column_offs(x.offs), accumulate=False)
-    return dw
+def wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
+    """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
+    if isinstance(dy, Quantized) and isinstance(x, Quantized):
+        left, right, ends = values(dy, "col").t(), values(x, "col").t(), K.column_offs(offs)
+    else:
+        left, right, ends = _wide(dy), _wide(x), offs
+    K.grouped_wgrad_into(main_grad, left, right.to(left.dtype), ends, accumulate=accumulate)
+
+
+def _wide(t: Operand) -> Tensor:
+    """What an operand, or a weight, stands for, in float32 (float64 of float64)."""
+    if isinstance(t, Quantized):
+        found = values(t, "row") if t.row is not None else values(t, "col").mT
+        return found.to(_accumulator(t.dtype))
+    return t.to(_accumulator(t.dtype))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -3,101 +3,106 @@
 So checkpointing, saved-tensor hooks and offload see real storages, and a component can be freed or moved alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fuseops.words import dtype_name
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
 
-ROW, COL = "row", "col"  # quantized along the last axis (fprop, dgrad), along the rows (wgrad)
+from .scaling import SQUARE, Scaling
+
+BLOCK = 128
 
 
-@dataclass(frozen=True)
-class Format:
-    """What an edge of the plan asks for.
+class Layout(NamedTuple):
+    """Codes, and the scales that they are multiplied by to get the values."""
 
-    granularity: "tensor" (one scale) or "group" (one a group of `offs`); layouts: the subset of {"row", "col"} that a
-    later GEMM reads; high: keep the high-precision tensor beside it (a bias gradient reads that); blocks: a scale for
-    every 128 elements along the summed axis instead (128 x 128 of a weight), none over two groups.
-    """
-
-    dtype: torch.dtype
-    granularity: str = "tensor"
-    layouts: frozenset[str] = frozenset({ROW})
-    high: bool = False
-    blocks: bool = False
-
-    def __str__(self) -> str:
-        grain = f"blocks of a {self.granularity}" if self.blocks else self.granularity
-        layouts = "+".join(sorted(self.layouts))
-        return f"{dtype_name(self.dtype)}[{grain}, {layouts}]"
+    data: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor of shape (M, K) in a quantized format.
+    """A tensor of shape (R, K) in a quantized format.
 
-    row        (M, K) data quantized along K, or None
-    col        (K, M) the transpose, quantized along M, or None; blocks of groups: at `fuseops.kernels.column_offs`
-    scale      () or (G,) float32, multiply the data by it to get the value; with blocks (ceil(K/128), M), of `row`
-    offs       (G,) int32 row ends of the groups, with granularity "group"
-    high       (M, K) the high-precision tensor itself, where a reader also needs it
-    dtype      of the high-precision tensor that it stands for
-    col_scale  with blocks (ceil(M/128), K) or, where they begin anew in each group, (M//128 + G, K), of `col`
+    row      codes (R, K), as forward and input gradient read them, or None.
+             scale: of blocks (ceil(K/128), R); else () or, of groups, (E,)
+    col      codes (K, C) over the tokens, as a weight gradient reads them, or None. Each group begins at a multiple of
+             128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
+             scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K); else that of the rows
+    scaling  the format
+    offs     (E,) int32 row ends of the groups, or None
+    dtype    of the tensor that it stands for
     """
 
-    row: Tensor | None
-    col: Tensor | None
-    scale: Tensor | None
+    row: Layout | None
+    col: Layout | None
+    scaling: Scaling
     offs: Tensor | None
-    high: Tensor | None
     dtype: torch.dtype
-    col_scale: Tensor | None = None
-
-    COMPONENTS = ("row", "col", "scale", "offs", "high", "col_scale")
 
     def components(self) -> Mapping[str, Tensor]:
         """The component tensors that are present, by name."""
-        pairs = ((name, getattr(self, name)) for name in self.COMPONENTS)
-        return {name: t for name, t in pairs if t is not None}
+        found: dict[str, Tensor] = {}
+        for name, layout in (("row", self.row), ("col", self.col)):
+            if layout is not None:
+                found |= {name: layout.data, f"{name}_scale": layout.scale}
+        return found if self.offs is None else {**found, "offs": self.offs}
 
-    @classmethod
-    def of(cls, components: Mapping[str, Tensor], dtype: torch.dtype) -> "Quantized":
-        """From component tensors by name (those brought back after saving)."""
-        return cls(dtype=dtype, **{name: components.get(name) for name in cls.COMPONENTS})
+    def of(self, components: Mapping[str, Tensor]) -> Quantized:
+        """The same with other component tensors by name (those brought back after saving)."""
+        row, col = (
+            Layout(components[name], components[f"{name}_scale"]) if name in components else None
+            for name in ("row", "col")
+        )
+        return replace(self, row=row, col=col, offs=components.get("offs"))
 
-    def present(self, name: str) -> Tensor:
-        """A component that must be there.  Raises ValueError."""
-        component: Tensor | None = getattr(self, name)
-        if component is None:
-            raise ValueError(
-                f"the {name} that this GEMM reads was not made: the op's layouts() leaves it out"
-            )
-        return component
+    def dequantize(self) -> Tensor:
+        """The values, rows first: from the rows where they are there, else from the columns.
 
-    def only(self, *layouts: str) -> "Quantized":
-        """Without the layouts (and the high-precision tensor) that no later GEMM reads."""
-        kept = replace(self, high=None)
-        if ROW not in layouts:
-            # one scale of the whole tensor, or of a group, is that of the columns too
-            kept = replace(kept, row=None, scale=self.scale if self.col_scale is None else None)
-        return kept if COL in layouts else replace(kept, col=None, col_scale=None)
+        -> (R, K), or (C, K) with groups at multiples of 128, in the dtype that it stands for; of a weight its shape
+        """
+        found = values(self, "row") if self.row is not None else values(self, "col").mT
+        return found.to(self.dtype)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The formats of one op's operands under a recipe; None is high precision."""
-
-    input: Format | None = None
-    weight: Format | None = None
-    grad_output: Format | None = None
-
-    @property
-    def columns(self) -> bool:
-        """Whether the weight gradient multiplies two quantized operands: those of one alone it reads rowwise."""
-        return self.input is not None and self.grad_output is not None
+def product_dtype(q: Quantized) -> torch.dtype:
+    """In which codes times scales are exact, and none is out of range."""
+    exact = q.scaling.block is not None and q.dtype is torch.bfloat16
+    return torch.bfloat16 if exact else torch.float32
 
 
-HIGH = Roles()  # the one object of an op that no recipe applies to
+def values(q: Quantized, layout: str) -> Tensor:
+    """What a layout stands for, in `product_dtype`: rows (R, K), columns (K, C), a weight as it lies."""
+    found: Layout | None = getattr(q, layout)
+    if found is None:
+        raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
+    data, scale = found
+    return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
+
+
+def _spread(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
+    """The scale of every code, in a shape that the codes' broadcasts with."""
+    *_, rows, width = data.shape
+    scaling = q.scaling
+    if scaling.block == SQUARE or (layout == "col" and scaling.columns == SQUARE):
+        return _wide(_wide(scale, -2, rows), -1, width)
+    if scaling.block is not None and layout == "col":  # (C/128, K) of (K, C)
+        return _wide(scale, 0, width).t()
+    if scaling.block is not None:  # (K/128, R) of (R, K)
+        return _wide(scale, 0, width).t()
+    if scale.dim() == 0 or q.offs is None:
+        return scale[:, None, None] if scale.dim() else scale
+    ends = K.column_offs(q.offs) if layout == "col" else q.offs
+    by_group = K.by_group(scale, ends, width if layout == "col" else rows)
+    return by_group if layout == "col" else by_group[:, None]
+
+
+def _wide(scale: Tensor, axis: int, size: int) -> Tensor:
+    return scale.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)

@@ -1,70 +1,130 @@
 """Recipes: which operand of which GEMM gets which format. A recipe is a value; equal recipes give equal plans."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from fuseops.errors import FuseOpsError
 
-from .quantized import Format, Roles
+from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WEIGHTS = ("none", "step", "unshard")
+WGRADS = ("square", "block", "bf16")
+HIDDEN = ("bf16", "float8")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The formats of one op's operands under a recipe; None is high precision.
+
+    input, weight, grad_output   of the GEMMs' operands
+    high_wgrad  the weight gradient multiplies x and dy as they are
+    hidden      of what a fused MLP saves between its GEMMs
+    weights     how long quantized weights are kept: "none", "step", "unshard"
+    """
+
+    input: Scaling | None = None
+    weight: Scaling | None = None
+    grad_output: Scaling | None = None
+    high_wgrad: bool = False
+    hidden: Scaling | None = None
+    weights: str = "none"
+
+    @property
+    def high(self) -> bool:
+        """Whether no operand is quantized."""
+        return self.input is None and self.weight is None and self.grad_output is None
+
+    @property
+    def columns(self) -> bool:
+        """Whether the weight gradient multiplies two quantized operands; of one alone it reads the rows."""
+        return self.input is not None and self.grad_output is not None and not self.high_wgrad
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Base of recipes. A recipe turns a granularity and the layouts that an op reads into formats.
+    """Base of recipes. A recipe turns the role of an operand into its format.
 
     A subclass that is a frozen dataclass is compared by its fields, any other one by identity.
     """
 
-    def roles(self, granularity: str) -> Roles:
-        """Formats of input, weight and grad_output of an op; layouts are filled in by the plan."""
+    def roles(self) -> Roles:
+        """The formats of an op's operands."""
         raise NotImplementedError(f"{type(self).__name__} defines no roles()")
 
 
 @dataclass(frozen=True)
-class _Float8(Recipe):
-    fwd: torch.dtype = E4M3
-    bwd: torch.dtype = E5M2
-    blocks: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("fwd", "bwd"):
-            dtype = getattr(self, name)
-            if dtype not in (E4M3, E5M2):
-                raise FuseOpsError(
-                    f"{type(self).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
-                )
-
-    def roles(self, granularity: str) -> Roles:
-        forward, backward = (
-            Format(dtype, granularity, blocks=self.blocks) for dtype in (self.fwd, self.bwd)
-        )
-        return Roles(input=forward, weight=forward, grad_output=backward)
-
-
-@dataclass(frozen=True)
-class Float8CurrentScaling(_Float8):
+class Float8CurrentScaling(Recipe):
     """FP8 with one float32 scale a tensor (a group, when grouped), taken from the tensor's own amax.
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
     count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
-    fwd: format of inputs and weights; bwd: of gradients.
+    fwd: format of inputs and weights; bwd: of gradients.  Raises FuseOpsError for another dtype.
     """
 
+    fwd: torch.dtype = E4M3
+    bwd: torch.dtype = E5M2
 
-@dataclass(frozen=True)
-class Float8BlockScaling(_Float8):
+    def __post_init__(self) -> None:
+        _check_formats(self, self.fwd, self.bwd)
+
+    def roles(self) -> Roles:
+        forward = Scaling(self.fwd, None, None)
+        return Roles(forward, forward, Scaling(self.bwd, None, None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
     """FP8 with a power-of-two scale for every 128 elements along the axis that a GEMM sums, and for every square of
     128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
-    inv = max(format) / amax rounded down to a power of two, data = cast(x * inv), scale = 1 / inv. Blocks of rows begin
-    anew in each group of a grouped op. Data times scale is exact in bfloat16, which is what the GEMMs multiply, rounded
-    once at the store; tensors of another dtype are multiplied in float32.
+    inv = max(format) / amax rounded down to a power of two, at most 2^63, data = cast(x * inv), scale = 1 / inv.
+    Data times scale is exact in bfloat16. Blocks of tokens begin anew in each group of a grouped op.
+
+    wgrad: of what the weight gradient is made. "square": the codes of the rows, shifted to one exponent in each square
+        of 128 tokens by 128 features, so that a value is rounded once for all three GEMMs; codes that the shift brings
+        below the format's normal numbers lose bits. "block": 128 tokens of one feature share a scale, from high
+        precision. "bf16": of x and dy as they are.
+    hidden: what a fused MLP saves between its GEMMs, "bf16" (as computed) or "float8", which the activation of the
+        forward reads too.
+    weights: how long quantized weights are kept, at 2 bytes a parameter: "none", from "step" to step (until
+        `fo.weights_changed(model)`, or a write that shows), or from "unshard" to unshard.
     fwd: format of inputs and weights; bwd: of gradients.
+    Raises FuseOpsError for another value of any of them.
     """
 
+    wgrad: str = "square"
+    hidden: str = "bf16"
+    weights: str = "none"
+    fwd: torch.dtype = E4M3
     bwd: torch.dtype = E4M3
-    blocks = True
+
+    def __post_init__(self) -> None:
+        _check_formats(self, self.fwd, self.bwd)
+        for name, known in (("wgrad", WGRADS), ("hidden", HIDDEN), ("weights", WEIGHTS)):
+            if getattr(self, name) not in known:
+                raise FuseOpsError(
+                    f"{type(self).__name__}({name}={getattr(self, name)!r}): expected one of {known}."
+                )
+
+    def roles(self) -> Roles:
+        columns = COLUMN if self.wgrad == "block" else SQUARE
+        forward = Scaling(self.fwd, VECTOR, columns)
+        return Roles(
+            input=forward,
+            weight=Scaling(self.fwd, SQUARE, SQUARE),
+            grad_output=Scaling(self.bwd, VECTOR, columns),
+            high_wgrad=self.wgrad == "bf16",
+            hidden=forward if self.hidden == "float8" else None,
+            weights=self.weights,
+        )
+
+
+def _check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:
+    for name, dtype in (("fwd", fwd), ("bwd", bwd)):
+        if dtype not in (E4M3, E5M2):
+            raise FuseOpsError(
+                f"{type(recipe).__name__}({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2."
+            )

@@ -1,6 +1,7 @@
 """A call, from the side inputs of the caller to the one autograd Function.
 
-a sequence     runner (its pieces), sides (what callers pass), config (`configure` and scopes)
+a sequence     composed (its children), splice (what is inside them), runner (its pieces)
+               sides (what callers pass), config (`configure` and scopes)
 a run of ops   run (finds the plan of a call), traced (compiled code)
 its execution  bridge (the autograd Function), saving, pure (level-1 ops), draws (their random numbers)
 gradients      weight_grads (main_grad, backward_dw), buffers (of the caller), second_order (refused)

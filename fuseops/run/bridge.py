@@ -11,9 +11,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
 from fuseops.ops.op import Grads, Out
-from fuseops.plan.key import autocast_dtype
 from fuseops.plan.segment import Segment, Step
-from fuseops.recipes import gemm
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
@@ -28,7 +26,7 @@ Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 class Once(NamedTuple):
     """What lives for one call only."""
 
-    scratch: dict[str, Any] | None = None
+    scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
     look: FirstCall | None = None  # looks at the first call of a segment
 
@@ -43,7 +41,7 @@ class Live:
     def __init__(self, path: str, once: Once) -> None:
         self.path = path
         self.once = once
-        self.ties: list[Tensor] = []
+        self.ties: Sequence[Tensor] = ()
         self.frame: names.Frame | None = None
 
 
@@ -55,7 +53,6 @@ def run_forward(
     x: Any,
     t: list[Any],
     once: Once,
-    quantize: bool = True,
 ) -> tuple[Any, list[Any], list[torch.dtype | None]]:
     """Run the steps. Published side tensors are appended to `t`.   -> y, Saved by op, input dtype by op"""
     saved: list[Any] = [None] * len(seg.ops)
@@ -78,8 +75,6 @@ def run_forward(
             continue
         if step.cast is not None:
             x = x.to(step.cast)
-        if step.form is not None and quantize:
-            x = gemm.quantize(x, step.form, None if step.offs is None else t[step.offs])
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
             if step.takes_call:
@@ -107,6 +102,8 @@ def run_forward(
                 t.append(out.side[name])  # type: ignore[index]
             except (TypeError, KeyError):
                 raise checks.unpublished(step, name, out.side) from None
+    if look is not None:
+        seg.checked_forward = True
     if once.out is not None and "y" in once.out:
         x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
@@ -125,8 +122,11 @@ def _calls(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = tuple([call._replace(scratch=once.scratch, out=once.out) for call in step.calls])
-    return calls if main is None else weight_grads.with_buffers(calls, main)
+    calls = []
+    for call, scope in zip(step.calls, step.scopes, strict=True):
+        scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
+        calls.append(call._replace(scratch=scratch, out=once.out))
+    return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
 def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
@@ -178,8 +178,6 @@ def run_backward(
             if dy is None and (dside is None or all(d is None for d in dside.values())):
                 continue
             partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
-            if step.form is not None and dy is not None:
-                dy = gemm.quantize(dy, step.form, getattr(saved[step.members[-1]], "offs", None))
             if look is not None:
                 look.before_bwd(step, saved, dy, dside)
             if step.later is None and not step.main:
@@ -203,7 +201,7 @@ def run_backward(
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
     if look is not None:
-        seg.checked = True
+        seg.checked_backward = True
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
@@ -278,11 +276,13 @@ class Node(torch.autograd.Function):
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
-            if not seg.checked:
+            if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             y, saved, ctx.entered = run_forward(seg, x, t, live.once)
         flat, ctx.rows = pack(seg, saved)
         ctx.save_for_backward(*flat)
+        if live is not None:
+            live.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
         if seg.elsewhere:
@@ -325,7 +325,7 @@ def _backward_in(
     if live is None:
         return run_backward(seg, saved, dy, dsides, entered, Once())
     try:
-        if autocast_dtype(seg.device) is not None:
+        if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
                 return run_backward(seg, saved, dy, dsides, entered, live.once)
         return run_backward(seg, saved, dy, dsides, entered, live.once)
@@ -349,7 +349,6 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise _not_transformed("torch.func", seg, live)
     if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
         raise _not_transformed("forward-mode AD", seg, live)
-    live.ties = second_order.ties_of(x, inputs)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
     live.frame = names.Frame()

@@ -10,7 +10,8 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import check_all_meta
 from fuseops.ops.op import Grads, Op, Out
-from fuseops.plan.key import Asked, Key
+from fuseops.plan.chain import Chain
+from fuseops.plan.key import Key
 from fuseops.plan.segment import Step
 from fuseops.words import dtype_name
 
@@ -93,11 +94,11 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
             return
 
 
-def check_meta(asked: Asked, names: Sequence[str], key: Key) -> None:
+def check_meta(chain: Chain, key: Key) -> None:
     """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
     found = [("x", key.device.type == "meta")]
     found += [(repr(name), meta) for name, _, meta, _ in key.sides]
-    for name, op, own, facts in zip(names, asked.ops, asked.parameters, key.ops, strict=True):
+    for name, op, own, facts in zip(chain.names, chain.ops, chain.parameters, key.ops, strict=True):
         known = zip(own, facts[len(facts) - len(own) :], strict=True)
         what = type(op).__name__
         found += [(f"{name}.{n} ({what})", p[2]) for n, p in known if p is not None]

@@ -11,13 +11,13 @@ from torch import nn
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
-from fuseops.ops.paths import path_of, set_path, stripped
+from fuseops.ops.paths import path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
 from fuseops.recipes import Recipe
 from fuseops.rules.rule import Rule
 
-from .runner import Composed
+from .composed import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
@@ -54,7 +54,7 @@ def configure(
         return
     check_module("configure(model, ...)", model)
     set_root(model)
-    for module in model.modules():
+    for _, module in walk(model):
         if isinstance(module, (Composed, Op)):
             module.__dict__["_settings"] = _replaced(module._settings, override)
 
@@ -68,7 +68,7 @@ def _replaced(token: int, override: Override) -> int:
 
 def set_root(model: nn.Module) -> None:
     """Make names of saved tensors absolute: relative to `model`, with the prefixes of wrappers stripped."""
-    for path, module in model.named_modules(remove_duplicate=True):
+    for path, module in walk(model):
         if isinstance(module, (Composed, Op)):
             path = stripped(path)
             home = path  # of the names: an op's are relative to what it is a child of

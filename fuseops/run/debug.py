@@ -106,8 +106,8 @@ def running() -> str:
     while frame is not None:
         if frame.f_code is bridge.run_forward.__code__ and step is None:
             step = frame.f_locals["step"]
-        elif frame.f_code is run.run_segment.__code__:
-            seg, live = frame.f_locals["seg"], frame.f_locals["live"]
-            return bridge.where(seg, live.path, step)
+        elif frame.f_code is run.run_segments.__code__:
+            seg, path = frame.f_locals["seg"], frame.f_locals["path"]
+            return bridge.where(seg, path, step)
         frame = frame.f_back
     return "a grouped op"

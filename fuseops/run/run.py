@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
@@ -22,6 +22,7 @@ from fuseops.ops.op import Op, Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
+from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
     Scan,
     check_names,
@@ -32,7 +33,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Asked, Glance, Key, Tokens, has_hooks, key_of
+from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
@@ -43,12 +44,12 @@ from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe
 from .first import FirstCall
-from .sides import reads_and_writes
+from .splice import opaque_reason
 from .traced import TABLE
 
-log = logging.getLogger("fuseops.fusion")
+MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
 
-FORWARD, CALL = Op.forward, nn.Module.__call__  # before anybody replaces them
+log = logging.getLogger("fuseops.fusion")
 
 
 class Entry(NamedTuple):
@@ -60,45 +61,32 @@ class Entry(NamedTuple):
     plans: dict[tuple[bool, ...], RunPlan]
 
 
-def opaque_reason(op: Op[Any]) -> str | None:
-    """Why an op is called through its own `__call__` and matched by no rule, or None."""
-    own = op.__dict__
-    if has_hooks(own):
-        return "has hooks"
-    for method in ("forward", "fwd", "bwd"):
-        if method in own:
-            return f"has a {method} of its own (replaced on the instance)"
-    kind = op.__class__
-    if kind.forward is not FORWARD:
-        return "overrides forward"
-    if kind.__call__ is not CALL:
-        return "overrides __call__"
-    if kind.made and kind.made != (kind.fwd, kind.bwd):
-        return "has another fwd or bwd than its class was made with"
-    return None
+class Last(NamedTuple):
+    """What a call like the last one is known by, and its plans by shape of x.
+
+    Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
+    of their ops.
+    """
+
+    glance: Glance
+    entry: Entry
+    # of the ops that conditions read; None: ask conditions at each call
+    attributes: Attributes | None
+    plans: dict[torch.Size, RunPlan]
 
 
 class Run:
     """The ops of one Sequential between two plain modules (or one op that is called alone)."""
 
-    def __init__(
-        self,
-        ops: Sequence[Op[Any]],
-        names: Sequence[str],
-        end: str,
-        offset: int = 0,
-        alone: bool = False,
-    ) -> None:
-        self.ops, self.names, self.end, self.alone = tuple(ops), tuple(names), end, alone
+    def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
+        self.chain, self.end, self.alone = chain, end, alone
+        self.ops, self.names = chain.ops, chain.names
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries: dict[Key, Entry] = {}
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
-        self.last: tuple[Glance, Entry] | None = None
+        self.last: Last | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
         weakref.finalize(self, TABLE.drop, self.numbers)
-        self.parameter_names = tuple(op.parameter_names() for op in self.ops)
-        self.reads, self.writes = reads_and_writes(self.names, self.ops)
-        self.asked = Asked(self.ops, self.parameter_names, self.reads)
 
     # --- finding the plan
 
@@ -107,6 +95,27 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         entry = self._entry_of(x, side, tokens, live)
+        plan = self._plan_in(entry, x)
+        last = self.last
+        if last is not None and last.entry is entry and last.attributes is not None:
+            if len(last.plans) >= MOST_SHAPES:
+                last.plans.clear()
+            last.plans[x.shape] = plan
+        return plan
+
+    def repeated(
+        self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> RunPlan | None:
+        """The plan of a call like the last one, if nothing that it depends on has changed."""
+        last = self.last  # once: another thread may put its own there
+        if last is None or not last.glance.fits(x, side, tokens, live):
+            return None
+        plan = last.plans.get(x.shape)
+        if plan is None or last.attributes is None or not last.attributes.unchanged():
+            return None
+        return plan
+
+    def _plan_in(self, entry: Entry, x: Tensor) -> RunPlan:
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         self._check_shape(x)
@@ -134,14 +143,25 @@ class Run:
     ) -> Entry:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
         last = self.last  # once: another thread may put its own there
-        if last is not None and last[0].fits(x, side, tokens, live):
-            return last[1]
-        key = key_of(self.asked, x, side, tokens, live)
+        if (
+            last is not None
+            and last.glance.fits(x, side, tokens, live)
+            and (last.attributes is None or last.attributes.unchanged())
+        ):
+            return last.entry
+        key = key_of(self.chain, x, side, tokens, live)
         entry = self.entries.get(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
-            self.last = Glance(self.asked, key), entry
+            self.last = Last(Glance(self.chain, key), entry, self._attributes(entry), {})
         return entry
+
+    def _attributes(self, entry: Entry) -> Attributes | None:
+        """Of the ops that conditions may read; None where a user's may read more."""
+        candidates = entry.scan.candidates
+        if any(c.rule not in BUILTIN_RULES for c in candidates):
+            return None
+        return Attributes([op for c in candidates for op in self.ops[c.start : c.stop]])
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -149,17 +169,21 @@ class Run:
         return self.numbers[-1]
 
     def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
-        return reasons_against(
-            entry.scan,
-            self.ops,
-            entry.facts.settings,
-            lambda start, stop: self._conditions(entry, x, start, stop),
-        )
+        """Why each candidate of an entry may not fire in this call, None where it may."""
+        shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
 
-    def _conditions(self, entry: Entry, x: Tensor, start: int, stop: int) -> Conditions:
-        facts = entry.facts
-        shape = self._through(0, start, tuple(x.shape), x)
-        out = self._through(start, stop, shape, x)
+        def conditions(start: int, stop: int) -> Conditions:
+            while len(shapes) <= stop:
+                at = len(shapes)
+                shapes.append(self._through(at - 1, at, shapes[-1], x))
+            return self._conditions(entry, x, start, stop, shapes)
+
+        return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+
+    def _conditions(
+        self, entry: Entry, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
+    ) -> Conditions:
+        facts, shape, out = entry.facts, shapes[start], shapes[stop]
         return Conditions(
             shape=shape,
             k=shape[-1] if shape else 1,
@@ -179,7 +203,7 @@ class Run:
         if key in self.entries:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
-        check_meta(self.asked, self.names, key)
+        check_meta(self.chain, key)
         settings = scopes.resolve(*key.tokens)
         modes = [self._mode(op, key, settings) for op in self.ops]
         modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
@@ -200,13 +224,13 @@ class Run:
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
         entry = self.entries[key] = Entry(
-            scan(self.ops, rules, place), facts, needs_of(self.ops, facts), {}
+            scan(self.ops, rules, place), facts, needs_of(self.chain, facts), {}
         )
         return entry
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
-        for i, (facts, wanted) in enumerate(zip(key.ops, self.parameter_names, strict=True)):
+        for i, (facts, wanted) in enumerate(zip(key.ops, self.chain.parameters, strict=True)):
             for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
                 if parameter is not None and parameter[0]:
                     yield i, name
@@ -237,7 +261,7 @@ class Run:
         Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
         """
         op, recipe = self.ops[i], settings.recipe
-        if recipe is None or mode != "plain" or op.granularity is None:
+        if recipe is None or mode != "plain" or not op.multiplies:
             return mode, note
         ignored = f"the recipe {type(recipe).__name__} is ignored"
         if settings.strict is True or settings.strict_recipe:
@@ -250,7 +274,7 @@ class Run:
         if answers in entry.plans:
             return entry.plans[answers]
         reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-        plan = build(self.ops, self.names, choose(entry.scan, reasons, len(self.ops)), entry.facts)
+        plan = build(self.chain, choose(entry.scan, reasons, len(self.ops)), entry.facts)
         check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
         entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
@@ -293,16 +317,19 @@ class Run:
                     "out= is eager only: compile around the ops that write to buffers."
                 )
             return self._traced(x, env, tokens, live)
+        watchers = scopes.current().watchers
+        if out is None and not watchers:
+            repeated = self.repeated(x, env, tokens, live)
+            if repeated is not None:
+                return run_segments(repeated.segments, x, env, path, Once(scratch))
         parametrized = any(op.__dict__["_modules"] for op in self.ops)
         with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
             plan = self.plan(x, env, tokens, live)
-            for watcher in scopes.current().watchers:
+            for watcher in watchers:
                 watcher(plan)
             if out is not None:
                 self._check_buffers(plan, out, x, env, path)
-            for seg in plan.segments:
-                x = run_segment(seg, x, env, Live(path, Once(scratch, out)))
-            return x
+            return run_segments(plan.segments, x, env, path, Once(scratch, out))
 
     def _check_buffers(
         self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
@@ -327,25 +354,32 @@ class Run:
         """A call as dynamo traces it."""
         # guards on widths, as every op checks its own
         self._through(0, len(self.ops), tuple(x.shape), x)
-        key = tuple(key_of(self.asked, x, env, tokens, live))
+        key = tuple(key_of(self.chain, x, env, tokens, live))
         plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
         for seg in plan.segments:
             x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
         return x
 
 
-def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live) -> Any:
-    """Run one segment with autocast off where the plan reads it, and say where an error happened."""
+def run_segments(
+    segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
+) -> Any:
+    """Run segments with autocast off where the plan reads it, and say where an error happened."""
     try:
-        if seg.kind == "call":
-            return _call(seg, x, env)
-        if seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
-            with torch.autocast(seg.device, enabled=False):
-                return _run(seg, x, env, live)
-        return _run(seg, x, env, live)
+        for seg in segments:  # the except reads it
+            if seg.kind == "call":
+                x = _call(seg, x, env)
+            elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
+                with torch.autocast(seg.device, enabled=False):
+                    x = _run(seg, x, env, Live(path, once))
+            else:
+                x = _run(seg, x, env, Live(path, once))
+            for name in seg.ends:
+                del env[name]
+        return x
     except Exception as error:
         error.add_note(
-            f"in the forward of fuseops {bridge.where(seg, live.path, error)}; x {describe(x)}{_others(seg, env)}"
+            f"in the forward of fuseops {bridge.where(seg, path, error)}; x {describe(x)}{_others(seg, env)}"
         )
         raise
 
@@ -359,11 +393,14 @@ def _others(seg: Segment, env: Mapping[str, Any]) -> str:
 
 def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     """An op through its own `__call__`, which returns what it publishes after y."""
-    (op,) = seg.ops
-    y = op(x, **{name: env[name] for name in seg.reads})
+    (op,), (step,) = seg.ops, seg.forward
+    reads = [(keyword, at) for keyword, at in step.args[0] if at < len(seg.reads)]
+    y = op(x, **{keyword: env[seg.reads[at]] for keyword, at in reads})
     if op.writes:
         y, *published = y
-        env.update(zip(op.writes, published, strict=True))
+        places = [at for _, at in step.writes]
+        for name, at in zip(seg.exports, seg.export_positions, strict=True):
+            env[name] = published[places.index(at)]
     return y
 
 
@@ -379,16 +416,14 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
             env.update(zip(seg.exports, exported, strict=True))
         return y
     once = Once() if live is None else live.once
-    if live is not None and not seg.checked:
+    if live is not None and not seg.checked_forward:
         once = once._replace(look=FirstCall(seg, inputs))
-    if seg.kind == "node" or (live is None and all(op.alias for op in seg.ops)):
+    if seg.kind == "node" or seg.aliases:
         # alias ops call no kernel; traced code writes nothing, since checkpoint refuses to trace a write
         y, _, _ = bridge.run_forward(seg, x, inputs, once)
     else:
         with kernels.reference_only():
-            y, _, _ = bridge.run_forward(seg, x, inputs, once, quantize=False)
-    if once.look is not None:
-        seg.checked = True
+            y, _, _ = bridge.run_forward(seg, x, inputs, once)
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

@@ -5,6 +5,7 @@ quantized tensor takes one slot a component. What is not a tensor (a shape) stay
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from fuseops.kernels.registry import PLAIN
 from fuseops.ops.names import SavedName
-from fuseops.plan.segment import Segment
+from fuseops.plan.segment import Rows, Segment
 from fuseops.recipes import Quantized
 
+PLAIN_OR_NONE = PLAIN | {type(None)}
 Row = tuple[Any, ...]  # int slots, None, Const or Parts
 
 
@@ -25,9 +27,9 @@ class Const(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A quantized tensor: the dtype it stands for, and the slot of every component."""
+    """A quantized tensor: its format, without tensors, and the slot of every component."""
 
-    dtype: torch.dtype
+    form: Quantized
     slots: tuple[tuple[str, int], ...]
 
 
@@ -37,8 +39,12 @@ def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | N
     slots: dict[int, int] | None = None if torch.compiler.is_compiling() else {}
     if slots is not None:  # the common case: plain tensors, each saved once
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
-        if PLAIN.issuperset(map(type, values)) and len({*map(id, values)}) == len(values):
-            return values, seg.distinct
+        if PLAIN_OR_NONE.issuperset(map(type, values)):
+            none = tuple([value is None for value in values])
+            if True in none:
+                values = [value for value in values if value is not None]
+            if len({*map(id, values)}) == len(values):
+                return values, seg.rows(none)
     flat: list[Tensor] = []
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
@@ -63,13 +69,18 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(value.dtype, parts)
+        return Parts(replace(value, row=None, col=None, offs=None), parts)
     return Const(value)
 
 
 def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) -> list[Any]:
     """The Saved of every op, over the tensors that autograd gives back.  None where nothing was saved."""
     saved: list[Any] = [None] * len(seg.ops)
+    if type(rows) is Rows:
+        found = (*tensors, None)
+        for owner, cls, getter in rows.take:
+            saved[owner] = tuple.__new__(cls, getter(found))
+        return saved
     for slot in seg.slots:
         row = rows[slot.owner]
         if row is not None:
@@ -81,7 +92,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
 def _restore(entry: Const | Parts, tensors: Sequence[Tensor]) -> Any:
     if isinstance(entry, Const):
         return entry.value
-    return Quantized.of({name: tensors[slot] for name, slot in entry.slots}, entry.dtype)
+    return entry.form.of({name: tensors[slot] for name, slot in entry.slots})
 
 
 def saved_names(
@@ -97,7 +108,7 @@ def saved_names(
     """
     own = {id(p) for p in params}
     is_param = tuple([id(t) in own for t in flat])
-    where = None if rows is seg.distinct else tuple([row and _where(row) for row in rows])
+    where = id(rows) if type(rows) is Rows else tuple([row and _where(row) for row in rows])
     found = seg.saved_names.get((prefix, is_param, where))
     if found is None:
         found = _saved_names(seg, rows, is_param, prefix)

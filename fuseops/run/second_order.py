@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.errors import DoubleBackwardError
 
 
@@ -38,13 +39,23 @@ def tie(t: Tensor) -> Tensor:
     return t.expand(0, *t.shape).clone()  # a clone, since a view would hold its base
 
 
-def ties_of(x: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """A tie for every input that is in a graph; leaves are reached through their AccumulateGrad instead."""
-    ties = [] if x.grad_fn is None else [tie(x)]
+def ties_of(
+    x: Tensor, inputs: Sequence[Tensor | None], saved: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """A tie for every input that is in a graph. Leaves are reached through their AccumulateGrad instead, and what is
+    saved as it is through the saved tensor.
+    """
+    found = [] if x.grad_fn is None else [x]
     for t in inputs:
         if t.__class__ is not nn.Parameter and t is not None and t.grad_fn is not None:
-            ties.append(tie(t))
-    return ties
+            found.append(t)
+    if not found:
+        return ()
+    if torch_private.top_saved_tensor_hooks() is None:  # which may give back another tensor
+        own = {*map(id, saved)}
+        found = [t for t in found if id(t) not in own]
+    with torch.enable_grad():
+        return [tie(t) for t in found]
 
 
 def leaves(node: Any) -> list[Tensor]:

@@ -20,33 +20,15 @@ class Sides(Protocol):
     writes: frozenset[str]
 
 
-def reads_and_writes(
-    names: Sequence[str], ops: Sequence[Op[Any]]
-) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The side tensors that a run of ops reads from outside of it, and those that it writes.
-
-    Raises SideInputError for a name that is reserved or no string, written twice, or written after it was read.
-    """
-    reads: dict[str, None] = {}
-    written: set[str] = set()
-    for name, op in zip(names, ops, strict=True):
-        for side in (*op.side_names(), *op.writes):
-            if side in RESERVED or not isinstance(side, str):
-                why = "a reserved name" if side in RESERVED else "which is no string"
-                raise SideInputError(
-                    f"op {name!r} ({type(op).__name__}) reads or writes {side!r}, {why}: "
-                    f"choose a name that is not in {sorted(RESERVED)}."
-                )
-        reads |= dict.fromkeys(side for side in op.side_names() if side not in written)
-        for side in op.writes:
-            if side in written:
-                raise SideInputError(f"side tensor {side!r} is written twice, again at {name!r}.")
-            if side in reads:
-                raise SideInputError(
-                    f"op {name!r} writes {side!r}, which is read before it is written."
-                )
-            written.add(side)
-    return tuple(reads), frozenset(written)
+def check_side_names(name: str, op: Op[Any], sides: Sequence[str]) -> None:
+    """Raise SideInputError for what an op cannot call a side tensor."""
+    for side in sides:
+        if side in RESERVED or not isinstance(side, str):
+            why = "a reserved name" if side in RESERVED else "which is no string"
+            raise SideInputError(
+                f"op {name!r} ({type(op).__name__}) reads or writes {side!r}, {why}: "
+                f"choose a name that is not in {sorted(RESERVED)}."
+            )
 
 
 def described(module: Any) -> str:

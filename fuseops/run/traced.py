@@ -44,13 +44,6 @@ def alive(address: int) -> Any:
 
 
 @assume_constant_result
-def prepare(module: int, children: tuple[int, ...]) -> int:
-    """Build the runner of a module outside of the trace."""
-    alive(module)._prepare(tuple(alive(child) for child in children))
-    return 0
-
-
-@assume_constant_result
 def entry_number(run: int, key: tuple[Any, ...]) -> int:
     """The number of the entry of a key."""
     number: int = alive(run).numbered(alive(run).entry(key))

@@ -20,6 +20,7 @@ from fuseops.ops.packing import alias_of
 from fuseops.ops.scopes import DELAYED
 from fuseops.plan.facts import kept_fields
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 
 
 class Destination(NamedTuple):
@@ -209,9 +210,16 @@ def delay(op: Op[Any], run: Backward, step: Step, saved: Any, dy: Any) -> None:
     """Put the gradients of a step off until `backward_dw`."""
     fields = kept_fields(op.saves_for, op.Saved._fields, step.calls[0].needs)
     named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
-    tensors = [(name, t) for name, t in named if isinstance(t, Tensor)]
+    tensors = [pair for name, value in named for pair in _tensors(name, value)]
     reads = tuple((name, t, torch_private.version(t)) for name, t in tensors)
     op.__dict__.setdefault(DELAYED, []).append(Delayed(run, step, reads))
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a value, with their names: a quantized one has several."""
+    if isinstance(value, Quantized):
+        return [(f"{name}.{part}", t) for part, t in value.components().items()]
+    return [(name, value)] if isinstance(value, Tensor) else []
 
 
 def run_delayed(module: nn.Module) -> int:

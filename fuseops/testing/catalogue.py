@@ -25,13 +25,15 @@ class Entry(NamedTuple):
 
     op: type[Op[Any]]
     make: Callable[[Wanted], Op[Any]]
-    width: str = "keeps"  # the last axis: "keeps" it, "maps" it to any other, or "halves" it
+    width: str = (
+        "keeps"  # the last axis: "keeps" it, "maps" it to any other, "halves" it, or "ends" a chain
+    )
     flat: bool = False  # takes (rows, width) only
     routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"
 
     def before(self, after: int) -> int:
         """What the width before it must be a multiple of, if the one after it is a multiple of `after`."""
-        return {"keeps": after, "maps": 1, "halves": 2 * after}[self.width]
+        return {"keeps": after, "maps": 1, "halves": 2 * after, "ends": 1}[self.width]
 
 
 _entries: dict[type, Entry] = {}
@@ -98,6 +100,23 @@ def _grouped(w: Wanted) -> Op[Any]:
     return ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, scale_bias=scaled, packed=packed)
 
 
+def _cross_entropy(w: Wanted) -> Op[Any]:
+    vocab = w.out + 2  # three targets and ignore_index are drawn
+    return ops.LinearCrossEntropy(
+        w.width,
+        vocab,
+        bias=w.choose(False, True),
+        weight=w.choose(None, torch.linspace(0.5, 2.0, vocab)),
+        label_smoothing=w.choose(0.0, 0.25),
+        z_loss=w.choose(0.0, 0.5),
+        soft_cap=w.choose(None, 2.0),
+        temperature=w.choose(1.0, 0.5),
+        reduction=w.choose("sum", "mean", "none"),
+        publishes=w.choose((), ("lse",), ("entropy", "log_probs")),
+        chunk_bytes=w.choose(1 << 20, 300),
+    )
+
+
 def _reshape(w: Wanted) -> Op[Any]:
     return ops.Reshape(*w.choose((-1, w.width), (-1, 1, w.width)))
 
@@ -155,6 +174,7 @@ register(ops.Dispatch,      lambda w: ops.Dispatch(w.groups, w.choose(None, 0.5)
 register(ops.Permute,       lambda w: ops.Permute(w.top_k), flat=True, routing="tokens")
 register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="copies")
 register(ops.InjectLoss,    lambda w: ops.InjectLoss())
+register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)
 register(ops.Identity,      lambda w: ops.Identity())

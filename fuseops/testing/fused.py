@@ -10,6 +10,7 @@ from torch import nn
 from fuseops.layers.sequential import Sequential
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.ops.paths import walk
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.run.sides import check_module
 
@@ -71,7 +72,7 @@ def bisect(
 def _disabled(model: nn.Module, which: Any) -> Iterator[None]:
     """Disable the rules that `which` picks, module by module: a rule may belong to one of them."""
     before = {}
-    for module in model.modules():
+    for _, module in walk(model):
         if isinstance(module, Sequential | Op):
             token = module.__dict__.get("_settings", 0)
             known = scopes.resolve(scopes.process.token, token, scopes.current().token).rules

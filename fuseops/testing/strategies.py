@@ -190,6 +190,8 @@ def side_tensors(
         known |= _routed(split, _top_k(router), dtype, generator)
     row = x.shape[:-1] if router is None else (split.rows,)
     known["probs"] = torch.rand(row, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, 3, x.shape[:-1], generator=generator)
+    known["targets"] = targets.where(torch.rand(x.shape[:-1], generator=generator) < 0.8, -100)
     known["router_loss"] = torch.rand((), generator=generator, dtype=torch.float64).to(dtype)
     return {n: known[n] if n in known else filled(x.shape, x.dtype, "normal", seed) for n in names}
 
@@ -317,7 +319,11 @@ def _next(
         if any(entry(t).routing for t in types):
             return []  # a chain's rows are one thing, copies or tokens
     else:
-        ops = [t for t, e in catalogue().items() if t.__name__ not in PLACED and not e.routing]
+        ops = [
+            t
+            for t, e in catalogue().items()
+            if t.__name__ not in PLACED and not e.routing and e.width != "ends"
+        ]
         types = (draw(st.sampled_from(ops)),)
     return list(_fitted(draw, types, width, groups)) if width % _before(types)[0] == 0 else []
 

@@ -16,6 +16,8 @@ def samples() -> dict[str, tuple]:
     ends = torch.tensor([2, 3, 6], dtype=torch.int32)
     k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
+    classes = torch.tensor([3, 0, -100, 15, 7, 7])
+    head = dy, torch.randn(20, 16), torch.randn(20), classes, torch.rand(20)
     return {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
@@ -44,6 +46,12 @@ def samples() -> dict[str, tuple]:
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),
         "combine_bwd": (dy[:3], y, pos, ends, probs),
+        "linear_cross_entropy_fwd": (*head, [0.1, 1e-2, 5.0, 0.5], -100, 300),
+        "linear_cross_entropy_bwd": (
+            *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
+            *([True, True, True],),
+        ),
+        "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "route": (experts, 3, probs.view(3, 2)),
         "counts_to_offs": (offs,),
         "expert_counts": (experts, 3),

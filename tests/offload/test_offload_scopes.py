@@ -172,12 +172,14 @@ def test_law_16_marks_refuse_what_they_cannot_mark() -> None:
 
 def test_law_16_a_mark_reaches_every_tensor_of_a_container() -> None:
     routing = fo.Routing.from_counts([2, 2])
-    quantized = fo.recipes.Quantized(None, torch.ones(4), torch.ones(()), None, None, torch.float32)
+    col = fo.recipes.Layout(torch.ones(4), torch.ones(()))
+    scaling = fo.recipes.Scaling(block=None, columns=None)
+    quantized = fo.recipes.Quantized(None, col, scaling, None, torch.float32)
     offload.mark_not_offload(routing, [quantized], None)
     x = leaf()
     with offload.to_host(min_bytes=1) as scope:
-        x[:, :4] * quantized.col
-        x[:, 0] * quantized.scale
+        x[:, :4] * col.data
+        x[:, 0] * col.scale
     assert [e.reason for e in scope.report().entries if e.shape in ((4,), ())] == [
         "marked keep"
     ] * 2

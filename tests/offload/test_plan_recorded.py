@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from profiles_drawn import carried
 from fuseops import offload
 from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Hardware
-from fuseops.offload.planning.plan import plan_profile
+from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.roofline import DRY_ERROR
@@ -30,15 +31,21 @@ RECORDED = Path(__file__).parent / "recorded"
 LINK = Hardware.h200().with_link(55.0)
 
 
+@cache
 def recorded(name: str) -> Profile:
     with gzip.open(RECORDED / f"{name}.json.gz", "rt") as file:
         return Profile.from_json(json.load(file))
 
 
+@cache
+def free_plan(name: str) -> OffloadPlan:
+    """The plan of a recorded step without a budget."""
+    return plan_profile(recorded(name), LINK)
+
+
 @pytest.mark.parametrize("name", ["dense_h200", "moe_h200_a", "moe_h200_b"])
 def test_a_plan_moves_all_that_55_gb_a_second_carry_for_free(name: str) -> None:
-    profile = recorded(name)
-    plan = plan_profile(profile, LINK)
+    profile, plan = recorded(name), free_plan(name)
     assert plan.after.stall <= 1e-6 and not plan.bytes_of("recompute")
     assert plan.bytes_of("offload") == plan.free == plan.before.peak - plan.after.peak
     assert plan.free >= 0.99 * carried(CostModel(profile, LINK, plan.settings))
@@ -49,11 +56,11 @@ def test_two_recordings_of_a_step_have_plans_that_serve_both(name: str, other: s
     """Their times differ op by op: what is free in one of them costs next to nothing in the other."""
     mine, others = recorded(f"moe_h200_{name}"), recorded(f"moe_h200_{other}")
     assert [s.name for s in mine.saved] == [s.name for s in others.saved]
-    plan = plan_profile(mine, LINK)
+    plan = free_plan(f"moe_h200_{name}")
     leave = [k for k, t in enumerate(plan.tensors) if t.decision == "offload"]
     there = simulate(others, leave, LINK, plan.settings)
     assert there.moved == plan.free and there.stall <= 0.005 * others.seconds
-    assert plan.free == pytest.approx(plan_profile(others, LINK).free, rel=0.02)
+    assert plan.free == pytest.approx(free_plan(f"moe_h200_{other}").free, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["dense_h200", "moe_h200_a", "moe_h200_b"])
@@ -62,9 +69,10 @@ def test_many_moves_bring_few_bytes_and_a_larger_least_size_leaves_them_out(name
     profile = recorded(name)
     large = [s if s.nbytes >= 4 << 20 or s.why else s._replace(why="small") for s in profile.saved]
     fewer = replace(profile, saved=tuple(large))
-    half = Limits(profile.peak - plan_profile(profile, LINK).free // 2)
+    half = Limits(profile.peak - free_plan(name).free // 2)
     plans = [
-        [plan_profile(p, LINK, limits) for p in (profile, fewer)] for limits in (Limits(), half)
+        [free_plan(name), plan_profile(fewer, LINK)],
+        [plan_profile(p, LINK, half) for p in (profile, fewer)],
     ]
     moves = [[sum(t.decision == "offload" for t in p.tensors) for p in both] for both in plans]
     assert moves[0][1] <= 0.9 * moves[0][0] and moves[1][1] <= moves[1][0]
@@ -75,7 +83,7 @@ def test_many_moves_bring_few_bytes_and_a_larger_least_size_leaves_them_out(name
 
 
 def test_a_peak_that_a_link_keeps_for_free_needs_no_recomputation_on_another_day() -> None:
-    peak = plan_profile(recorded("moe_h200_a"), LINK).after.peak
+    peak = free_plan("moe_h200_a").after.peak
     plan = plan_profile(recorded("moe_h200_b"), Hardware.h200(), Limits(peak))
     assert plan.fits and not plan.bytes_of("recompute")
     assert plan.after.seconds <= 1.005 * plan.before.seconds

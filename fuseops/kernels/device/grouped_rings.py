@@ -29,6 +29,7 @@ class Address:
 
     def __init__(self, t):
         self.dtype, self._address = t.dtype, t.data_ptr()
+        self.rehearsed = t if t.is_meta else None  # it has no memory to keep alive
 
     def data_ptr(self):
         return self._address

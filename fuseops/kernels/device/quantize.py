@@ -16,14 +16,15 @@ def amax_of(x, axis: tl.constexpr):
 
 @triton.jit
 def inverse_scale(amax, LIMIT: tl.constexpr, POW2: tl.constexpr):
-    """LIMIT / amax, correctly rounded, at most FLT_MAX; rounded down to a power of two if wanted;
-    1 for amax 0. An infinite amax counts as the largest finite value.
+    """LIMIT / amax, correctly rounded, at most FLT_MAX, 1 for amax 0; with POW2 rounded down to a power of two, at
+    most 2^63. An infinite amax counts as the largest finite value.
     """
     amax = tl.minimum(amax, FLT_MAX)
-    inv = tl.minimum(tl.div_rn(LIMIT, tl.where(amax == 0.0, LIMIT, amax)), FLT_MAX)
     if POW2:
-        inv = (inv.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return inv
+        inv = tl.minimum(tl.div_rn(LIMIT, amax), 9223372036854775808.0)
+        return (inv.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    else:
+        return tl.minimum(tl.div_rn(LIMIT, tl.where(amax == 0.0, LIMIT, amax)), FLT_MAX)
 
 
 @triton.jit

@@ -212,48 +212,26 @@ def group_at_block(block, offs_ptr, E, BLOCK_R: tl.constexpr, BLOCK_E: tl.conste
     return tl.sum(group, axis=0), tl.max(begin, axis=0), tl.min(end, axis=0)
 
 
-@triton.jit
-def quantize_group_block(
-    x_ptr, col_ptr, scale_ptr, row0, end, to, stop, col0, width, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Rows row0 to end, if any, as columns to to stop, zeros where these are more; their scales go to scale_ptr."""
-    a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
-    inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
-    cols = col0 + tl.arange(0, BLOCK_N)
-    tl.store(scale_ptr + cols, scale, mask=cols < N)
-    inv = inv[None, :]
-    store_columns(col_ptr, a, b, c, d, inv, to, col0, stop, width, N, ALIGN, BLOCK_R, BLOCK_N)
-
-
 @triton.jit(do_not_specialize=["R"])
 def quantize_group_blocks_kernel(
     x_ptr, offs_ptr, col_ptr, scale_ptr, R, N, E, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_E: tl.constexpr, SHORT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Block b belongs to the last group g that begins at or before it, at block begin // 128 + g. The columns of
-    g begin at (begin // ALIGN + g) * ALIGN and end where those of the next group begin, in its last block or
-    before. A block of at most SHORT columns, the last of its group, takes a tile of as many.
+    """Block b, of 128 columns, belongs to the last group g that begins at or before it, at block begin // 128 + g.
+    Behind the rows of g its columns are zeros, up to where those of the next group begin.
     """
     overlapped(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     block, col0 = pid // num_n, pid % num_n * BLOCK_N
     group, begin, end = group_at_block(block, offs_ptr, E, BLOCK_R, BLOCK_E)
-    done = (block - begin // BLOCK_R - group) * BLOCK_R
-    to = (begin // ALIGN + group) * ALIGN + done
-    stop = (tl.where(group == E - 1, R, end) // ALIGN + group + 1) * ALIGN
-    width = (R // ALIGN + E) * ALIGN
-    scale_ptr += block.to(tl.int64) * N
-    if stop - to <= SHORT:
-        quantize_group_block(
-            x_ptr, col_ptr, scale_ptr, begin + done, end, to, stop, col0, width, N, stride_x,
-            LIMIT, POW2, ALIGN, SHORT, BLOCK_N,
-        )  # fmt: skip
-    else:
-        quantize_group_block(
-            x_ptr, col_ptr, scale_ptr, begin + done, end, to, stop, col0, width, N, stride_x,
-            LIMIT, POW2, ALIGN, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
+    row0 = begin + (block - begin // BLOCK_R - group) * BLOCK_R
+    a, b, c, d = load_slices(x_ptr, row0, col0, end, N, stride_x, BLOCK_R, BLOCK_N)
+    inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    tl.store(scale_ptr + block.to(tl.int64) * N + cols, scale, mask=cols < N)
+    to, width = block * BLOCK_R, (R // BLOCK_R + E) * BLOCK_R
+    store_columns(
+        col_ptr, a, b, c, d, inv[None, :], to, col0, to + BLOCK_R, width, N, BLOCK_R, BLOCK_R, BLOCK_N,
+    )  # fmt: skip

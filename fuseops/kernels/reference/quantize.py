@@ -10,9 +10,8 @@ from torch import Tensor
 from .grouped import group_of_row, padding_mask
 
 BLOCK = 128
-GROUP_ALIGN = 32
-"""Columns of a group begin at a multiple of it: whole sectors of memory are written, and 16 bytes is what an operand's
-address takes."""
+SMALLEST = 2.0**-63
+"""No power-of-two scale is smaller, so that the product of two is a normal number; a block of zeros has it."""
 FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -22,10 +21,12 @@ def magnitude(x: Tensor) -> Tensor:
 
 
 def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
-    """limit / amax, at most FLT_MAX; rounded down to a power of two if wanted; 1 for amax 0."""
+    """limit / amax, at most FLT_MAX, 1 for amax 0; with pow2 rounded down to a power of two, at most 1 / SMALLEST."""
     limit = torch.full_like(amax, torch.finfo(dtype).max)
-    inv = (limit / torch.where(amax == 0, limit, amax)).clamp(max=FLT_MAX)
-    return (inv.view(torch.int32) & 0x7F800000).view(torch.float32) if pow2 else inv
+    if pow2:
+        inv = (limit / amax).clamp(max=1 / SMALLEST)
+        return (inv.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (limit / torch.where(amax == 0, limit, amax)).clamp(max=FLT_MAX)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,29 +111,20 @@ def quantize_group_blocks(
 ) -> tuple[Tensor, Tensor]:
     """See `fuseops.kernels.quantize_group_blocks`."""
     (rows, n), groups = x.shape, offs.shape[0]
-    columns = (rows // GROUP_ALIGN + groups) * GROUP_ALIGN
+    blocks = rows // BLOCK + groups
     group, begin = group_of_row(offs, rows).clamp(max=groups - 1), _begins(offs)
-    column = torch.arange(rows, device=x.device) + (_aligned(begin, GROUP_ALIGN) - begin)[group]
+    column = torch.arange(rows, device=x.device) + (_aligned(begin) - begin)[group]
     full = x.float().masked_fill(padding_mask(offs, rows), 0.0)
-    full = full.new_zeros(columns, n).index_copy(0, column, full)
-    block = block_of_column(offs, columns)
-    amax = full.new_zeros(rows // BLOCK + groups, n)
-    amax = amax.scatter_reduce(0, block[:, None].expand(-1, n), magnitude(full), "amax")
-    inv = inverse_scale(amax, dtype, pow2)
-    return saturate(full * inv[block], dtype).t().contiguous(), 1 / inv
+    full = full.new_zeros(blocks * BLOCK, n).index_copy(0, column, full).view(blocks, BLOCK, n)
+    inv = inverse_scale(magnitude(full).amax(1), dtype, pow2)
+    col = saturate(full * inv[:, None], dtype).view(-1, n)
+    return col.t().contiguous(), 1 / inv
 
 
 def column_offs(offs: Tensor) -> Tensor:
-    """Where groups end in the columns of `quantize_group_blocks`: each where the next one begins.   (E,) -> (E,)"""
+    """Where groups end in columns that begin at multiples of 128: each where the next one begins.   (E,) -> (E,)"""
     number = torch.arange(1, len(offs) + 1, device=offs.device, dtype=offs.dtype)
-    return (offs // GROUP_ALIGN + number) * GROUP_ALIGN
-
-
-def block_of_column(offs: Tensor, columns: int) -> Tensor:
-    """The row of `quantize_group_blocks`'s scale that each of its columns has.   -> (columns,) int64"""
-    group, begin = group_of_row(column_offs(offs), columns).clamp(max=len(offs) - 1), _begins(offs)
-    start, first = (_aligned(begin, align)[group] for align in (GROUP_ALIGN, BLOCK))
-    return (first + torch.arange(columns, device=offs.device) - start) // BLOCK
+    return (offs // BLOCK + number) * BLOCK
 
 
 def _begins(offs: Tensor) -> Tensor:
@@ -140,11 +132,11 @@ def _begins(offs: Tensor) -> Tensor:
     return torch.cat([offs.new_zeros(1), offs[:-1]]).long()
 
 
-def _aligned(begin: Tensor, align: int) -> Tensor:
-    """Where groups begin if each does at a multiple of `align`: the last one up to its first row, and one further for
+def _aligned(begin: Tensor) -> Tensor:
+    """Where groups begin if each does at a multiple of 128: the last one up to its first row, and one further for
     each group before it, which no group's rows overlap, and which takes no look at the counts.
     """
-    return (begin // align + torch.arange(len(begin), device=begin.device)) * align
+    return (begin // BLOCK + torch.arange(len(begin), device=begin.device)) * BLOCK
 
 
 def _nothing(x: Tensor, dtype: torch.dtype, block_rows: int, layout: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ def record(step: Step) -> Profile:
         with recompute():
             return observe()
 
-    with _untouched(step, cuda):
+    with _untouched(step, cuda), _bordered(step):
         new = [t for t in _leaves(step) if t.grad is None]
         step.run(step.args, step.side)  # warm up: caches, compilation
         _drop_gradients(new)
@@ -149,10 +149,12 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
         with recompute():
             return observe()
 
-    seen = observe()
+    with _bordered(step):
+        seen = observe()
+        groups = recomputations(seen, without)
     return Profile(
         *(type(step.model).__name__, DRY_RUN, seen.ops, seen.saved, seen.calls),
-        recompute=recomputations(seen, without),
+        recompute=groups,
         assumed=tuple(_assumed(step, hardware, seen, rows)),
         hardware=hardware.name,
     )
@@ -319,6 +321,20 @@ def _explained() -> Iterator[None]:
 
 
 # --- layers
+
+
+@contextmanager
+def _bordered(step: Step) -> Iterator[None]:
+    """A hook on every layer, as a scheduler has: no fusion goes from one to another."""
+    with ExitStack() as undo:
+        for module in step.model.modules():
+            if id(module) in step.layers:
+                undo.callback(module.register_forward_pre_hook(_nothing).remove)
+        yield
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    pass
 
 
 def layers_of(model: nn.Module, globs: tuple[str, ...] | None) -> dict[int, str]:

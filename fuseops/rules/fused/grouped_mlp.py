@@ -132,7 +132,7 @@ class GroupedMLP(FusedOp):
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """fc1."""
         scale = s.probs if self.scale1 else None
-        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)  # type: ignore[arg-type]
+        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, call, index)[0]  # type: ignore[arg-type]
 
     def activated(
         self, s: GroupedMLPSaved, call: Call, need_h: bool, index: Tensor | None = None
@@ -173,7 +173,7 @@ class GroupedMLP(FusedOp):
     def output(self, s: GroupedMLPSaved, a: Tensor, call: Call) -> Tensor:
         """fc2."""
         scale = s.probs if self.scale2 else None
-        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, call)  # type: ignore[arg-type]
+        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, call)[0]  # type: ignore[arg-type]
 
     def activation(self, h: Tensor, s: GroupedMLPSaved) -> Tensor:
         form: Form = s.form  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.activations import ActivationSaved, form_of
-from fuseops.ops.linear import BiasSaved, LinearSaved, linear, saved_operand
+from fuseops.ops.linear import BiasSaved, LinearSaved, linear
 from fuseops.ops.op import Call, FusedOp, Out
 
 
@@ -20,9 +20,8 @@ class LinearAct(FusedOp):
         form = form_of(self.members[-1])
         weight = t[0]["weight"]
         bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]
-        h = linear(x, weight, bias, calls[0])
-        operand = saved_operand(x, calls[0])
-        saved: list[Any] = [LinearSaved(operand, weight), ActivationSaved(h, form)]
+        h, kept = linear(x, weight, bias, calls[0])
+        saved: list[Any] = [LinearSaved(kept, weight), ActivationSaved(h, form)]
         if len(t) == 3:
             saved.insert(1, BiasSaved())
         return Out(K.act_fwd(h, *form), tuple(saved))

@@ -14,11 +14,13 @@ from fuseops.ops.op import Call, FusedOp, Out
 class NormLinear(FusedOp):
     """y = rmsnorm(x) W^T + b.   Forward only; saves what its members save."""
 
+    recipes = True
+
     def fwd(self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
         norm: Any = self.members[0]
         gamma, weight = t[0]["weight"], t[1]["weight"]
-        h, rstd = K.rmsnorm_fwd(x, gamma, norm.epsilon(x.dtype), dims=len(norm.normalized_shape))
+        h, rstd = K.rmsnorm_fwd(x, gamma, norm.epsilon(x.dtype), 0.0, len(norm.normalized_shape))
         if calls[1].precision.compute is not None:
             h = h.to(calls[1].precision.compute)
-        y = linear(h, weight, t[1]["bias"], calls[1])
-        return Out(y, (RMSNormSaved(x, gamma, rstd), LinearSaved(h, weight)))
+        y, kept = linear(h, weight, t[1]["bias"], calls[1])
+        return Out(y, (RMSNormSaved(x, gamma, rstd), LinearSaved(kept, weight)))

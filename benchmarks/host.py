@@ -1,0 +1,221 @@
+"""Microseconds that the host takes for small steps, where the GPU waits for Python, in bf16.
+
+    python benchmarks/host.py --out benchmarks/results/host_h200.json
+
+Every step runs as fuseops and as plain torch over the same weights, eager and compiled, in turn; medians of rounds, and
+ratios of each round: eager over eager torch, compiled over torch.compile of the plain module. `graph` is fuseops under
+torch.compile(mode="reduce-overhead"). The forward keeps its graph; the backward makes all gradients anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import layers
+import measure
+import torch
+import torch.nn.functional as F
+from moe_layer import peer as plain_moe
+from torch import Tensor, nn
+
+import fuseops as fo
+
+CALLS = 20  # few enough that no launch waits for a place in the queue
+MOST = {"eager": 1.1, "compiled": 1.0}
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class Block(nn.Sequential):
+    """x + f(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class PlainMoE(nn.Module):
+    """The router, the experts and the sum as plain torch, around a grouped GEMM."""
+
+    def __init__(self, like: fo.MoE, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        for name in ("router", "fc1", "fc2"):
+            self.register_parameter(name, like[name].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain_moe(x, self.router, self.fc1, self.fc2, self.top_k)
+
+
+class Step(NamedTuple):
+    ours: nn.Module
+    plain: nn.Module
+    x: Tensor
+
+
+def mlp(device: str, rows: int, width: int, hidden: int) -> Step:
+    where: Any = {"device": device, "dtype": torch.bfloat16}
+
+    def children(ops: Any, act: nn.Module) -> list[nn.Module]:
+        return [
+            ops.RMSNorm(width, **where),
+            ops.Linear(width, 2 * hidden, bias=False, **where),
+            act,
+            ops.Linear(hidden, width, bias=False, **where),
+        ]
+
+    ours, plain = fo.Residual(*children(fo.ops, fo.ops.SwiGLU())), Block(*children(nn, SwiGLU()))
+    return _step(ours, plain, rows, width)
+
+
+def linears(device: str) -> Step:
+    where: Any = {"device": device, "dtype": torch.bfloat16}
+    ours = fo.Sequential(*(fo.ops.Linear(512, 512, **where) for _ in range(8)))
+    plain = nn.Sequential(*(nn.Linear(512, 512, **where) for _ in range(8)))
+    return _step(ours, plain, 64, 512)
+
+
+def moe(device: str) -> Step:
+    ours = fo.MoE(1024, 512, 32, 4, device=device, dtype=torch.bfloat16)
+    return _step(ours, PlainMoE(ours, 4), 64, 1024)
+
+
+def _step(ours: nn.Module, plain: nn.Module, rows: int, width: int) -> Step:
+    """Both over the same weights."""
+    if not isinstance(plain, PlainMoE):
+        plain.load_state_dict(ours.state_dict())
+    weight = next(ours.parameters())
+    x = torch.randn(rows, width, device=weight.device, dtype=weight.dtype, requires_grad=True)
+    return Step(ours, plain, x)
+
+
+STEPS: dict[str, Callable[[str], Step]] = {
+    "mlp 64x512": partial(mlp, rows=64, width=512, hidden=2048),
+    "mlp 512x1024": partial(mlp, rows=512, width=1024, hidden=3072),
+    "eight linears": linears,
+    "moe": moe,
+}
+
+
+def candidates(step: Step, compiled: bool) -> dict[str, nn.Module]:
+    """By name: what runs the step."""
+    torch._dynamo.reset()
+    found = {"fuseops": step.ours, "eager": step.plain}
+    if compiled:
+        found["compile"] = torch.compile(step.plain, dynamic=False)
+        found["fuseops compiled"] = torch.compile(step.ours, dynamic=False)
+        found["graph"] = torch.compile(step.ours, dynamic=False, mode="reduce-overhead")
+    return found
+
+
+def call_of(model: nn.Module, step: Step, backward: bool) -> Callable[[], Any]:
+    leaves = [step.x, *model.parameters()]
+    forward = partial(model, step.x)
+    return layers.training_step(forward, torch.ones_like(step.x), leaves) if backward else forward
+
+
+def row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians and ratios of one step, forward and backward, and its forward alone."""
+    step = STEPS[name](options.device)
+    found: dict[str, Any] = {}
+    models = candidates(step, options.compiled)
+    for what in ("fwd+bwd", "fwd"):
+        calls = {}
+        for key, model in models.items():
+            if what == "fwd" and key == "graph":
+                continue  # no replay while a backward is to come
+            calls[key] = call_of(model, step, what == "fwd+bwd")
+            for _ in range(4):
+                calls[key]()
+        timers = {key: partial(measure.host_us, call, CALLS) for key, call in calls.items()}
+        us = measure.in_rounds(timers, options.rounds, heat=1)
+        found[what] = {"us": measure.medians(us), **_ratios(us)}
+    return found
+
+
+def _ratios(us: measure.Rounds) -> dict[str, Any]:
+    """How many times as long as its peer each of ours takes."""
+    pairs = {"eager": ("fuseops", "eager"), "compiled": ("fuseops compiled", "compile")}
+    return {
+        name: measure.paired(us[peer], us[ours])
+        for name, (ours, peer) in pairs.items()
+        if ours in us
+    }
+
+
+def python_calls(call: Callable[[], Any]) -> int:
+    """Python functions and builtins that a step calls, its backward in this thread too."""
+    count = 0
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(see)
+        call()
+        sys.setprofile(None)
+    return count - 1
+
+
+def profiled(call: Callable[[], Any], steps: int = 200) -> str:
+    """Where the host is in a step, its backward in this thread too."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False), profile:
+        for _ in range(steps):
+            call()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(40)
+    return text.getvalue()
+
+
+def summary(rows: dict[str, Any]) -> Iterable[str]:
+    for name, found in rows.items():
+        for what, entry in found.items():
+            us = "  ".join(f"{key} {value:.0f}" for key, value in entry["us"].items())
+            ratios = "  ".join(f"{key} {entry[key]['ratio']:.3f}" for key in MOST if key in entry)
+            yield f"{name:14} {what:8} {us}  |  {ratios}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", nargs="*", default=list(STEPS), choices=STEPS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--eager", dest="compiled", action="store_false", help="no torch.compile")
+    parser.add_argument("--calls", action="store_true", help="count Python calls")
+    parser.add_argument("--profile", action="store_true", help="print where the host is")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for name in options.steps:
+        rows[name] = row(name, options)
+        if options.calls or options.profile:
+            step = STEPS[name](options.device)
+            for key, model in candidates(step, compiled=False).items():
+                call = call_of(model, step, backward=True)
+                call(), call(), call()
+                if options.calls:
+                    rows[name]["fwd+bwd"].setdefault("calls", {})[key] = python_calls(call)
+                if options.profile:
+                    print(name, key, profiled(call))
+    report = {**measure.environment(), "rows": rows}
+    print("\n".join(summary(rows)))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

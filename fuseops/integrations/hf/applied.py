@@ -1,0 +1,180 @@
+"""apply and revert: which modules of a transformers model fuseops runs, and how its own forwards come back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import LENT
+
+from . import experts, lent, mlp, norm, recognise, router
+from .report import Entry, Report
+
+
+class Part(NamedTuple):
+    """A kind of module that fuseops can stand in for.
+
+    build is asked for what stands in (None: it computes something else), forward runs it; refused says why not even to
+    ask, otherwise says what a module does that is not known.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    build: Callable[[Any], nn.Module | None]
+    refused: Callable[[Any], str | None]
+    otherwise: Callable[[Any], str]
+    by: Callable[[Any], str]
+
+
+def apply(model: nn.Module, *, dry_run: bool = False) -> Report:
+    """Let fuseops run the layers of a transformers model that it knows: experts, routers, MLPs and norms.
+
+    Forwards are bound on the instances. Modules, their classes, parameters, names and layouts stay as they are, so
+    that saving, loading, parallel plans, FSDP and adapters hold with no conversion; weights are read at each call.
+    What a module computes is recognised by running it on a few random rows; what differs is left alone.
+    dry_run: report only.  Calling it again looks at everything anew.  -> what was replaced, what was not and why
+    Raises FuseOpsError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(f"hf.apply expects a model, got {type(model).__name__}.")
+    entries = []
+    for path, part, module in _candidates(model):
+        why = _refused(part, module)
+        stand_in = None if why else part.build(module)
+        if stand_in is None:
+            why = why or part.otherwise(module)
+            entries.append(Entry(path, part.name, type(module).__name__, None, why))
+            if not dry_run:
+                _unbind(module)
+            continue
+        entries.append(Entry(path, part.name, type(module).__name__, part.by(stand_in)))
+        if not dry_run:
+            _bind(module, part, stand_in)
+    return Report(type(model).__name__, tuple(entries), dry_run)
+
+
+def revert(model: nn.Module) -> None:
+    """Give every module its own forward back."""
+    for module in model.modules():
+        _unbind(module)
+
+
+def _bind(module: nn.Module, part: Part, stand_in: nn.Module) -> None:
+    if part is not EXPERTS:  # which hang themselves, as they may be built by a call
+        lent.hang(module, stand_in, None)
+    module.__dict__["forward"] = functools.partial(part.forward, module)
+
+
+def _unbind(module: nn.Module) -> None:
+    if bound(module):
+        del module.__dict__["forward"]
+    module.__dict__.pop(LENT, None)
+
+
+def bound(module: nn.Module) -> bool:
+    """Whether the forward of a module is one of ours."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, functools.partial) and own.func in FORWARDS
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
+    """Every module that looks like one of the parts, parents first."""
+    for path, module in model.named_modules():
+        said, children, own = vars(module), module._modules, module._parameters
+        if {"has_gate", "is_transposed"} <= said.keys():
+            yield path, EXPERTS, module
+        elif "up_proj" in children and "down_proj" in children:
+            yield path, MLP, module
+        elif "top_k" in said and own.get("weight") is not None and not children:
+            yield path, ROUTER, module
+        elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
+            yield path, NORM, module
+
+
+def _refused(part: Part, module: nn.Module) -> str | None:
+    if type(module).__module__.startswith("transformers_modules."):
+        return "remote code"
+    if "forward" in module.__dict__ and not bound(module):
+        return "has a forward of its own (replaced on the instance, as by a hook of accelerate)"
+    return part.refused(module)
+
+
+# --- the parts
+
+
+def _build_experts(module: Any) -> nn.Module | None:
+    return experts.built(module, _top_k(module))
+
+
+def _top_k(module: Any) -> int:
+    """Of the calls to come. Another one is built when it comes."""
+    config = getattr(module, "config", None)
+    return int(getattr(config, "num_experts_per_tok", None) or 1)
+
+
+def _by_experts(stand_in: Any) -> str:
+    act = stand_in["act"]
+    between = "its own gate, as written" if isinstance(act, experts.Written) else act.kind
+    return f"grouped GEMMs over {stand_in['fc1'].num_groups} experts, {between}"
+
+
+def _unknown_mlp(module: Any) -> str:
+    act_fn = getattr(module, "act_fn", None)
+    if act_fn is not None and recognise.activation_of(act_fn) is None:
+        return f"unknown activation {type(act_fn).__name__}"
+    return "computes something else than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+
+
+def _quantized_weight(module: Any) -> str | None:
+    return lent.quantized(module._parameters["weight"])
+
+
+def _by_norm(op: Any) -> str:
+    plus = isinstance(op.sources["weight"], norm.Plus)
+    return f"RMSNorm, eps {op.eps:g}" + (", weight + 1" if plus else "")
+
+
+def _by_router(op: Any) -> str:
+    r = op.route
+    said = [f"top {r.top_k} of {op.experts}", r.score]
+    said += ["normalized"] * r.normalize + [f"scaled by {r.scale:g}"] * (r.scale != 1)
+    return ", ".join([*said, *[f"{r.top_groups} of {r.groups} groups"] * (r.groups > 1)])
+
+
+EXPERTS = Part(
+    "experts",
+    experts.forward,
+    _build_experts,
+    experts.refused,
+    lambda module: "is none that fuseops knows",
+    _by_experts,
+)
+ROUTER = Part(
+    "router",
+    router.forward,
+    router.build,
+    _quantized_weight,
+    lambda module: "gives something else than (logits, weights, experts) of a known top-k",
+    _by_router,
+)
+MLP = Part(
+    "mlp",
+    mlp.forward,
+    mlp.build,
+    mlp.refused,
+    _unknown_mlp,
+    lambda op: f"one op, {op.kind}",
+)
+NORM = Part(
+    "norm",
+    norm.forward,
+    norm.build,
+    _quantized_weight,
+    lambda module: "computes something else than an RMSNorm over the last axis",
+    _by_norm,
+)
+FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM)}

@@ -1,0 +1,196 @@
+"""The experts of a transformers model, run by fuseops: the function behind `experts_implementation="fuseops"`.
+
+    Dispatch  Permute  fc1  act  fc2  Combine       of the module's own gate_up_proj (or up_proj) and down_proj
+
+The module says how its weights lie (has_gate, has_bias, is_transposed) and what is between the products (`_apply_gate`,
+`act_fn`), which is recognised by what it computes, or runs as written. An index beyond the local experts, as expert
+parallelism writes for experts of other ranks, takes no product and gives no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import ops
+from fuseops.layers.sequential import Sequential
+from fuseops.ops.paths import LENT
+from fuseops.torch_private import assume_constant_result
+
+from . import lent, recognise
+
+NAME = "fuseops"
+
+
+class Projection(ops.GroupedLinear):
+    """A GroupedLinear over the weight and bias of a module of experts."""
+
+    weight = lent.lent("weight")
+    bias = lent.lent("bias")
+
+
+class Written(nn.Module):
+    """What a module of experts has between its products, as it is written there, times the probability of a row."""
+
+    reads = ("probs",)
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner
+
+    def forward(self, h: Tensor, probs: Tensor) -> Tensor:
+        experts: Any = self.owner
+        a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+        return (a * probs.unsqueeze(-1)).to(h.dtype)
+
+
+def forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The sum of each token's experts, times their weights.
+
+    hidden_states (T, D), top_k_index (T, K) int, top_k_weights (T, K) -> (T, D) in the dtype of hidden_states.
+    Weights are read from `self` at each call. What `refused` names runs as transformers' grouped_mm.
+    """
+    if torch.compiler.is_compiling():
+        _build_outside(id(self), top_k_index.shape[-1])
+        stand_in = self.__dict__.get(LENT)
+    else:
+        stand_in = built(self, top_k_index.shape[-1])
+    if stand_in is None:
+        return _stock()(self, hidden_states, top_k_index, top_k_weights)
+    experts: Any = self
+    if getattr(self, "_is_expert_parallel", True):
+        top_k_index = top_k_index.masked_fill(top_k_index >= experts.num_experts, -1)
+    device = hidden_states.device.type
+    x = hidden_states
+    if not torch.is_autocast_enabled(device):
+        x = x.to(experts.down_proj.dtype)
+    y = stand_in(x, experts=top_k_index, weights=top_k_weights)
+    return y.to(hidden_states.dtype)
+
+
+def _stock() -> Callable[..., Tensor]:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward
+
+
+# --- building
+
+
+def refused(experts: nn.Module) -> str | None:
+    """Why fuseops does not run these experts, or None."""
+    said = vars(experts)
+    wanted = ("num_experts", "has_gate", "has_bias", "is_transposed")
+    if missing := [name for name in wanted if name not in said]:
+        return f"does not say {', '.join(missing)}: no module of the experts interface"
+    if said.get("has_post_expert_norm"):
+        return "has a norm between the second product and the weights of the router"
+    for name in _names(experts):
+        weight = _registered(experts, name)
+        if weight is None:
+            return f"has no parameter {name}"
+        if (why := lent.quantized(weight)) is not None:
+            return f"{name} {why}"
+        if weight.dim() != 2 + name.endswith("_proj"):
+            return f"{name} has shape {tuple(weight.shape)}"
+    return None
+
+
+def _names(experts: Any) -> list[str]:
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    return names + [f"{name}_bias" for name in names] if experts.has_bias else names
+
+
+def _registered(experts: nn.Module, name: str) -> Tensor | None:
+    """A parameter, beneath a parametrization."""
+    if name in experts._parameters:
+        return experts._parameters[name]
+    beneath = getattr(experts._modules.get("parametrizations"), name, None)
+    return getattr(beneath, "original", None)
+
+
+def built(experts: nn.Module, top_k: int) -> Sequential | None:
+    """What runs these experts, built once; anew when what they say of themselves has changed. None where refused."""
+    said = vars(experts)
+    known = (
+        *(top_k, said.get("num_experts")),
+        *(said.get("has_gate"), said.get("has_bias"), said.get("is_transposed")),
+        *(said.get("act_fn"), experts._modules.get("act_fn")),
+        *(said.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
+    )
+    found: Sequential | None = lent.hung(experts, known)
+    if found is None and refused(experts) is None:
+        found = _build(experts, top_k)
+        lent.hang(experts, found, known)
+    return found
+
+
+@assume_constant_result
+def _build_outside(experts: int, top_k: int) -> int:
+    """Build in a trace, outside of it."""
+    from fuseops.run.traced import alive
+
+    built(alive(experts), top_k)
+    return 0
+
+
+def _build(experts: Any, top_k: int) -> Sequential:
+    gate = recognise.gate_of(experts)
+    act = None if gate is None else gate.scaled()
+    first, last, *_ = _names(experts)
+    fc1, fc2 = _projection(experts, first), _projection(experts, last, scale_bias=True)
+    return Sequential(
+        {
+            "dispatch": ops.Dispatch(experts.num_experts),
+            "permute": ops.Permute(top_k),
+            "fc1": fc1,
+            "act": Written(experts) if act is None else act,
+            "fc2": fc2,
+            "combine": ops.Combine(top_k),
+        }
+    )
+
+
+def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection:
+    weight: Any = _registered(experts, name)
+    groups, out, width = weight.shape
+    if experts.is_transposed:
+        out, width = width, out
+    bias = bool(experts.has_bias)
+    op = Projection(groups, width, out, bias, scale_bias=scale_bias, device="meta")
+    sources: dict[str, lent.Source] = {
+        "weight": Transposed(name) if experts.is_transposed else Named(name)
+    }
+    if bias:
+        sources["bias"] = Named(f"{name}_bias")
+    lent.lend(op, experts, sources)
+    return op
+
+
+class Named:
+    """Reads a parameter by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, owner: Any) -> Any:
+        return getattr(owner, self.name)
+
+
+class Transposed(Named):
+    """Reads a parameter (E, in, out) as (E, out, in)."""
+
+    def __call__(self, owner: Any) -> Any:
+        return getattr(owner, self.name).transpose(1, 2)
+
+
+def register() -> None:
+    """Make `experts_implementation="fuseops"` known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)

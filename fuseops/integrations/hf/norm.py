@@ -1,0 +1,50 @@
+"""RMSNorm over the weight of a module that keeps it: one kernel forward and one backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuseops import ops
+from fuseops.ops.paths import LENT
+
+from . import lent
+from .recognise import norm_of
+
+
+class RMSNorm(ops.RMSNorm):
+    """An RMSNorm whose weight a module lends."""
+
+    weight = lent.lent("weight")
+
+
+class Plus:
+    """Reads the weight, or the weight plus one in float32, as Gemma's norms multiply by."""
+
+    def __init__(self, plus: float) -> None:
+        self.plus = plus
+
+    def __call__(self, owner: Any) -> Any:
+        weight: Tensor = owner.weight
+        return weight + self.plus if weight.itemsize > 4 else weight.float() + self.plus
+
+
+def _weight(owner: Any) -> Any:
+    return owner.weight
+
+
+def build(module: nn.Module) -> RMSNorm | None:
+    """The op for this module, None where it computes something else."""
+    found = norm_of(module)
+    if found is None:
+        return None
+    weight: Any = module._parameters["weight"]
+    op = RMSNorm(weight.shape[0], eps=found.eps, device="meta")
+    lent.lend(op, module, {"weight": Plus(found.plus) if found.plus else _weight})
+    return op
+
+
+def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """As the module's own; in the dtype of the input, rounded once."""
+    return self.__dict__[LENT](hidden_states)

@@ -1,0 +1,287 @@
+"""Recognising a module by what it computes.
+
+A name or an attribute says what a module might be; whether it is that is found by running its own forward on a few
+random rows, beside the formula that would take its place. What differs, what draws random numbers and what cannot be
+run on its own is not recognised, and stays as it is. Probes run on the CPU, on small random parameters in the place of
+the module's own, which may not be loaded yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import ops
+from fuseops.kernels import reference
+from fuseops.ops.activations import Activation, ScaledActivation
+
+ROWS = 16
+TOLERANCE = (
+    32 * torch.finfo(torch.float32).eps
+)  # modules compute in float32 in places, whatever their dtype
+
+
+class Gate(NamedTuple):
+    """An activation, gated or not, as the kernels know it."""
+
+    kind: str
+    options: tuple[Any, ...] = ()
+
+    def scaled(self) -> ScaledActivation | None:
+        """The op that multiplies by a probability a row, where there is one."""
+        return _made(SCALED.get(self.kind), self)
+
+    def op(self) -> Activation | None:
+        """The op without a probability, where there is one."""
+        return _made(PLAIN.get(self.kind), self)
+
+
+SCALED: dict[str, Any] = {
+    "swiglu": ops.ScaledSwiGLU,
+    "clamped_swiglu": ops.ScaledClampedSwiGLU,
+    "geglu": ops.ScaledGEGLU,
+    "geglu_tanh": ops.ScaledGEGLU,
+    "reglu": ops.ScaledReGLU,
+    "sreglu": ops.ScaledSReGLU,
+    "srelu": ops.ScaledSReLU,
+}
+PLAIN: dict[str, Any] = {
+    "silu": ops.SiLU,
+    "gelu": ops.GELU,
+    "gelu_tanh": ops.GELU,
+    "relu": ops.ReLU,
+    "srelu": ops.SReLU,
+}
+GATED_BY = {gate: kind for kind, gate in reference.GATES.items() if kind != "clamped_swiglu"}
+
+
+def _made(cls: Any, gate: Gate) -> Any:
+    if cls is None:
+        return None
+    interleave, *rest = gate.options or (0,)
+    keywords: dict[str, Any] = {"interleave": interleave} if gate.options else {}
+    if rest:
+        keywords |= dict(zip(("alpha", "limit", "offset"), rest, strict=True))
+    if gate.kind.endswith("_tanh"):
+        keywords["approximate"] = "tanh"
+    return cls(**keywords)
+
+
+# --- by what it computes
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether a module gave what a formula gives."""
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    close = torch.isclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE)
+    return bool(close.all())
+
+
+def twin(
+    module: nn.Module, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
+) -> Iterator[nn.Module]:
+    """The module with other parameters and children, in training and in evaluation."""
+    for training in (True, False):
+        new = copy.copy(module)
+        new.__dict__.pop("forward", None)
+        new._parameters = {k: nn.Parameter(t, requires_grad=False) for k, t in parameters.items()}
+        new._buffers = {}
+        new._modules = dict(modules)
+        new.training = training
+        yield new
+
+
+def tried(run: Callable[..., Any], *args: Any) -> Any:
+    """What unknown code gives, on random numbers of our own; None for any error."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        torch.manual_seed(0)
+        try:
+            return run(*args)
+        except Exception:  # whatever it needs is not here, so it is not what we know
+            return None
+
+
+def drawn(*shape: int) -> Tensor:
+    """Random float32 numbers on the CPU, whatever the default device is."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), device="cpu")
+
+
+# --- activations
+
+
+def activation_of(act_fn: Any) -> Gate | None:
+    """The plain activation that a callable computes."""
+    x = _wide_range(64)
+    found = tried(act_fn, x.clone())
+    for kind in PLAIN:
+        if same(found, reference.act_fwd(x, kind)):
+            return Gate(kind)
+    return None
+
+
+def gate_of(experts: nn.Module) -> Gate | None:
+    """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
+    if not getattr(experts, "has_gate", True):
+        return activation_of(getattr(experts, "act_fn", None))
+    x = _wide_range(32)
+    gate: Any = getattr(experts, "_apply_gate", None)
+    found = tried(gate, x.clone())
+    for candidate in _gates(experts):
+        if same(found, reference.act_fwd(x, candidate.kind, *candidate.options)):
+            return candidate
+    return None
+
+
+def _gates(experts: nn.Module) -> Iterator[Gate]:
+    """What a gate may be: the gate in the first half or in every second column, clamped or not."""
+    for interleave in (0, 1):
+        for kind in GATED_BY.values():
+            yield Gate(kind, (interleave,))
+        for limit in _numbers(experts, "limit"):
+            for alpha in (*_numbers(experts, "alpha"), 1.0):
+                for offset in (1.0, 0.0):
+                    yield Gate("clamped_swiglu", (interleave, alpha, limit, offset))
+
+
+def _numbers(module: nn.Module, word: str) -> list[float]:
+    """Numbers that a module holds under a name with this word."""
+    said = vars(module).items()
+    return [float(v) for k, v in said if word in k and isinstance(v, (int, float)) and v > 0]
+
+
+def _wide_range(columns: int) -> Tensor:
+    """Rows from small to far beyond any clamp."""
+    scales = torch.logspace(-1, 4, ROWS, dtype=torch.float64)
+    return drawn(ROWS, columns).double() * scales[:, None]
+
+
+# --- norms and MLPs
+
+
+class Norm(NamedTuple):
+    """y = x / sqrt(mean(x^2) + eps) * (weight + plus)."""
+
+    eps: float
+    plus: float
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The RMSNorm over the last axis that a module computes."""
+    if module._modules or module._buffers or {*module._parameters} != {"weight"}:
+        return None
+    weight = module._parameters["weight"]
+    eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
+    if weight is None or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    small = torch.logspace(-4, 1, ROWS)[:, None]  # rows in which eps counts, and others
+    x, scale = drawn(ROWS, len(weight)) * small, drawn(len(weight))
+    y = reference.rmsnorm_fwd(x, None, eps)[0]
+    twins = [*twin(module, {"weight": scale}, {})]
+    found = [tried(type(m).forward, m, x.clone()) for m in twins]
+    for plus in (0.0, 1.0):
+        if all(same(f, y * (scale + plus)) for f in found):
+            return Norm(eps, plus)
+    return None
+
+
+GATED, PLAIN_MLP = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
+
+
+def mlp_of(module: nn.Module) -> Gate | None:
+    """The activation of an MLP, gated or not, that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
+    down_proj(act(up_proj(x))).
+    """
+    names = tuple(name for name in GATED if name in module._modules)
+    act_fn: Any = getattr(module, "act_fn", None)
+    if module._parameters or module._buffers or names not in (GATED, PLAIN_MLP) or act_fn is None:
+        return None
+    act = activation_of(act_fn)
+    if act is None or (len(names) == 3 and act.kind not in GATED_BY):
+        return None
+    others = {k: m for k, m in module._modules.items() if k not in names and m is not None}
+    layers = {name: nn.Linear(6, 6, bias=False, device="cpu") for name in names}
+    for k, layer in enumerate(layers.values()):
+        layer.weight = nn.Parameter(drawn(6, 6 + k)[:, :6].contiguous(), requires_grad=False)
+    x = drawn(ROWS, 6)
+    up = layers["up_proj"](x)
+    gate = layers["gate_proj"](x) if len(names) == 3 else up
+    h = reference.act_fwd(gate, act.kind) * (up if len(names) == 3 else 1)
+    expected = layers["down_proj"](h).detach()
+    for m in twin(module, {}, {**others, **layers}):
+        if not same(tried(type(m).forward, m, x.clone()), expected):
+            return None
+    return Gate(GATED_BY[act.kind], (0,)) if len(names) == 3 else act
+
+
+# --- routers
+
+
+class Route(NamedTuple):
+    """Options of a top-k router, as `ops.Router` has them."""
+
+    top_k: int
+    score: str
+    normalize: bool
+    scale: float
+    groups: int
+    top_groups: int
+
+
+def route_of(router: nn.Module) -> Route | None:
+    """The formula of a router that gives (logits, weights, experts) of its tokens."""
+    said, weight = vars(router), router._parameters.get("weight")
+    top_k = said.get("top_k", 0)
+    if weight is None or weight.dim() != 2 or router._modules or not isinstance(top_k, int):
+        return None
+    experts, width = weight.shape
+    if not 1 <= top_k <= experts or {*router._parameters} - {"weight", "bias"}:
+        return None
+    if {*router._buffers} - {"e_score_correction_bias"}:
+        return None
+    parameters = {"weight": drawn(experts, width) / width**0.5}
+    if router._parameters.get("bias") is not None:
+        parameters["bias"] = drawn(experts)
+    correction = drawn(experts, 1)[:, 0] / 4 if router._buffers else None
+    x = drawn(2 * ROWS, width)
+    found = []
+    for m in twin(router, parameters, {}):
+        if correction is not None:
+            m._buffers = {"e_score_correction_bias": correction}
+        found.append(tried(type(m).forward, m, x.clone()))
+    if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
+        return None
+    logits = x @ parameters["weight"].t() + parameters.get("bias", torch.zeros(()))
+    for route in _routes(said, top_k, experts):
+        form = route.score, route.normalize, route.scale, correction, route.groups, route.top_groups
+        weights, chosen, _ = reference.router_fwd(logits, top_k, *form)
+        expected = _over_experts(weights, chosen, logits)
+        if all(
+            same(f[0], logits) and same(_over_experts(f[1], f[2], logits), expected) for f in found
+        ):
+            return route
+    return None
+
+
+def _routes(said: Mapping[str, Any], top_k: int, experts: int) -> Iterator[Route]:
+    groups = said.get("num_group", said.get("n_group")) or 1
+    scale = float(said.get("routed_scaling_factor") or 1.0)
+    for score in ("softmax", "sigmoid"):
+        for normalize in (True, False):
+            for by in dict.fromkeys((scale, 1.0)):
+                yield Route(top_k, score, normalize, by, 1, 1)
+                if groups > 1 and experts % groups == 0:
+                    yield Route(top_k, score, normalize, by, groups, said.get("topk_group") or 1)
+
+
+def _over_experts(weights: Any, chosen: Any, logits: Tensor) -> Tensor | None:
+    """The weight of every expert (T, E), in whatever order the chosen ones are."""
+    if not isinstance(weights, Tensor) or not isinstance(chosen, Tensor):
+        return None
+    if weights.shape != chosen.shape or chosen.dim() != 2 or len(chosen) != len(logits):
+        return None
+    return torch.zeros_like(logits).scatter(1, chosen.long(), weights.to(logits.dtype))

@@ -1,0 +1,75 @@
+"""What `hf.apply` did with each module, and why not more."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One module that fuseops might run.
+
+    path    where it stands in the model
+    part    "experts", "router", "mlp", "norm" or "loss"
+    module  the name of its class
+    by      what runs it now, in words; None where its own forward does
+    why     the reason, where nothing was replaced
+    """
+
+    path: str
+    part: str
+    module: str
+    by: str | None = None
+    why: str | None = None
+
+
+class Report(NamedTuple):
+    """What was replaced in a model and what was not; `str()` gives a table.
+
+    model    the name of its class
+    entries  every module that was looked at, in the order of the model
+    dry_run  nothing was changed
+    """
+
+    model: str
+    entries: tuple[Entry, ...]
+    dry_run: bool = False
+
+    @property
+    def replaced(self) -> tuple[Entry, ...]:
+        return tuple(e for e in self.entries if e.by is not None)
+
+    @property
+    def left(self) -> tuple[Entry, ...]:
+        return tuple(e for e in self.entries if e.by is None)
+
+    def __str__(self) -> str:
+        verb = "would run" if self.dry_run else "runs"
+        done, of = len(self.replaced), len(self.entries)
+        lines = [f"{self.model}: fuseops {verb} {done} of {of} modules that it looked at"]
+        for title, entries in (("replaced", self.replaced), ("left as they are", self.left)):
+            if entries:
+                lines += [f"  {title}", *_lines(entries)]
+        return "\n".join(lines)
+
+
+def _lines(entries: tuple[Entry, ...]) -> list[str]:
+    """A line for all modules of one kind: how many, their class, where, by what or why not."""
+    counted = Counter((e.part, e.module, _anywhere(e.path), e.by or e.why or "") for e in entries)
+    rows = [(str(n), part, cls, at, said) for (part, cls, at, said), n in counted.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    first, *rest = widths
+    return [
+        "    "
+        + row[0].rjust(first)
+        + "  "
+        + "  ".join(c.ljust(w) for c, w in zip(row[1:4], rest, strict=True))
+        + f"  {row[4]}"
+        for row in rows
+    ]
+
+
+def _anywhere(path: str) -> str:
+    """The path with * for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(the model)"

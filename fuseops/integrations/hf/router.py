@@ -1,0 +1,125 @@
+"""A top-k router over the weight of a module that keeps it, with its logits as an output: for auxiliary losses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import kernels as K
+from fuseops.errors import ShapeError
+from fuseops.ops.op import Call, Grads, Op, Out, Shape
+from fuseops.ops.paths import LENT
+
+from . import lent
+from .recognise import Route, route_of
+
+
+class RouterSaved(NamedTuple):
+    x: Tensor | None  # (T, D)
+    weight: Tensor | None  # the parameter itself
+    logits: Tensor | None  # (T, E) float32
+    experts: Tensor | None  # (T, K) int32
+
+
+class Router(Op[RouterSaved]):
+    """y = x W^T (+ b) in float32; publishes `experts` (T, K) int32 and `weights` (T, K) float32, as `ops.Router`.
+
+    x (T, D) -> (T, E). The choice is by the logits in float32, where stock models may round them first.
+    """
+
+    writes = ("weights", "experts")
+    integers = frozenset({"experts"})
+    floats = True
+    saves_for = {
+        "x": ("weight", "logits", "experts"),
+        "weight": ("x", "logits", "experts"),
+        "bias": ("logits", "experts"),
+    }
+
+    weight = lent.lent("weight")
+    bias = lent.lent("bias")
+    expert_bias = lent.lent("expert_bias")
+
+    def __init__(self, route: Route, width: int, experts: int) -> None:
+        super().__init__()
+        self.route, self.width, self.experts = route, width, experts
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, {self.experts}, {self.route}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 2 or shape[1] != self.width:
+            raise ShapeError(
+                f"Router expects x of shape (tokens, {self.width}), got {tuple(shape)}."
+            )
+        return (shape[0], self.experts)
+
+    def fwd(
+        self, x: Tensor, *, weight: Tensor, bias: Tensor | None, expert_bias: Tensor | None
+    ) -> Out:
+        r = self.route
+        logits = K.wide_mm(x, weight)
+        logits = logits if bias is None else logits + bias.to(logits.dtype)
+        form = r.score, r.normalize, r.scale, expert_bias, r.groups, r.top_groups
+        weights, experts, _ = K.router_fwd(logits, r.top_k, *form)
+        side = {"weights": weights, "experts": experts}
+        return Out(logits, RouterSaved(x, weight, logits, experts), side)
+
+    def bwd(
+        self,
+        saved: RouterSaved,
+        dy: Tensor | None,
+        *,
+        dside: dict[str, Tensor | None],
+        call: Call,
+    ) -> Grads:
+        x, weight, logits, experts = saved
+        dlogits, dweights = dy, dside["weights"]
+        if dweights is not None:
+            form = self.route.score, self.route.normalize, self.route.scale
+            through = K.router_bwd(dweights, logits, experts, *form)  # type: ignore[arg-type]
+            dlogits = through if dlogits is None else dlogits + through
+        params: dict[str, Tensor | None] = {}
+        d: Tensor = dlogits  # type: ignore[assignment]
+        if "bias" in call.needs:
+            params["bias"] = d.sum(0)
+        if "weight" in call.needs:
+            params["weight"] = K.wide_mm(d.to(x.dtype).t(), x.t())  # type: ignore[union-attr]
+        return Grads(d.to(weight.dtype) @ weight if "x" in call.needs else None, params)  # type: ignore[union-attr, operator]
+
+
+def build(module: nn.Module) -> Router | None:
+    """The op for this module, None where it computes something else."""
+    route = route_of(module)
+    if route is None:
+        return None
+    weight: Any = module._parameters["weight"]
+    op = Router(route, weight.shape[1], weight.shape[0])
+    sources: dict[str, lent.Source] = {"weight": _weight}
+    if module._parameters.get("bias") is not None:
+        sources["bias"] = _bias
+    if module._buffers:
+        sources["expert_bias"] = _correction
+    lent.lend(op, module, sources)
+    return op
+
+
+def _weight(owner: Any) -> Any:
+    return owner.weight
+
+
+def _bias(owner: Any) -> Any:
+    return owner.bias
+
+
+def _correction(owner: Any) -> Any:
+    return owner.e_score_correction_bias
+
+
+def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As the module's own: logits (T, E), weights (T, K), experts (T, K) int64."""
+    op = self.__dict__[LENT]
+    logits, weights, experts = op(hidden_states.reshape(-1, op.width))
+    return logits, weights, experts.to(torch.int64)

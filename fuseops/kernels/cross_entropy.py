@@ -1,0 +1,312 @@
+"""Cross entropy of a linear layer's logits, which are never whole in memory.
+
+Chunks are of rows where the loss is made, which needs all logits of a row. Where the gradients are made later, from
+lse, they are of classes: the weight's gradient is written once, and it is dx, a smaller sum, that chunks are added to.
+
+Maths, of the logits l = f(x W^T + b) of a row with target t, where f caps and divides:
+    raw -> soft_cap tanh(raw / soft_cap) (if soft_cap) -> / temperature
+    lse = log sum exp l;  logp = l_t - lse;  expected = sum p l, p = exp(l - lse);  entropy = lse - expected
+    loss = -(1 - smoothing) w_t logp + smoothing / V sum_c w_c (lse - l_c) + z_loss lse^2
+and 0 for a target of `ignore_index`; NaN for one outside of the vocabulary (nothing is read on the host). w are the
+class weights, 1 without. The gradient of the logits takes their place in the chunk, in their dtype; lse and p are taken
+from the same logits, in float32. Sums over chunks are float32.
+Shapes: x (N, D), weight (V, D), bias (V,), targets (N,) int64, class_weights (V,); row results (N,) float32, dx (N, D)
+in the dtype of x, dweight (V, D) in that of the weight or an unrounded float32 sum (`_grads`), dbias (V,) float32. What
+nobody needs is empty.
+Cost: 2 N D V operations forward, 6 in `linear_cross_entropy_bwd` (it makes the logits again), 6 in
+`linear_cross_entropy_grads`, which is forward and backward at once.
+Hardware: sm_80 and later; the GEMMs are cuBLAS's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import reference
+from fuseops.kernels.bias import bias_bwd
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import cdiv, pow2, require
+
+LINE = 64  # rows of logits begin at multiples of so many elements, as tensor descriptors want them
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Eight elements a thread: with more, or with more warps, registers spill."""
+    sizes = ((2048, 8), (1024, 4))
+    return [
+        {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
+        for block, warps in sizes
+    ]
+
+
+SPACE = Space("cross_entropy", _candidates)
+
+
+def _operands() -> Iterator[tuple[Any, ...]]:
+    for dtype, vocab in ((torch.bfloat16, 128256), (torch.bfloat16, 50257), (torch.float16, 32000)):
+        x = torch.empty(8192, 4096, dtype=dtype, device="meta")
+        weight = torch.empty(vocab, 4096, dtype=dtype, device="meta")
+        yield x, weight, None, torch.empty(8192, dtype=torch.int64, device="meta")
+
+
+def _rows() -> Tensor:
+    return torch.empty(8192, device="meta")
+
+
+def _variants(vocab: int) -> Iterator[tuple[Tensor | None, list[float]]]:
+    yield None, [0.0, 0.0, 0.0, 1.0]
+    if vocab == 128256:
+        yield torch.empty(vocab, device="meta"), [0.1, 1e-4, 30.0, 0.5]
+
+
+def _cases_fwd() -> Iterator[tuple[Any, ...]]:
+    for operands in _operands():
+        for weights, options in _variants(len(operands[1])):
+            yield *operands, weights, options, -100, 1 << 29
+
+
+def _cases_bwd() -> Iterator[tuple[Any, ...]]:
+    for operands in _operands():
+        for weights, options in _variants(len(operands[1])):
+            grads = [_rows()] * (1 if weights is None else 4)
+            yield *operands, weights, _rows(), _rows(), grads, options, -100, 1 << 29, [True] * 3
+
+
+def _cases_grads() -> Iterator[tuple[Any, ...]]:
+    for operands in _operands():
+        for weights, options in _variants(len(operands[1])):
+            yield *operands, weights, _rows(), options, -100, 1 << 29, [True] * 3
+
+
+def _flops(products: int) -> Any:
+    """2 N D V operations for each of so many products."""
+
+    def formula(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+        return 2 * products * x[0] * x[1] * weight[0]
+
+    return formula
+
+
+@kernel_op(twin=reference.linear_cross_entropy_fwd, flops=_flops(1), cases=_cases_fwd)
+def linear_cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: Sequence[float],
+    ignore_index: int,
+    chunk_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, logp, expected) of each row.
+
+    options: label smoothing, z_loss, soft cap (0: none), temperature.
+    """
+    _check(x, weight, bias, targets, class_weights)
+    rows = _row_results(x)
+    total = _total(class_weights, x)
+    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
+        _launch(
+            logits,
+            targets[s],
+            class_weights,
+            total,
+            [r[s] for r in rows],
+            [],
+            options,
+            ignore_index,
+        )
+    return rows[0], rows[1], rows[2], rows[3]
+
+
+@kernel_op(
+    twin=reference.linear_cross_entropy_bwd,
+    flops=_flops(3),
+    cases=_cases_bwd,
+    mutates=("main_grad",),
+)
+def linear_cross_entropy_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    lse: Tensor,
+    expected: Tensor,
+    grads: Sequence[Tensor],
+    options: Sequence[float],
+    ignore_index: int,
+    chunk_bytes: int,
+    needs: Sequence[bool],
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each if it is among `needs`.
+
+    grads: the gradients of the rows' loss, or of loss, lse, logp and expected.
+    main_grad: float32 (V, D), to which the weight's gradient is added; dweight is empty then.
+    """
+    _check(x, weight, bias, targets, class_weights)
+    require(len(grads) in (1, 4), f"got {len(grads)} gradients, expected that of loss or all four.")
+    rows = [lse, lse, lse, expected]  # loss and logp are not written
+    grads = [g.to(lse.dtype).contiguous() for g in grads]
+    dx, dweight = _empty(x, needs[0], torch.float32), _empty(weight, needs[1], weight.dtype)
+    dbias = _empty(weight[:, 0], needs[2], torch.float32)
+    total = _total(class_weights, x)
+    for s, logits in _class_chunks(x, weight, bias, chunk_bytes):
+        _launch(
+            logits,
+            targets,
+            class_weights,
+            total,
+            rows,
+            grads,
+            options,
+            ignore_index,
+            s.start,
+            len(weight),
+        )
+        if needs[0]:
+            _add_product(dx, logits, weight[s], first=s.start == 0)
+        if needs[1] and main_grad is not None:
+            _add_product(main_grad[s], logits.t(), x)
+        elif needs[1]:
+            torch.mm(logits.t(), x, out=dweight[s])
+        if needs[2]:
+            dbias[s] = bias_bwd(logits)
+    return dx.to(x.dtype), dweight if main_grad is None else x.new_empty(0), dbias
+
+
+@kernel_op(twin=reference.linear_cross_entropy_grads, flops=_flops(3), cases=_cases_grads)
+def linear_cross_entropy_grads(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    dloss: Tensor,
+    options: Sequence[float],
+    ignore_index: int,
+    chunk_bytes: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dweight, dbias), where the gradient of each row's loss, `dloss`, is known beforehand."""
+    _check(x, weight, bias, targets, class_weights)
+    rows, dloss = _row_results(x), dloss.float().contiguous()
+    dx, dweight = _empty(x, needs[0], x.dtype), _empty(weight, needs[1], torch.float32)
+    dbias = torch.zeros(len(weight) if needs[2] else 0, dtype=torch.float32, device=x.device)
+    total = _total(class_weights, x)
+    for s, logits in _row_chunks(x, weight, bias, chunk_bytes):
+        mine = [r[s] for r in rows]
+        _launch(logits, targets[s], class_weights, total, mine, [dloss[s]], options, ignore_index)
+        if needs[0]:
+            torch.mm(logits, weight, out=dx[s])
+        if needs[1]:
+            _add_product(dweight, logits.t(), x[s], first=s.start == 0)
+        if needs[2]:
+            dbias += bias_bwd(logits)
+    return rows[0], dx, dweight, dbias
+
+
+def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape if wanted else (0,), dtype=dtype, device=like.device)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total (float32) += a b, or = of the first: in one pass, without a rounding between."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
+    else:
+        product = torch.mm(a.to(total.dtype), b.to(total.dtype))
+        total.copy_(product) if first else total.add_(product)
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weights: Tensor | None
+) -> None:
+    n, d = x.shape
+    vocab = len(weight)
+    require(
+        weight.shape == (vocab, d) and x.dtype == weight.dtype,
+        f"x is {x.dtype} of shape {tuple(x.shape)} and weight {weight.dtype} of shape {tuple(weight.shape)}, "
+        "expected (N, D) and (V, D) of one dtype.",
+    )
+    require(
+        targets.shape == (n,) and targets.dtype == torch.int64,
+        f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected int64 of shape ({n},).",
+    )
+    for name, t in (("bias", bias), ("class_weights", class_weights)):
+        if t is not None and t.shape != (vocab,):
+            raise FuseOpsError(f"{name} has shape {tuple(t.shape)}, expected ({vocab},).")
+
+
+def _row_results(x: Tensor) -> list[Tensor]:
+    return [torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(4)]
+
+
+def _total(class_weights: Tensor | None, x: Tensor) -> Tensor:
+    """The sum of the class weights, which stays on the device; any tensor where there are none."""
+    return x if class_weights is None else class_weights.sum(dtype=torch.float32).view(1)
+
+
+def _row_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, all of their logits as the GEMM stores them), chunk after chunk in one buffer."""
+    line = cdiv(len(weight), LINE) * LINE
+    chunks = list(row_chunks(len(x), line, x.itemsize, chunk_bytes))
+    buffer = x.new_empty(chunks[0].stop, line)
+    for s in chunks:
+        yield s, _product(x[s], weight, bias, buffer[: s.stop - s.start, : len(weight)])
+
+
+def _class_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_bytes: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(classes, their logits of all rows), chunk after chunk in one buffer."""
+    chunks = list(row_chunks(len(weight), len(x), x.itemsize, chunk_bytes))
+    buffer = x.new_empty(len(x), cdiv(chunks[0].stop, LINE) * LINE)
+    for s in chunks:
+        part = None if bias is None else bias[s]
+        yield s, _product(x, weight[s], part, buffer[:, : s.stop - s.start])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
+
+
+def _launch(
+    logits: Tensor,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    total: Tensor,
+    rows: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    options: Sequence[float],
+    ignore_index: int,
+    first: int = 0,
+    vocab: int | None = None,
+) -> None:
+    """rows: loss, lse, logp and expected, written; read where the logits are those from `first` on of a `vocab`."""
+    loss, width = Loss(*options), logits.shape[1]
+    loss_rows, lse, logp, expected = rows
+    dloss, dlse, dlogp, dexpected = [*grads, *(lse,) * (4 - len(grads))]
+    weights = lse if class_weights is None else class_weights.contiguous()
+    launch(
+        device("cross_entropy").cross_entropy_kernel, (len(logits),),
+        logits, targets.contiguous(), weights, total,
+        loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
+        first, width, vocab or width, logits.stride(0), ignore_index, *map(float, loss),
+        WEIGHTED=class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
+        STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
+        **SPACE.pick(len(logits), (width,), logits),
+    )  # fmt: skip

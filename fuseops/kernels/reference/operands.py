@@ -1,0 +1,116 @@
+"""Twins of what makes FP8 operands of GEMMs in blocks of 128: rows, columns by the exponent shift, weights.
+
+Rows: codes (R, K) and scales (ceil(K/128), R), one for 128 features of a row.
+Columns: codes (K, C), the transpose, over tokens that begin anew in each group at a multiple of 128, and scales
+(ceil(K/128), C/128), one for a square of 128 features and 128 tokens; columns of no row are zeros. They are the codes
+of the rows shifted to one exponent a square: the largest of its rows' scales. Scales are powers of two, so a value is
+rounded once in total, and again only where its code falls below the format's normal numbers by the shift.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .grouped import group_of_row, padding_mask
+from .quantize import BLOCK, SMALLEST, inverse_scale, magnitude, quantize_blocks, saturate
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def columns_of(rows: int, groups: int | None) -> int:
+    """C, the columns that so many rows take: each group begins at a multiple of 128.   groups: None without `offs`"""
+    return -(-rows // BLOCK) * BLOCK if groups is None else (rows // BLOCK + groups) * BLOCK
+
+
+def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """The column of each row; of a padding row one behind the last.   -> (R,) int64"""
+    row = torch.arange(rows, device=like.device)
+    if offs is None:
+        return row
+    groups = len(offs)
+    group = group_of_row(offs, rows)
+    ends = F.pad(offs.long(), (1, 1))  # begin of each group, and 0 for padding rows
+    begin = ends[group]
+    place = (begin // BLOCK + group) * BLOCK + row - begin
+    return torch.where(group == groups, columns_of(rows, groups), place)
+
+
+def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
+    """(rows, their scales, columns, their scales); rows are empty where they are not wanted."""
+    data, _, scale, _ = quantize_blocks(x, dtype, 1, "row", True)
+    col, col_scale = _columns(data, scale, offs)
+    if not row:
+        data, scale = data.new_empty(0), scale.new_empty(0)
+    return data, scale, col, col_scale
+
+
+def permute_operand(
+    data: Tensor,
+    scale: Tensor,
+    index: Tensor | None,
+    offs: Tensor | None,
+    row: bool = True,
+    col: bool = True,
+) -> Four:
+    """Rows index[r] of an operand (all of them, in order, without an index), as rows and as columns.
+
+    Rows of padding are zeros.
+    """
+    if index is not None:
+        rows = len(index)
+        padding = padding_mask(offs, rows)[:, 0]  # type: ignore[arg-type]
+        at = index.long().masked_fill(padding, 0)
+        raw = data.view(torch.uint8)[at].masked_fill(padding[:, None], 0)
+        data, scale = raw.view(data.dtype), scale[:, at].masked_fill(padding, SMALLEST)
+    none, empty = data.new_empty(0), scale.new_empty(0)
+    rows_of = (data.contiguous(), scale.contiguous()) if row else (none, empty)
+    return *rows_of, *(_columns(data, scale, offs) if col else (none, empty))
+
+
+def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
+    """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
+    rows, k = data.shape
+    width = columns_of(rows, None if offs is None else len(offs))
+    place = place_of_row(offs, rows, data)
+    raw = data.new_zeros(width + 1, k, dtype=torch.uint8)
+    raw = raw.index_copy(0, place, data.contiguous().view(torch.uint8))
+    return raw[:width].t().contiguous().view(data.dtype)
+
+
+def by_group(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """The scale of every row's group, 0 for padding rows.   (E,) -> (R,)"""
+    return F.pad(scale, (0, 1))[group_of_row(offs, rows)]
+
+
+def _columns(data: Tensor, scale: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The exponent shift of rows."""
+    rows, k = data.shape
+    groups = None if offs is None else len(offs)
+    width = columns_of(rows, groups)
+    place = place_of_row(offs, rows, data)
+    codes = data.new_zeros(width + 1, k, dtype=torch.float32).index_copy(0, place, data.float())
+    scales = scale.new_zeros(len(scale), width + 1).index_copy(1, place, scale)[:, :width]
+    square = scales.unflatten(1, (width // BLOCK, BLOCK)).amax(2).clamp(min=SMALLEST)
+    shift = scales / square.repeat_interleave(BLOCK, 1)
+    shifted = codes[:width] * shift.repeat_interleave(BLOCK, 0)[:k].t()
+    return saturate(shifted, data.dtype).t().contiguous(), square
+
+
+def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True) -> Four:
+    """(codes as they lie, scales, codes transposed, scales) in squares of 128 x 128 of each matrix.
+
+    (E, N, K) -> (E, N, K), (E, ceil(N/128), ceil(K/128)), and both transposed; empty where not wanted.
+    """
+    groups, n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    tiles = padded.view(groups, -(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    inv = inverse_scale(magnitude(tiles).amax((2, 4), keepdim=True), dtype, True)
+    data = saturate((tiles * inv).view_as(padded)[:, :n, :k], dtype)
+    scale = 1 / inv[:, :, 0, :, 0]
+    none, empty = data.new_empty(0), scale.new_empty(0)
+    return (
+        *((data.contiguous(), scale.contiguous()) if row else (none, empty)),
+        *((data.mT.contiguous(), scale.mT.contiguous()) if col else (none, empty)),
+    )

@@ -1,0 +1,310 @@
+"""What a kernel op does again for operands of a known kind: allocate, and launch.
+
+A launcher is plain Python that checks operands, picks a configuration, allocates and launches. For operands alike in
+shapes, strides, dtypes and device it does the same every time. So after its second call it is rehearsed on the meta
+device, where its launches are noted and its allocations are seen, and from then on the op allocates and launches by
+itself. A launcher that computes something by torch, copies an operand or reads values cannot be replayed and runs as it
+is, and so do operands that are not aligned to 16 bytes, for which Triton compiles other code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuseops import torch_private
+from fuseops.kernels.recorder import Launch, Recorder, ReplayError, noting
+from fuseops.kernels.triton_private import Launcher
+
+ALIGNED = 16
+MOST_KINDS = 8  # of one op and shape of its first operand
+MOST_SHAPES = 4096
+NOT_REPLAYED = object()
+MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: in which operand or allocation, and how."""
+
+    slot: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Described(NamedTuple):
+    """An operand of a launch that is a tensor descriptor of a place."""
+
+    place: Place
+    descriptor: Any
+
+    def over(self, t: Any) -> Any:
+        """The descriptor of another tensor, or address."""
+        d = self.descriptor
+        return type(d)(t, d.shape, d.strides, d.block_shape)
+
+
+class Address:
+    """What a descriptor is encoded from."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype, self.is_meta = address, dtype, False
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Encoded(dict[int, Any]):
+    """Tensor maps of one operand of a kernel, by address."""
+
+    def __init__(self, launcher: Launcher, number: int, described: Described, dtype: Any) -> None:
+        super().__init__()
+        self.launcher, self.number, self.described, self.dtype = launcher, number, described, dtype
+
+    def encode(self, address: int) -> list[Any]:
+        descriptor = self.described.over(Address(address, self.dtype))
+        return self.launcher.encoded(descriptor, self.number)
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MOST_KEPT:
+            self.clear()
+        found = self[address] = self.encode(address)[0]
+        return found
+
+
+class Allocation(NamedTuple):
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Replay:
+    """The allocations and launches of an op for operands of one kind.
+
+    programs is None where the launcher cannot be replayed.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        where = [k for k, value in enumerate(args) if isinstance(value, Tensor)]
+        rest = [k for k, value in enumerate(args) if not isinstance(value, Tensor)]
+        tensors = [args[k] for k in where]
+        self.count, self.tensors_of, self.rest_of = len(args), _getter(where), _getter(rest)
+        self.check = torch_private.tensor_guard(tensors)
+        self.scalars = self.rest_of(args)
+        self.device, self.index = tensors[0].device, tensors[0].get_device()
+        self.empty = torch_private.empty_strided(self.device)
+        self.programs: list[Launch] | None = None
+        self.ready: list[tuple[Any, ...]] | None = None  # each launch, once all were made
+        try:
+            self._rehearse(launcher, args, tensors)
+        except Exception:  # it has just run: what fails is the rehearsal
+            self.programs = None
+
+    def _rehearse(
+        self, launcher: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
+    ) -> None:
+        stage, recorder = _Stage(tensors), Recorder(stands_for=self.device)
+        metas = iter(stage.operands)
+        with torch.no_grad(), noting(recorder), stage:
+            out = launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
+        self.several = isinstance(out, tuple)
+        self.returns = out is not None  # an op may write to its operands alone
+        outputs = [stage.place(t) for t in (out if self.several else (out,) * self.returns)]
+        self.allocations, self.outputs = _returned(stage.allocations, outputs, len(tensors))
+        self.launch = recorder.launch
+        self.programs = [
+            noted._replace(args=tuple([stage.operand(a) for a in noted.args]))
+            for noted in recorder.launches
+            if 0 not in noted.grid
+        ]
+
+    def fits(self, args: tuple[Any, ...]) -> bool:
+        """Whether operands are of this kind."""
+        return (
+            len(args) == self.count
+            and self.check(*self.tensors_of(args))
+            and self.rest_of(args) == self.scalars
+        )
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """Allocate and launch.   -> what the launcher returns, or NOT_REPLAYED where it has to run itself"""
+        given = self.tensors_of(args)
+        pointers = [t.data_ptr() for t in given]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        if bits % ALIGNED or self.programs is None:
+            return NOT_REPLAYED
+        if self.index >= 0 and self.index != torch_private.current_device():
+            with torch.cuda.device(self.device):
+                return self(args)
+        new = [self.empty(*allocation) for allocation in self.allocations]
+        if self.ready is None or self.hooks.calls:
+            self._launch([*given, *new])
+        else:
+            pointers += [t.data_ptr() for t in new]
+            stream = self.stream_of(self.index)
+            for raw, grid, head, operands, maps, numbers in self.ready:
+                if maps:
+                    encoded = [found[pointers[slot]] for slot, found in maps]
+                    raw(*grid, stream, *head, *operands((*pointers, *encoded, *numbers)))
+                else:
+                    raw(*grid, stream, *head, *operands((*pointers, *numbers)))
+        made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
+        return tuple(made) if self.several else made[0] if self.returns else None
+
+    def _launch(self, tensors: Sequence[Tensor]) -> None:
+        """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
+        launchers = []
+        for kernel, grid, args, options in self.programs:  # type: ignore[union-attr]
+            given = [_argument(a, tensors) for a in args]
+            launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
+        if None in launchers or not launchers:
+            return
+        ready = []
+        for launcher, (_, grid, args, _) in zip(launchers, self.programs, strict=True):  # type: ignore[arg-type]
+            fixed = launcher.raw, (*grid, 1, 1)[:3], launcher.head
+            ready.append((*fixed, *_flat(launcher, args, tensors)))
+        self.stream_of, self.hooks = launchers[0].stream_of, launchers[0].hooks.launch_enter_hook
+        self.ready = ready
+
+
+class _Stage(TorchDispatchMode):
+    """The stage of a rehearsal knows every tensor by its storage, and lets a launcher allocate and take views only."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.operands = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
+        ]
+        self.allocations: list[Allocation] = []
+        self.alive = [t.untyped_storage() for t in self.operands]
+        self.slots = {torch_private.storage_id(t): k for k, t in enumerate(self.operands)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
+            self.alive.append(out.untyped_storage())
+            self.slots[torch_private.storage_id(out)] = len(self.slots)
+            self.allocations.append(Allocation(tuple(out.shape), out.stride(), out.dtype))
+        elif not (func.is_view or name == "_unsafe_view"):
+            raise ReplayError(f"it calls {name}")
+        return out
+
+    def place(self, t: Any) -> Place:
+        slot = self.slots.get(torch_private.storage_id(t))
+        if slot is None:
+            raise ReplayError("a tensor is none of its operands and allocations")
+        return Place(slot, t.storage_offset(), tuple(t.shape), t.stride())
+
+    def operand(self, value: Any) -> Any:
+        """Of a launch: a place at the start of an operand or allocation, or a number."""
+        if isinstance(value, Tensor):
+            place = self.place(value)
+            if place.offset:
+                raise ReplayError("a launch begins in the middle of a tensor")
+            return place
+        if hasattr(value, "block_shape"):
+            base = value.base if isinstance(value.base, Tensor) else value.base.rehearsed
+            return Described(self.operand(base), value)
+        if type(value) not in (int, float):
+            raise ReplayError(f"a launch takes a {type(value).__name__}")
+        return value
+
+
+def _returned(
+    allocations: Sequence[Allocation], outputs: Sequence[Place], operands: int
+) -> tuple[list[Allocation], list[Place] | None]:
+    """Allocations that have the shape in which they are returned, and where outputs lie in them: None where they are
+    all of them, in order.
+    """
+    found = list(allocations)
+    moved = []
+    for place in outputs:
+        if place.slot < operands:
+            raise ReplayError("an operand is returned")
+        moved.append(place._replace(slot=place.slot - operands))
+    for slot, _, shape, strides in moved:
+        whole = torch.Size(shape).numel() == torch.Size(found[slot].shape).numel()
+        if whole and _contiguous(shape) == strides and [p.slot for p in moved].count(slot) == 1:
+            found[slot] = Allocation(shape, strides, found[slot].dtype)
+    plain = [Place(k, 0, a.shape, a.strides) for k, a in enumerate(found)]
+    return found, None if moved == plain else moved
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _view(tensors: Sequence[Tensor], place: Place) -> Tensor:
+    t = tensors[place.slot]
+    if t.shape == place.shape and t.stride() == place.strides:
+        return t
+    return torch.as_strided(t, place.shape, place.strides, t.storage_offset() + place.offset)
+
+
+def _argument(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """An operand of a launch, as the launcher gives it."""
+    if type(value) is Place:
+        return _view(tensors, value)
+    return value.over(_view(tensors, value.place)) if type(value) is Described else value
+
+
+def _flat(launcher: Launcher, args: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """How the operands of a launch come from (*pointers, *tensor maps, *numbers), the maps, and the numbers."""
+    places: list[tuple[str, int]] = []
+    maps: list[tuple[int, Encoded]] = []
+    numbers: list[Any] = []
+
+    def number(value: Any) -> None:
+        places.append(("number", len(numbers)))
+        numbers.append(value)
+
+    for value in args:
+        if type(value) is Place:
+            places.append(("pointer", value.slot))
+        elif type(value) is Described:
+            t = tensors[value.place.slot]
+            found = Encoded(launcher, len(maps), value, t.dtype)
+            places.append(("map", len(maps)))
+            maps.append((value.place.slot, found))
+            for rest in found.encode(t.data_ptr())[1:]:
+                number(rest)
+        else:
+            number(value)
+    for constant in launcher.constants:
+        number(constant)
+    begin = {"pointer": 0, "map": len(tensors), "number": len(tensors) + len(maps)}
+    return _getter([begin[what] + k for what, k in places]), maps, numbers
+
+
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A tuple of the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if places:
+        (place,) = places
+        return lambda values: (values[place],)
+    return lambda values: ()
+
+
+class Replays(dict[tuple[Any, ...], list[Replay]]):
+    """By op, shape and dtype of the first operand: replays, the latest first; none at first sight."""
+
+    def note(self, op: Any, args: tuple[Any, ...]) -> None:
+        """An op has launched with these operands: from the second time on, rehearse it."""
+        key = op, args[0].shape, args[0].dtype
+        kinds = self.get(key)
+        if kinds is None:
+            if len(self) >= MOST_SHAPES:
+                self.clear()
+            self[key] = []
+        elif not any(replay.fits(args) for replay in kinds):
+            kinds.insert(0, Replay(op.launcher, args))
+            del kinds[MOST_KINDS:]

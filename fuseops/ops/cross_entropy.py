@@ -1,0 +1,402 @@
+"""LinearCrossEntropy: the loss of a language model's head, without its logits in memory.
+
+Shapes: x (..., D), weight (V, D), bias (V,), targets (...) int64 -> () or, with reduction="none", (...) float32.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError, ShapeError
+
+from .checks import check_width
+from .op import Call, Grads, Op, Out, Shape
+
+CHUNK_BYTES = 512 << 20
+ROWS = ("lse", "log_probs", "entropy")  # what can be published beside the loss, one number a token
+
+
+class LinearCrossEntropySaved(NamedTuple):
+    # of gradients that the forward made
+    dx: Tensor | None  # (..., D) in the dtype of x
+    dweight: Tensor | None  # (V, D) float32
+    dbias: Tensor | None  # (V,) float32
+    # of those that the backward makes
+    x: Tensor | None  # (..., D)
+    weight: Tensor | None  # the parameter itself
+    bias: Tensor | None  # the parameter itself
+    targets: Tensor | None  # (...) int64
+    class_weights: Tensor | None  # (V,), the buffer itself
+    share: Tensor | None  # (N,) float32: d loss / d loss of the row
+    lse: Tensor | None  # (N,) float32
+    expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
+
+
+class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
+    """Cross entropy of the logits x W^T + b.   x (..., D), side input targets (...) int64 -> loss, float32
+
+    As `torch.nn.functional.linear_cross_entropy` and, in parameters and defaults, `torch.nn.CrossEntropyLoss`; logits
+    are made for a chunk of tokens at a time (`chunk_bytes` of them), and never whole. Of a token with target t
+
+        loss = -(1 - label_smoothing) w_t log p_t - label_smoothing / V sum_c w_c log p_c + z_loss lse^2
+
+    with p the softmax of l = soft_cap tanh(logits / soft_cap) / temperature and lse = log sum exp l (PaLM,
+    arXiv 2204.02311, for z_loss; Gemma 2, arXiv 2408.00118, for soft_cap). It is 0 for a target of `ignore_index`, and
+    NaN for another one outside of the vocabulary, since nothing is read on the host.
+
+    weight         (V,) weights w of the classes, kept as the buffer `class_weights`; None is 1 for each
+    reduction      "mean" (over the weights of the targets that count), "sum" or "none"
+    publishes      names among "lse", "log_probs" (of the targets) and "entropy": side outputs of shape (...), float32,
+                   with gradients
+    gradients      "forward": made with the loss, 6 N D V operations in all, where the loss is one number and nothing is
+                   published; "backward": made later from lse, 8 N D V. None picks the first where it can
+    chunk_bytes    the most that logits may take at a time
+
+    Products are in the dtype of x and weight (of autocast inside it), softmax and sums in float32. The gradient of the
+    weight is summed over chunks in float32, into `main_grad` where there is one. Nothing of it is made without a need.
+    Raises FuseOpsError for unknown options, ShapeError for other shapes or dtypes.
+    """
+
+    reads = ("targets",)
+    integers = frozenset({"targets"})
+    floats = True
+    autocast = True
+    live_call = True
+
+    def __init__(
+        self,
+        in_features: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        soft_cap: float | None = None,
+        temperature: float = 1.0,
+        reduction: str = "mean",
+        publishes: tuple[str, ...] = (),
+        gradients: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._set_options(
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            soft_cap,
+            temperature,
+            reduction,
+            publishes,
+            gradients,
+            chunk_bytes,
+        )
+        self.in_features, self.vocab_size = in_features, vocab_size
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(vocab_size, in_features, **factory))
+        self.bias = nn.Parameter(torch.empty(vocab_size, **factory)) if bias else None
+        if weight is not None and weight.shape != (vocab_size,):
+            raise ShapeError(
+                f"LinearCrossEntropy expects weight, one number a class, of shape ({vocab_size},), got "
+                f"{tuple(weight.shape)}."
+            )
+        self.register_buffer("class_weights", weight)
+        self.reset_parameters()
+
+    def _set_options(
+        self,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        soft_cap: float | None,
+        temperature: float,
+        reduction: str,
+        publishes: tuple[str, ...],
+        gradients: str | None,
+        chunk_bytes: int,
+    ) -> None:
+        _check_options(
+            label_smoothing, soft_cap, temperature, reduction, publishes, gradients, chunk_bytes
+        )
+        self.ignore_index, self.reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.soft_cap, self.temperature = soft_cap, temperature
+        self.writes = tuple(publishes)
+        one_number = reduction != "none" and not publishes
+        self.gradients = gradients or ("forward" if one_number else "backward")
+        if self.gradients == "forward" and not one_number:
+            raise FuseOpsError(
+                'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
+                'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
+            )
+        made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
+        rows = ("x", "weight", "bias", "targets", "class_weights", "share", "lse")
+        rows = (*rows, "expected") if publishes else rows
+        self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, rows)
+
+    def reset_parameters(self) -> None:
+        """Initialise as `torch.nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            bound = self.in_features**-0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        said = f"{self.in_features}, {self.vocab_size}, bias={self.bias is not None}"
+        for name, plain in DEFAULTS.items():
+            value = getattr(self, name)
+            said += "" if value == plain else f", {name}={value!r}"
+        return said + (f", publishes={self.writes}" if self.writes else "")
+
+    def out_shape(self, shape: Shape) -> Shape:
+        check_width(self, shape, self.in_features)
+        return shape[:-1] if self.reduction == "none" else ()
+
+    # --- forward
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        weight: Tensor,
+        bias: Tensor | None,
+        class_weights: Tensor | None,
+        targets: Tensor,
+        call: Call,
+    ) -> Out:
+        self._check_targets(x, targets)
+        w, b = call.precision.cast(weight), call.precision.cast(bias)
+        rows, at = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        args: Any = rows, w, b, at, class_weights
+        share = self._share(at, class_weights, K.accumulator(x.dtype))
+        if self.gradients == "forward" and call.needs:
+            needs = [name in call.needs for name in ("x", "weight", "bias")]
+            loss, dx, dw, db = K.linear_cross_entropy_grads(*args, share, *self._ends, needs)
+            found = [t if need else None for t, need in zip((dx, dw, db), needs, strict=True)]
+            dx = None if found[0] is None else found[0].view(x.shape)
+            saved = _saved(dx=dx, dweight=found[1], dbias=found[2], weight=weight, bias=bias)
+            return Out((loss * share).sum(), saved)
+        loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
+        y = loss.view(targets.shape) if self.reduction == "none" else (loss * share).sum()
+        published = {
+            "lse": lse,
+            "log_probs": logp,
+            "entropy": lse - expected if self.writes else lse,
+        }
+        side = {name: published[name].view(targets.shape) for name in self.writes}
+        saved = _saved(
+            x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
+            share=share, lse=lse, expected=expected,
+        )  # fmt: skip
+        return Out(y, saved, side or None)
+
+    @property
+    def _ends(self) -> tuple[list[float], int, int]:
+        """What the kernels are told of the loss."""
+        options = [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
+        return options, self.ignore_index, self.chunk_bytes
+
+    def _check_targets(self, x: Tensor, targets: Tensor) -> None:
+        if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
+            raise ShapeError(
+                f"LinearCrossEntropy expects targets int64 of shape {tuple(x.shape[:-1])}, the class of each token, "
+                f"got {targets.dtype} of shape {tuple(targets.shape)}."
+            )
+
+    def _share(self, targets: Tensor, class_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """How much of each row's loss is in the result.   (N,)"""
+        counts = (targets != self.ignore_index).to(dtype)
+        if self.reduction != "mean":
+            return torch.ones_like(counts)
+        if class_weights is None:
+            return counts / counts.sum()
+        known = targets.clamp(0, len(class_weights) - 1)
+        return counts / (counts * class_weights[known].to(dtype)).sum()
+
+    # --- backward
+
+    def bwd(
+        self,
+        saved: LinearCrossEntropySaved,
+        dy: Tensor | None,
+        *,
+        dside: dict[str, Tensor | None],
+        call: Call,
+    ) -> Grads:
+        if self.gradients == "forward":
+            return self._scaled(saved, dy, call)
+        return self._made(saved, dy, dside, call)
+
+    def _scaled(self, saved: LinearCrossEntropySaved, dy: Any, call: Call) -> Grads:
+        """The gradients that the forward made, times that of the loss."""
+        params: dict[str, Tensor | None] = {}
+        for name, made, owner in (
+            ("weight", saved.dweight, saved.weight),
+            ("bias", saved.dbias, saved.bias),
+        ):
+            if name not in call.needs:
+                continue
+            main_grad = (call.out or {}).get(name)
+            if main_grad is not None and name not in call.overwrite:
+                params[name] = None
+                main_grad.addcmul_(made, dy)  # type: ignore[arg-type]
+            else:
+                params[name] = _times(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
+        dx = _times(saved.dx, dy, saved.dx.dtype) if "x" in call.needs else None  # type: ignore[arg-type, union-attr]
+        return self._by_owner(dx, params)
+
+    def _by_owner(self, dx: Tensor | None, found: dict[str, Tensor | None]) -> Grads:
+        """The gradients, of tensors that the caller gave apart from those of own parameters."""
+        given = {name: t for name, t in found.items() if name in self.reads}
+        return Grads(dx, {n: t for n, t in found.items() if n not in given}, given)
+
+    def _made(
+        self,
+        saved: LinearCrossEntropySaved,
+        dy: Tensor | None,
+        dside: dict[str, Tensor | None],
+        call: Call,
+    ) -> Grads:
+        """The gradients from the logits, which are made again."""
+        x, lse = saved.x, saved.lse
+        rows, targets = x.reshape(-1, x.shape[-1]), saved.targets.reshape(-1)  # type: ignore[union-attr]
+        zero = torch.zeros_like(lse)  # type: ignore[arg-type]
+        dloss = zero if dy is None else saved.share * dy.reshape(-1).to(zero.dtype)  # type: ignore[operator]
+        grads, expected = [dloss], lse
+        if self.writes:
+            given = [dside.get(name) for name in ROWS]
+            dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
+            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], saved.expected
+        w, b = call.precision.cast(saved.weight), call.precision.cast(saved.bias)
+        main_grad = (call.out or {}).get("weight")
+        if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
+            main_grad = None
+        needs = [name in call.needs for name in ("x", "weight", "bias")]
+        dx, dw, db = K.linear_cross_entropy_bwd(
+            rows,
+            w,
+            b,
+            targets,
+            saved.class_weights,
+            lse,
+            expected,
+            grads,
+            *self._ends,
+            needs,
+            main_grad,  # type: ignore[arg-type]
+        )
+        params = {
+            "weight": dw if needs[1] and main_grad is None else None,
+            "bias": db if needs[2] else None,
+        }
+        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)  # type: ignore[union-attr]
+
+
+DEFAULTS = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "soft_cap": None,
+    "temperature": 1.0,
+    "reduction": "mean",
+}
+
+
+def _saved(**fields: Tensor | None) -> LinearCrossEntropySaved:
+    nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
+    return LinearCrossEntropySaved(**{**nothing, **fields})
+
+
+def _times(made: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """made * dy in one pass and one rounding, in another dtype."""
+    return torch.mul(made, dy, out=torch.empty_like(made, dtype=dtype))
+
+
+def _check_options(
+    label_smoothing: float,
+    soft_cap: float | None,
+    temperature: float,
+    reduction: str,
+    publishes: tuple[str, ...],
+    gradients: str | None,
+    chunk_bytes: int,
+) -> None:
+    """Raise FuseOpsError for an option that means nothing."""
+    wrong = [
+        (
+            reduction not in ("mean", "sum", "none"),
+            f'reduction={reduction!r}: "mean", "sum" or "none"',
+        ),
+        (not 0 <= label_smoothing <= 1, f"label_smoothing={label_smoothing}: a fraction"),
+        (soft_cap is not None and not soft_cap > 0, f"soft_cap={soft_cap}: above zero, or None"),
+        (not temperature > 0, f"temperature={temperature}: above zero"),
+        (
+            isinstance(publishes, str) or not {*publishes} <= {*ROWS},
+            f"publishes={publishes!r}: names among {ROWS}",
+        ),
+        (
+            gradients not in (None, "forward", "backward"),
+            f'gradients={gradients!r}: "forward", "backward" or None',
+        ),
+        (chunk_bytes < 1, f"chunk_bytes={chunk_bytes}: a number of bytes"),
+    ]
+    for bad, said in wrong:
+        if bad:
+            raise FuseOpsError(f"LinearCrossEntropy got {said}.")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    publishes: tuple[str, ...] = (),
+    gradients: str | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Any:
+    """`LinearCrossEntropy` on a given weight, such as that of an `lm_head` or of a tied embedding.
+
+    Arguments as of `torch.nn.functional.linear_cross_entropy`: input (..., D), linear_weight (V, D), target (...)
+    int64, linear_bias (V,), weight (V,); the others as of the op. -> the loss, with `publishes` a tuple of it and those
+    Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
+    """
+    options = (
+        *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
+        *(tuple(publishes), gradients, chunk_bytes),
+    )
+    given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
+    side = {name: t for name, t in given.items() if t is not None}
+    return _on_given(tuple(side), options)(input, targets=target, **side)
+
+
+class _OnGivenWeight(LinearCrossEntropy):
+    """The same of tensors that come from the caller, as side inputs of these names."""
+
+    def __init__(self, names: tuple[str, ...], options: tuple[Any, ...]) -> None:
+        Op.__init__(self)
+        self._set_options(*options)
+        self.reads = ("targets", *names)
+        self.weight = self.bias = self.class_weights = None  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        return f"given {', '.join(self.reads)}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return shape[:-1] if self.reduction == "none" else ()
+
+
+_on_given = functools.cache(_OnGivenWeight)

@@ -1,0 +1,171 @@
+"""What a Sequential runs, over the Sequentials inside it.
+
+A rule sees what one plan covers. So a nested Sequential is spliced into the plan of the one around it, with its name as
+a prefix, unless something hangs on its being called: hooks, or a forward or settings of its own. Such a one is a
+border.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fuseops.errors import SideInputError
+from fuseops.ops import scopes
+from fuseops.ops.op import Op
+from fuseops.plan.chain import Child, Sides
+from fuseops.plan.key import has_hooks, hooked
+
+from .checks import check_declared
+from .composed import Composed
+from .sides import check_side_names
+
+FORWARD, CALL = Op.forward, nn.Module.__call__  # before anybody replaces them
+
+
+def opaque_reason(op: Op[Any]) -> str | None:
+    """Why an op is called through its own `__call__` and matched by no rule, or None."""
+    own = op.__dict__
+    if has_hooks(own):
+        return "has hooks"
+    for method in ("forward", "fwd", "bwd"):
+        if method in own:
+            return f"has a {method} of its own (replaced on the instance)"
+    kind = op.__class__
+    if kind.forward is not FORWARD:
+        return "overrides forward"
+    if kind.__call__ is not CALL:
+        return "overrides __call__"
+    if kind.made and kind.made != (kind.fwd, kind.bwd):
+        return "has another fwd or bwd than its class was made with"
+    return None
+
+
+def border(module: Composed, settings: int) -> str | None:
+    """Why a nested Sequential is called, and not spliced into the plan around it, or None.
+
+    settings: the token of the Sequential around it.
+    """
+    own, cls = module.__dict__, module.__class__
+    if has_hooks(own):
+        return "has hooks"
+    if "forward" in own or cls.forward is not cls.planned_forward:
+        return "overrides forward"
+    if cls.__call__ is not CALL:
+        return "overrides __call__"
+    if hooked():
+        return "is seen by hooks on all modules"
+    if own.get("_compiled_call_impl") is not None:
+        return "is compiled by itself"
+    own_settings = module._settings
+    if own_settings != settings and _differ(
+        settings, own_settings, scopes.process.token, scopes.current().token
+    ):
+        return "has settings of its own"
+    return None
+
+
+@functools.cache
+def _differ(outer: int, inner: int, process: int, scoped: int) -> bool:
+    """Whether the tokens of two models resolve to different settings; what a token stands for never changes."""
+    return scopes.resolve(process, outer, scoped) != scopes.resolve(process, inner, scoped)
+
+
+def side_names_of(module: Any) -> tuple[str, ...]:
+    """Side inputs that a module takes by keyword: its `reads`, or those of the layer that it wraps, as PEFT's do."""
+    reads = getattr(module, "reads", None)
+    if reads is not None:
+        return tuple(reads)
+    wrapped = getattr(module, "base_layer", None)
+    return () if wrapped is None else side_names_of(wrapped)
+
+
+class Nested:
+    """A Sequential inside another, as it was when that one was planned."""
+
+    def __init__(self, module: Composed, reason: str | None) -> None:
+        self.module = module
+        self.reason = reason  # why it is a border, None: it is spliced
+        self.children = module._planned_modules()
+        self.names = [*module._modules]
+
+    def stands(self, settings: int) -> bool:
+        """Whether it would be planned alike now."""
+        module = self.module
+        if border(module, settings) != self.reason:
+            return False
+        if self.reason is not None:  # it looks after its own children
+            return True
+        return module._planned_modules() == self.children and [*module._modules] == self.names
+
+
+class Spliced(NamedTuple):
+    """All that a Sequential (or an op that is called alone) runs, in order."""
+
+    children: tuple[Child, ...]
+    nested: tuple[Nested, ...]  # every Sequential inside it, down to the borders
+    reads: tuple[str, ...]  # side inputs that the caller passes
+    writes: frozenset[str]  # side tensors that the caller may ask for
+
+
+def splice(module: Composed | Op[Any]) -> Spliced:
+    """Walk a module's children.  Raises SideInputError for a side name that is written twice, or read too early."""
+    nested: list[Nested] = []
+    names = _Names("", None)
+    children = tuple(_walk(module, names, module._settings, nested))
+    return Spliced(children, tuple(nested), tuple(names.read), frozenset(names.written))
+
+
+class _Names:
+    """The side names of one Sequential as it was written. What it publishes is seen in it, and below it."""
+
+    def __init__(self, scope: str, outer: _Names | None) -> None:
+        self.scope, self.outer = scope, outer
+        self.read: dict[str, str] = {}  # from outside -> the child that reads it first
+        self.written: dict[str, str] = {}  # -> the child that writes it
+
+    def reading(self, names: tuple[str, ...], at: str) -> Sides:
+        return tuple([(name, self._known(name, at)) for name in names])
+
+    def _known(self, name: str, at: str) -> str:
+        """The name in the plan of what is called `name` here."""
+        if name in self.written:
+            return self.scope + name
+        self.read.setdefault(name, at)
+        return name if self.outer is None else self.outer._known(name, at)
+
+    def writing(self, names: tuple[str, ...], at: str) -> Sides:
+        for name in names:
+            before = self.written.get(name)
+            if before is not None:
+                raise SideInputError(
+                    f"side tensor {name!r} is written twice, at {before!r} and at {at!r}."
+                )
+            if name in self.read:
+                raise SideInputError(
+                    f"side tensor {name!r} is written at {at!r}, after it was read at {self.read[name]!r}."
+                )
+            self.written[name] = at
+        return tuple([(name, self.scope + name) for name in names])
+
+
+def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> Iterator[Child]:
+    for name, child in module._planned():
+        path = names.scope + name
+        if isinstance(child, Op):
+            if opaque_reason(child) is None:
+                check_declared(path, child)
+            read = child.side_names()
+            check_side_names(path, child, (*read, *child.writes))
+            reads = names.reading(read, path)
+            yield Child(path, child, names.scope, reads, names.writing(child.writes, path))
+            continue
+        if isinstance(child, Composed):
+            nested.append(Nested(child, border(child, settings)))
+            if nested[-1].reason is None:
+                yield from _walk(child, _Names(f"{path}.", names), settings, nested)
+                continue
+        yield Child(path, child, names.scope, names.reading(side_names_of(child), path))

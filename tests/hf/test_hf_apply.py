@@ -1,0 +1,285 @@
+"""What `hf.apply` and the registered experts do at their borders."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import agree, step, stock, tokens
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+import fuseops as fo
+from fuseops.integrations import hf
+from fuseops.integrations.hf import experts as hf_experts
+from fuseops.integrations.hf import recognise
+from fuseops.ops.paths import LENT
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def layer_of(name: str) -> Any:
+    """The experts of a tiny model."""
+    return next(m for m in stock(name).modules() if hasattr(m, "is_transposed"))
+
+
+def called(experts: Any, run: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
+    """y and the gradients of x, the weights and every parameter."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights)]
+    y = run(experts, leaves[0], chosen, leaves[1])
+    parameters = list(experts.parameters())
+    return [y, *torch.autograd.grad(y.sin().sum(), [*leaves, *parameters], allow_unused=True)]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def routed(experts: Any, rows: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    width = experts.down_proj.shape[1 if not experts.is_transposed else 2]
+    x = torch.randn(rows, width, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(rows)])
+    return x, chosen, torch.rand(rows, 2, dtype=torch.float64)
+
+
+# --- the registry
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS", "Nemotron-H"])
+def test_the_registered_experts_are_the_model_s_own(name: str) -> None:
+    model, x = stock(name), tokens()
+    expected = step(model, x)
+    model.set_experts_implementation("fuseops")
+    agree(step(model, x), expected)
+    assert "fuseops" not in model.config.to_json_string()
+
+
+def test_weights_are_read_at_every_call() -> None:
+    experts = layer_of("Mixtral")
+    args = routed(experts)
+    hf_experts.forward(experts, *args)
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach() * 2)
+    with torch.no_grad():
+        experts.down_proj.mul_(3)
+    close(called(experts, hf_experts.forward, *args), called(experts, type(experts).forward, *args))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS", "Nemotron-H"])
+def test_experts_of_other_ranks_take_nothing(name: str) -> None:
+    """An index of num_experts, of weight 0: no row of a product, no gradient, and none to its weight."""
+    experts = layer_of(name)
+    x, chosen, weights = routed(experts)
+    elsewhere = torch.rand(chosen.shape) < 0.5
+    elsewhere[0] = True
+    there = weights.masked_fill(elsewhere, 0)
+    experts._is_expert_parallel = True
+    beyond = chosen.masked_fill(elsewhere, experts.num_experts)
+    found = called(experts, hf_experts.forward, x, beyond, there)
+    expected = called(experts, type(experts).forward, x, chosen, there)  # the products, times 0
+    expected[2] = expected[2].masked_fill(elsewhere, 0)
+    close(found, expected)
+
+
+class Odd(nn.Module):
+    """Experts whose gate is their own, and has a parameter."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 6, 5, dtype=torch.float64))
+        self.down_proj = nn.Parameter(torch.randn(4, 5, 3, dtype=torch.float64))
+        self.slope = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def _apply_gate(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        return torch.tanh(self.slope * gate) * up
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for t in range(len(x)):
+            for k, e in enumerate(chosen[t].tolist()):
+                a = self._apply_gate(x[t] @ self.gate_up_proj[e].t())
+                y[t] = y[t] + weights[t, k] * (a @ self.down_proj[e].t())
+        return y
+
+
+def test_a_gate_that_is_not_known_runs_as_written() -> None:
+    plain = Odd.forward
+    config: Any = type("Config", (), {"_experts_implementation": "eager"})()
+    experts = use_experts_implementation(Odd)(config)
+    assert recognise.gate_of(experts) is None
+    args = routed(experts)
+    close(called(experts, ALL_EXPERTS_FUNCTIONS["fuseops"], *args), called(experts, plain, *args))
+    assert "as written" in str(hf.apply(experts, dry_run=True))
+
+
+def test_another_activation_is_noticed() -> None:
+    experts = layer_of("Mixtral")
+    args = routed(experts)
+    hf_experts.forward(experts, *args)
+    experts.act_fn = nn.GELU()
+    close(called(experts, hf_experts.forward, *args), called(experts, type(experts).forward, *args))
+
+
+# --- apply
+
+
+def test_a_dry_run_changes_nothing() -> None:
+    model = stock("Qwen3-MoE")
+    report = hf.apply(model, dry_run=True)
+    assert report.replaced and "would run" in str(report)
+    assert not [m for m in model.modules() if "forward" in m.__dict__]
+
+
+def test_the_report_says_why_not() -> None:
+    model: Any = stock("Llama")
+    one, two = (layer.mlp for layer in model.model.layers)
+    one.act_fn = nn.Mish()
+    two.up_proj.register_forward_hook(lambda *_: None)
+    model.model.norm.forward = type(model.model.norm).forward.__get__(model.model.norm)
+    codes = nn.Parameter(torch.zeros(32, dtype=torch.int8), requires_grad=False)
+    model.model.layers[0].input_layernorm.weight = codes
+    said = {e.path: e.why for e in hf.apply(model).left}
+    assert said["model.layers.0.mlp"] == "unknown activation Mish"
+    assert said["model.layers.1.mlp"] == "up_proj has hooks"
+    assert "a forward of its own" in str(said["model.norm"])
+    assert said["model.layers.0.input_layernorm"] == "is quantized (int8)"
+
+
+def test_remote_code_is_left_alone() -> None:
+    model: Any = stock("Qwen3")
+    kind = type(model.model.norm)
+    model.model.norm.__class__ = type(
+        kind.__name__, (kind,), {"__module__": "transformers_modules.x"}
+    )
+    assert [e.why for e in hf.apply(model).left] == ["remote code"]
+
+
+class AlmostRMSNorm(nn.Module):
+    """An RMSNorm by its name and attributes, that divides by the standard deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x / (x.std(-1, keepdim=True) + self.variance_epsilon))
+
+
+def test_what_computes_something_else_is_left_alone() -> None:
+    model = nn.ModuleList([AlmostRMSNorm()])
+    assert [e.why for e in hf.apply(model).left] == [
+        "computes something else than an RMSNorm over the last axis"
+    ]
+
+
+def test_a_hook_that_comes_later_is_run() -> None:
+    """And so is an adapter in the place of a projection."""
+    model, x = stock("Llama"), tokens()
+    expected = step(copy.deepcopy(model), x)
+    hf.apply(model)
+    seen: list[str] = []
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp.up_proj.register_forward_hook(lambda *_: seen.append("hook"))
+    agree(step(model, x), expected)
+    assert len(seen) == 2
+
+
+def test_configuration_reaches_what_stands_in() -> None:
+    model, x = stock("Mixtral"), tokens()
+    hf.apply(model)
+    assert "routed_mlp" in fo.explain(model, x)
+    fo.configure(model, disable=["routed_mlp"])
+    text = fo.explain(model, x)
+    assert "rule routed_mlp" not in text and "rule grouped_mlp" in text
+    assert "model.layers.0.mlp.experts" in text.replace("{0-1}", "0")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Nemotron-H", "DeepSeek-V3", "GPT-OSS"])
+def test_what_stands_in_alone_keeps_the_laws(name: str) -> None:
+    """Every op over lent parameters: its backward is the vjp of its forward, for every subset of needs."""
+    model = stock(name)
+    hf.apply(model)
+    stand_ins = {str(op): op for m in model.modules() if isinstance(op := vars(m).get(LENT), fo.Op)}
+    for op in stand_ins.values():
+        width = op.normalized_shape[0] if isinstance(op, fo.ops.RMSNorm) else op.width
+        fo.testing.assert_bwd_is_vjp(op, torch.randn(3, width, dtype=torch.float64))
+    assert len(stand_ins) > 1
+
+
+def test_autocast_rounds_as_stock_does() -> None:
+    model, x = stock("Llama").float(), tokens()
+    expected = step(copy.deepcopy(model), x)
+    found = []
+    for apply in (lambda m: None, hf.apply):
+        apply(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(step(model, x))
+    errors = [(float((f[k] - t).norm() / t.norm()), k) for f in found for k, t in expected.items()]
+    stock_worst, ours = max(errors[: len(expected)]), max(errors[len(expected) :])
+    assert ours[0] < 1.5 * stock_worst[0] < 0.5, (ours, stock_worst)
+
+
+def test_no_module_is_refused() -> None:
+    with pytest.raises(fo.FuseOpsError, match="expects a model, got str"):
+        hf.apply("Qwen/Qwen3-30B-A3B")  # type: ignore[arg-type]
+
+
+# --- training
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        x = torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": x, "labels": x}
+
+
+def trained(model: Any, folder: Any, steps: int, resume: bool = False) -> dict[str, Tensor]:
+    options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.1)
+    options |= dict(
+        optim="sgd", save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=100
+    )
+    arguments: Any = TrainingArguments(str(folder), max_steps=steps, **options)
+    Trainer(model, arguments, train_dataset=Rows()).train(resume_from_checkpoint=resume)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_trainer_and_resume(tmp_path: Any) -> None:
+    """As stock trains, whole and from a checkpoint."""
+    for steps in ("all", "the last two"):
+        found = []
+        for ours in (True, False):
+            model, folder = stock("Mixtral"), tmp_path / str(ours)
+            if ours:
+                hf.apply(model)
+            if steps == "the last two":
+                shutil.rmtree(folder / "checkpoint-4")
+            found.append(trained(model, folder, 4, resume=steps == "the last two"))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_accelerate_on_two_processes() -> None:
+    """Gradients averaged over two ranks are those of the stock model over both batches."""
+    script = Path(__file__).with_name("on_two_ranks.py")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    said = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=200)
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.stdout.count("equal") == 2

@@ -1,0 +1,30 @@
+"""Every family under every feature of the table: what the stock model gives."""
+
+from __future__ import annotations
+
+import hf_table
+import pytest
+from families import FAMILIES
+from hf_features import FEATURES, Feature
+
+CELLS = [(feature, name) for feature in FEATURES for name in feature.families]
+# torch's and transformers' own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern keys:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("feature, name", CELLS, ids=lambda v: getattr(v, "name", v))
+def test_cell(feature: Feature, name: str) -> None:
+    feature.run(name)
+
+
+def test_every_family_has_cells() -> None:
+    assert {name for _, name in CELLS} == set(FAMILIES)
+
+
+def test_the_tables_are_up_to_date() -> None:
+    """`python tests/hf/hf_table.py` writes them."""
+    assert hf_table.FILE.read_text(encoding="utf-8") == hf_table.text()

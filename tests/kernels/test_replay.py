@@ -1,0 +1,192 @@
+"""A replayed call of a kernel op does what its launcher does, and operands of another kind are not replayed."""
+
+import pytest
+import torch
+from samples import samples
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuseops.kernels import configs, norm, registry
+from fuseops.kernels.activation import act_bwd, act_fwd
+from fuseops.kernels.plans import planned, planning
+from fuseops.kernels.registry import KERNEL_OPS
+from fuseops.kernels.replay import NOT_REPLAYED, Replay
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+# by plans of their own, or by torch
+RUN_THEMSELVES = {
+    "grouped_mm", "grouped_mm_into", "grouped_swiglu", "grouped_dswiglu",
+    "grouped_wgrad", "grouped_wgrad_into", "expert_counts",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def new_plans():
+    with torch.no_grad(), planning():
+        yield
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """The calls that were replayed."""
+    seen = []
+    run = Replay.__call__
+
+    def count(self, args):
+        out = run(self, args)
+        if out is not NOT_REPLAYED:
+            seen.append(args)
+        return out
+
+    monkeypatch.setattr(Replay, "__call__", count)
+    return seen
+
+
+def again(args):
+    """Other values of the same kind, in other places."""
+    return tuple(
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.flip(0))
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim()
+        else a.clone() if isinstance(a, torch.Tensor) else a
+        for a in args
+    )  # fmt: skip
+
+
+def equal(a, b):
+    for x, y in zip(*((t if isinstance(t, tuple) else (t,)) for t in (a, b)), strict=True):
+        if x is None:
+            assert y is None
+            continue
+        assert x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted({*samples()} - {"wide_mm"}))  # which no CPU runs
+def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replayed):
+    op, args = KERNEL_OPS[name], samples()[name]
+    op(*args), op(*args)
+    for other in (again(args), again(again(args))):
+        found = op(*other)
+        if found is not None:
+            equal(found, op.launcher(*other))
+        mine = [given for given in replayed if given[0] is other[0]]
+        assert len(mine) == (name not in RUN_THEMSELVES)
+
+
+def with_tiles(name, dtype):
+    """The arguments of a grouped op in this dtype, with the table of tiles that a Sequential makes once for all."""
+    args = [
+        a.to(dtype) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in samples()[name]
+    ]
+    place = 1 + next(k for k, a in enumerate(args) if getattr(a, "dtype", None) is torch.int32)
+    rows = args[place - 3].shape[0]
+    tiles = KERNEL_OPS["group_tiles"](args[place - 1], rows)
+    if name == "grouped_wgrad_into":
+        args[0] = args[0].float()
+    return (*args[:place], tiles, *args[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n in RUN_THEMSELVES if "swiglu" not in n and n != "expert_counts")
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_grouped_op_over_known_tiles_is_replayed_in_halves(name, dtype, replayed):
+    """In float32 its precision is a setting of torch."""
+    op, args = KERNEL_OPS[name], with_tiles(name, dtype)
+    op(*args), op(*args)
+    other = again(args)
+    expected = again(args)
+    found, right = op(*other), op.launcher(*expected)
+    equal((found, other[0]), (right, expected[0])) if found is None else equal(found, right)
+    assert len([given for given in replayed if given[0] is other[0]]) == (dtype is torch.bfloat16)
+
+
+def x_and_dy(rows=6, dtype=torch.float32):
+    return torch.randn(rows, 32).to(dtype), torch.randn(rows, 16).to(dtype)
+
+
+def test_operands_of_another_kind_are_not_replayed(replayed):
+    x, dy = x_and_dy()
+    for _ in range(3):
+        act_bwd(dy, x, "swiglu")
+    assert len(replayed) == 1
+    wide, tall = torch.randn(6, 48), torch.randn(6, 17)
+    others = [
+        (dy, x, "geglu"),
+        (dy, x, "swiglu", 1),
+        (dy, x.half(), "swiglu"),
+        (dy.t().contiguous().t(), x, "swiglu"),
+        (dy, wide[:, :32], "swiglu"),
+        (tall[:, 1:], x, "swiglu"),
+        (*x_and_dy(5)[::-1], "swiglu"),
+    ]
+    for other in others:
+        equal(act_bwd(*other), act_bwd.launcher(*other))
+    assert len(replayed) == 1
+
+
+def test_operands_that_are_not_aligned_run_the_launcher(replayed):
+    base = torch.randn(6 * 32 + 1)
+    for _ in range(4):
+        act_fwd(base[1:].view(6, 32), "swiglu")
+    assert not replayed
+    equal(
+        act_fwd(base[:-1].view(6, 32), "swiglu"), act_fwd.launcher(base[:-1].view(6, 32), "swiglu")
+    )
+
+
+def test_operands_that_were_one_tensor_are_told_apart_later(replayed):
+    y, rstd = torch.randn(6, 16), torch.rand(6) + 0.5
+    norm.rmsnorm_bwd(y, y, None, rstd), norm.rmsnorm_bwd(y, y, None, rstd)
+    other = torch.randn(6, 16), torch.randn(6, 16), None, rstd
+    equal(norm.rmsnorm_bwd(*other), norm.rmsnorm_bwd.launcher(*other))
+    assert len(replayed) == 1
+
+
+class Sees(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_has_to_see_a_call_sees_it(replayed):
+    x, _ = x_and_dy()
+    for _ in range(3):
+        act_fwd(x, "swiglu")
+    assert len(replayed) == 1
+    with Sees() as mode:
+        act_fwd(x, "swiglu")
+    assert act_fwd.op in mode.seen
+    with registry.watching() as seen:
+        act_fwd(x, "swiglu")
+    assert len(seen) == 1
+    with registry.reference_only():
+        act_fwd(x, "swiglu")
+    torch.vmap(lambda row: act_fwd(row, "swiglu"))(x[None])
+    with torch.enable_grad():
+        assert act_fwd(x.clone().requires_grad_(), "swiglu").requires_grad
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(act_fwd(dual, "swiglu")).tangent
+        assert tangent is not None
+    assert len(replayed) == 1
+
+
+def test_a_configuration_that_is_forced_is_not_that_of_a_replay(replayed):
+    x, _ = x_and_dy()
+    for _ in range(3):
+        act_fwd(x, "swiglu")
+    space = configs.SPACES["gate_fwd"]
+    with configs.forced(space, space.candidates((16,), 4)[-1]):
+        act_fwd(x, "swiglu")
+    assert len(replayed) == 1
+
+
+def test_shapes_that_never_come_back_are_not_rehearsed(replayed):
+    for rows in range(1, 9):
+        act_fwd(torch.randn(rows, 32), "swiglu")
+    assert not any(planned.now.replays.values())

@@ -1,0 +1,74 @@
+"""Every private name of Triton that fuseops launches by exists, and stands where fuseops looks for it."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from fuseops.kernels import triton_private
+
+triton = pytest.importorskip("triton")
+nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith(triton_private.VERSION), reason="launches by Triton itself"
+)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    stands = SimpleNamespace(get_current_stream=lambda device: 7)
+    monkeypatch.setattr("triton.runtime.driver._active", stands)
+    return stands
+
+
+def compiled(launch, scratch=0):
+    """What Triton gives for a kernel."""
+    run = SimpleNamespace(launch=launch, launch_pdl=True, global_scratch_size=scratch)
+    return SimpleNamespace(
+        run=run, function=11, packed_metadata=(4,), launch_metadata=lambda *given: given
+    )
+
+
+def test_the_names_are_there():
+    from triton import knobs
+    from triton.runtime import driver
+
+    assert hasattr(knobs.runtime.launch_enter_hook, "calls")
+    assert hasattr(knobs.runtime, "launch_exit_hook")
+    assert hasattr(type(driver), "active")
+    assert hasattr(nvidia.CudaDriver, "__init__") and callable(nvidia.make_tensordesc_arg)
+    source = inspect.getsource(nvidia.CudaLauncher)
+    for name in ("launch_pdl", "global_scratch_size", "launch_cooperative_grid"):
+        assert f"self.{name}" in source
+
+
+def test_arguments_stand_in_the_order_of_the_launcher():
+    """x, y, z, stream, function; cooperative, PDL; two scratch buffers, metadata, what hooks are told, two hooks."""
+    assert nvidia._BASE_ARGS_FORMAT == "iiiKKppOOOOOO"
+
+
+def test_the_launcher_below_one_of_descriptors_is_found(driver):
+    calls = []
+    below = lambda *args: calls.append(args)  # noqa: E731
+    signature = {0: "*fp16", 1: "tensordesc<fp16[64, 64]>"}
+    launch = nvidia.wrap_handle_tensordesc(below, signature, [{"swizzle": 1}])
+    launcher = triton_private.launcher_of(compiled(launch), (3,))
+    assert launcher.raw is below and launcher.metas == [{"swizzle": 1}]
+    assert launcher.stream_of(0) == 7 and launcher.constants == (3,)
+    launcher.raw(1, 2, 3, 7, *launcher.head, 5)
+    assert calls == [(1, 2, 3, 7, 11, False, True, None, None, (4,), None, None, None, 5)]
+
+
+def test_hooks_are_told_of_a_launch(driver):
+    calls = []
+    launcher = triton_private.launcher_of(compiled(lambda *args: calls.append(args)), ())
+    launcher.hooked((1, 1, 1), 7, (5,))
+    (args,) = calls
+    assert args[:10] == (1, 1, 1, 7, 11, False, True, None, None, (4,))
+    assert args[10] == ((1, 1, 1), 7) and args[11] is triton.knobs.runtime.launch_enter_hook
+    assert args[13:] == (5,)
+
+
+def test_kernels_with_scratch_are_left_to_triton(driver):
+    assert triton_private.launcher_of(compiled(print, scratch=8), ()) is None
