@@ -33,6 +33,7 @@ class LinearCrossEntropySaved(NamedTuple):
     share: Tensor | None  # (N,) float32: d loss / d loss of the row
     lse: Tensor | None  # (N,) float32
     expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
+    ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
@@ -124,21 +125,30 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         _check_options(
             label_smoothing, soft_cap, temperature, reduction, publishes, gradients, chunk_bytes
         )
-        self.ignore_index, self.reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
+        self.ignore_index, self._reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.soft_cap, self.temperature = soft_cap, temperature
         self.writes = tuple(publishes)
         one_number = reduction != "none" and not publishes
-        self.gradients = gradients or ("forward" if one_number else "backward")
+        self._gradients = gradients or ("forward" if one_number else "backward")
         if self.gradients == "forward" and not one_number:
             raise FuseOpsError(
                 'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
         made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows = ("x", "weight", "bias", "targets", "class_weights", "share", "lse")
+        rows = ("x", "weight", "bias", "targets", "class_weights", "share", "lse", "ends")
         rows = (*rows, "expected") if publishes else rows
         self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, rows)
+
+    @property
+    def reduction(self) -> str:
+        """Fixed, as `gradients`: what is saved depends on both."""
+        return self._reduction
+
+    @property
+    def gradients(self) -> str:
+        return self._gradients
 
     def reset_parameters(self) -> None:
         """Initialise as `torch.nn.Linear` does."""
@@ -192,7 +202,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
-            share=share, lse=lse, expected=expected,
+            share=share, lse=lse, expected=expected, ends=self._ends,
         )  # fmt: skip
         return Out(y, saved, side or None)
 
@@ -229,7 +239,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        if self.gradients == "forward":
+        if saved.ends is None:
             return self._scaled(saved, dy, call)
         return self._made(saved, dy, dside, call)
 
@@ -269,7 +279,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         zero = torch.zeros_like(lse)  # type: ignore[arg-type]
         dloss = zero if dy is None else saved.share * dy.reshape(-1).to(zero.dtype)  # type: ignore[operator]
         grads, expected = [dloss], lse
-        if self.writes:
+        if saved.expected is not None:
             given = [dside.get(name) for name in ROWS]
             dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
             grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], saved.expected
@@ -287,7 +297,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             lse,
             expected,
             grads,
-            *self._ends,
+            *saved.ends,  # type: ignore[misc]
             needs,
             main_grad,  # type: ignore[arg-type]
         )
@@ -308,7 +318,7 @@ DEFAULTS = {
 }
 
 
-def _saved(**fields: Tensor | None) -> LinearCrossEntropySaved:
+def _saved(**fields: Any) -> LinearCrossEntropySaved:
     nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
     return LinearCrossEntropySaved(**{**nothing, **fields})
 
