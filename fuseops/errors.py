@@ -17,6 +17,10 @@ class ShapeError(FuseOpsError, ValueError):
     """A tensor does not have the shape that an op expects."""
 
 
+class DtypeError(FuseOpsError, RuntimeError):
+    """One GEMM was given tensors of two dtypes."""
+
+
 class RecomputationError(FuseOpsError):
     """A recomputation runs under other settings than its forward did."""
 

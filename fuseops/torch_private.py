@@ -123,6 +123,11 @@ def is_dtensor(cls: type) -> bool:
     return cls.__name__ == "DTensor"
 
 
+def is_nested(cls: type) -> bool:
+    """Is it torch's class of jagged tensors?  By name, since the module is private."""
+    return cls.__name__ == "NestedTensor"
+
+
 def is_fake(t: torch.Tensor) -> bool:
     """A fake tensor: shapes without data."""
     return isinstance(t, torch._subclasses.FakeTensor)
@@ -206,6 +211,32 @@ def running_modules() -> list[torch.nn.Module]:
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     return found
+
+
+_CALLS = (torch.nn.Module.__call__,)  # some tools put their own there
+
+
+def direct_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What a call of this module comes to, with two frames less on the stack."""
+    if type(module).__call__ not in _CALLS or call_of(module) is not None:
+        return module
+    return module._call_impl
+
+
+def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of this module runs in the place of `_call_impl`: None, or what `Module.compile` put there."""
+    return module._compiled_call_impl
+
+
+def replace_call(
+    module: torch.nn.Module, call: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    """Have calls of this module run `call`.   -> what they ran before"""
+    before = call_of(module)
+    module._compiled_call_impl = call
+    if call is None:
+        del module._compiled_call_impl
+    return before
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -167,9 +167,41 @@ def test_a_model_without_a_sequential_is_told_so(
     assert "no fuseops.Sequential ran" in output(capsys, "explain", str(file))
 
 
-def test_a_module_that_fails_to_import_another_shows_where(model_file: str) -> None:
-    Path(model_file).write_text("import no_such_dependency")
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+MISTAKES = {
+    "syntax": ("def build(:\n", "SyntaxError: invalid syntax"),
+    "import": ("import no_such_dependency\n", "No module named 'no_such_dependency'"),
+    "at import": ("LAYERS = 4 / 0\n", "LAYERS = 4 / 0"),
+    "in build": (MODEL.replace("return ", "return one() and "), "name 'one' is not defined"),
+    "of fuseops": (MODEL.replace("fo.ops.GELU()", "3"), "child '1' is of type int"),
+    "in the forward": (
+        "import torch\nclass Mine(torch.nn.Module):\n    def forward(self, x):\n        return x.nothing\n"
+        "def build():\n    return Mine(), (torch.ones(2),), {}\n",
+        "return x.nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_users_file_shows_the_users_frames_only(
+    capsys: pytest.CaptureFixture[str], model_file: str, mistake: str
+) -> None:
+    source, told = MISTAKES[mistake]
+    Path(model_file).write_text(source)
+    error = output(capsys, "explain", model_file, code=1)
+    assert told in error
+    frames = [line.split('"')[1] for line in error.splitlines() if line.startswith('  File "')]
+    assert frames and set(frames) == {model_file}
+
+
+def test_an_error_of_fuseops_shows_all_frames(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("mine")
+
+    wrong.__code__ = wrong.__code__.replace(co_filename=fo.cli.explain.__file__)
+    monkeypatch.setattr("fuseops.cli.explain.plans", wrong)
+    with pytest.raises(KeyError, match="mine"):
         main(["explain", model_file])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import fuseops as fo
+from fuseops.testing.catalogue import Wanted, catalogue
 
 E, D, F = 4, 16, 24
 ROWS = (6, 8, 12, 20, 33)
@@ -240,3 +241,51 @@ def test_a_routing_of_counts_compiles() -> None:
     torch.compiler.reset()
     counted = torch.compile(fo.Routing.from_counts, fullgraph=True, backend="aot_eager")
     assert counted(torch.tensor([2, 0, 3])).offs.tolist() == [2, 2, 5]
+
+
+class Added(nn.Module):
+    """A block that is compiled by itself, as blocks of a model are."""
+
+    def __init__(self, op: fo.Op) -> None:
+        super().__init__()
+        self.mlp = fo.Sequential(op)
+
+    def forward(self, x: Tensor, side: Side) -> Tensor:
+        return 2 * self.mlp(x, **side)
+
+
+def _with_numbers() -> list[type]:
+    """Ops of the catalogue that hold a number, which may differ from block to block."""
+    found = []
+    for op, known in catalogue().items():
+        made = known.make(Wanted(lambda *options: options[0], 8, 8, 2))
+        if any(type(value) is float for value in vars(made).values()):
+            found.append(op)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", _with_numbers(), ids=lambda op: op.__name__)
+def test_blocks_that_differ_in_a_number_compile_one_by_one(op: type) -> None:
+    """Dynamo makes a symbol of a number that differs from the one it saw before."""
+    torch._dynamo.reset()
+    for k in range(2):
+        known = catalogue()[op]
+        made = known.make(Wanted(lambda *options, k=k: options[k % len(options)], 8, 8, 2))
+        for name, value in list(vars(made).items()):
+            if type(value) is float and 0 < value < 1:
+                setattr(made, name, value / (k + 1))
+        x, rows = torch.randn(4, 8, requires_grad=True), 4
+        side = {n: t for n, t in {**routed_by(rows)}.items() if n in made.reads}
+        block = Added(made)
+        torch.manual_seed(0)
+        expected = block(x, side)
+        block.compile(backend="eager", fullgraph=True)
+        torch.manual_seed(0)
+        torch.testing.assert_close(block(x, side), expected)
+
+
+def routed_by(rows: int) -> Side:
+    """What ops read, for two groups."""
+    split = {"offs": torch.tensor([1, rows], dtype=torch.int32), "probs": torch.rand(rows)}
+    return {**split, "residual": torch.randn(rows, 8), "skip": torch.randn(rows, 8)}

@@ -179,11 +179,22 @@ def test_a_pickle_holds_a_rule_by_import_path_or_raises() -> None:
         {"recipe": "fp8"},
         {"rules": ["linear_act"]},
         {"rules": [Linear]},
+        {"rules": 3},
+        {"rules": TWICE},
+        {"disable": 3},
+        {"disable": [3]},
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(said: dict) -> None:
-    with pytest.raises(fo.FuseOpsError, match=next(iter(said))):
+    with pytest.raises(fo.FuseOpsError, match=f"{next(iter(said))} must be"):
         fo.configure(block(), **said)
+
+
+@pytest.mark.parametrize("what", ["strict", "disable"])
+def test_names_of_rules_are_names(what: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=f"{what} must be names of rules, got 3"):
+        with fo.fusion(**{what: 3}):
+            pass
 
 
 def test_scopes_end_with_an_exception_too() -> None:

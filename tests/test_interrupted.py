@@ -97,12 +97,17 @@ def step(model: nn.Module, way: str) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def left() -> tuple[Any, ...]:
+def on_the_thread() -> tuple[Any, ...]:
+    """What others on the thread would run under."""
     return (
         *(top_saved_tensor_hooks(), names.thread.observers, names.thread.outermost),
-        *(names.thread.frame, list(modules.thread.watchers), list(modules.thread.running)),
+        *(names.thread.frame, list(modules.thread.watchers)),
         *(list(nesting.enclosing()), scopes.current().token, torch.is_grad_enabled()),
     )
+
+
+def left() -> tuple[Any, ...]:
+    return (*on_the_thread(), list(modules.thread.running))
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -123,8 +128,10 @@ def test_a_step_that_is_stopped_changes_nothing(
         step(model, way)
 
     with AROUND[around](model):
+        inside = on_the_thread()
         with pytest.raises(error):
             stopped()
+        assert on_the_thread() == inside, "as soon as the error has left the model"
         with torch.no_grad():
             model(torch.ones(2, D))
         for _ in range(2):

@@ -250,6 +250,22 @@ def test_replayed_experts_may_be_others() -> None:
     assert_same(y[0], scores[0, 0] * one[0] + scores[0, 1] * one[1])
 
 
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (torch.tensor([[2.9, 0.0]] * 5), "int dtype, numbers of experts, got torch.float32"),
+        (torch.tensor([[True, False]] * 5), "int dtype, numbers of experts, got torch.bool"),
+        (torch.full((5, 2), E), f"from 0 to {E - 1}.*got {E} to {E}"),
+        (torch.full((5, 2), -1), "got -1 to -1"),
+        (torch.full((5, 2), 2**32), f"got {2**32} to"),
+    ],
+)
+def test_replayed_experts_are_numbers_of_experts(chosen: Tensor, told: str) -> None:
+    again = fo.MoE(D, F, E, 2).replaying()
+    with pytest.raises(fo.FuseOpsError, match=f"Router expects chosen.*{told}"):
+        again(torch.randn(5, D), chosen=chosen)
+
+
 def act(h: Tensor) -> Tensor:
     return ACTS["swiglu"](*h.chunk(2))
 

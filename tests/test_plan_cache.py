@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops.ops import (
@@ -32,6 +33,7 @@ from fuseops.ops import (
 )
 from fuseops.plan.key import Glance
 from fuseops.recipes import Float8CurrentScaling
+from fuseops.run import entries
 
 
 def model() -> fo.Sequential:
@@ -258,6 +260,48 @@ def test_a_change_of_scope(what: str) -> None:
     with SCOPES[what]():
         assert_as_fresh(seq, x)
     assert_as_fresh(seq, x)
+
+
+def test_a_rule_made_in_each_step_leaves_a_bounded_number_of_plans(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is another rule, with plans of its own; the log says so once."""
+    monkeypatch.setattr(entries, "MOST", 4)
+    monkeypatch.setattr(entries, "_told", False)
+    seq, x = fo.Sequential(Linear(8, 8), SiLU()), data()
+    expected, tokens = outcome(seq, x), 0
+    with caplog.at_level("WARNING", "fuseops.fusion"):
+        for step in range(12):
+            with fo.rules(fo.Rule("never", (SiLU,), FusedScaled, when=(lambda ops, c: "no",))):
+                assert_as_fresh(seq, x)
+            tokens = tokens if step > 4 else len(scopes._entries)
+    gc.collect()
+    (run,) = [piece for _, piece in seq._runner.pieces]
+    assert len(run.entries) == 4 and len(scopes._entries) <= tokens + 1
+    assert [r.message for r in caplog.records if "make it once" in r.message] == [
+        record.message for record in caplog.records[:1]
+    ]
+    torch.testing.assert_close(outcome(seq, x), expected)
+
+
+def test_settings_outlive_the_plans_that_were_made_under_them() -> None:
+    """A recomputation enters the scopes of its forward, or compares them, when its plans are forgotten."""
+    seq, x = fo.Sequential(Linear(8, 8), SiLU()), data()
+    expected = outcome(seq, x)[1]
+
+    def forward(**options: Callable) -> Tensor:
+        with fo.rules(fo.Rule("never", (SiLU,), FusedScaled, when=(lambda ops, c: "no",))):
+            y = checkpoint(seq, x, use_reentrant=False, **options)
+        for _, run in seq._runner.pieces:
+            run.entries.clear()
+            run.last = None
+        gc.collect()
+        return y
+
+    (dx,) = torch.autograd.grad(forward(context_fn=fo.checkpoint_contexts).square().sum(), x)
+    torch.testing.assert_close(dx, expected)
+    with pytest.raises(fo.FuseOpsError, match="rules was"):
+        forward().square().sum().backward()
 
 
 def test_the_tests_above_can_fail() -> None:

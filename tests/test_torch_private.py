@@ -1,5 +1,6 @@
 """Every private torch name that fuseops uses exists and does what fuseops wants of it."""
 
+import copy
 import inspect
 import weakref
 from typing import Any
@@ -491,6 +492,19 @@ def test_an_unsafe_view_is_no_view_to_autograd() -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.full((6,), 6.0))
 
 
+def test_a_call_is_replaced_and_put_back_and_no_copy_has_it() -> None:
+    module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    before = module(x)
+    assert torch_private.call_of(module) is None
+    assert torch_private.replace_call(module, lambda x: 2 * module._call_impl(x)) is None
+    torch.testing.assert_close(module(x), 2 * before)
+    assert torch_private.call_of(copy.deepcopy(module)) is None
+    replacement = torch_private.call_of(module)
+    assert torch_private.replace_call(module, None) is replacement
+    assert "_compiled_call_impl" not in vars(module)
+    torch.testing.assert_close(module(x), before)
+
+
 def test_tensor_guard_tells_kinds_apart_and_holds_nothing(asked: list[bool]) -> None:
     x, w = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
     fits = torch_private.tensor_guard([x, w])
@@ -516,3 +530,23 @@ def test_empty_strided_is_torchs() -> None:
     found = torch_private.empty_strided(torch.device("cpu"))((2, 3), (1, 2), torch.bfloat16)
     assert found.shape == (2, 3) and found.stride() == (1, 2) and found.dtype is torch.bfloat16
     assert torch_private.empty_strided(torch.device("meta"))((2,), (1,), torch.int32).is_meta
+
+
+def test_a_direct_call_is_a_call() -> None:
+    class Doubled(torch.nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * super().__call__(x)
+
+    x, seen = torch.ones(1, 2), []
+    for kind in (torch.nn.Linear, Doubled):
+        module = kind(2, 2)
+        module.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(torch_private.direct_call(module)(x), module(x))
+        torch_private.replace_call(module, lambda x: 3 * x)
+        torch.testing.assert_close(torch_private.direct_call(module)(x), module(x))
+    assert len(seen) == 4
+
+
+def test_a_nested_tensor_is_known_by_the_name_of_its_class() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert torch_private.is_nested(type(jagged)) and not torch_private.is_nested(Tensor)

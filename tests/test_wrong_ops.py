@@ -21,6 +21,12 @@ class XWSaved(NamedTuple):
     weight: Tensor | None
 
 
+class XWPSaved(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+    probs: Tensor | None
+
+
 class WXSaved(NamedTuple):
     weight: Tensor | None
     x: Tensor | None
@@ -288,6 +294,171 @@ def test_a_backward_is_refused_at_its_first_call(mistake: str) -> None:
     with pytest.raises(fo.FuseOpsError, match=told) as caught:
         y.square().sum().backward()
     assert "in the backward of fuseops '1' (Wrong)" in note(caught.value)
+
+
+# --- fused ops
+
+
+class Scaled(fo.Op[XWPSaved]):
+    """x * weight * probs: a gradient of every kind."""
+
+    reads = ("probs",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def fwd(self, x: Tensor, *, weight: Tensor, probs: Tensor) -> fo.Out:
+        return fo.Out(x * weight * probs, XWPSaved(x, weight, probs))
+
+    def bwd(self, saved: Any, dy: Tensor) -> fo.Grads:
+        x, weight, probs = saved
+        dprobs = (dy * x * weight).sum(1, keepdim=True)
+        params = {"weight": (dy * x * probs).sum(0)}
+        return fo.Grads(dy * weight * probs, params, {"probs": dprobs})
+
+
+class FusedScaled(fo.FusedOp):
+    """A Scaled as a joint op that does what `fwd` and `bwd` of its member do."""
+
+    Saved = XWPSaved
+
+    def fwd(self, x: Tensor, t: Any, calls: Any, keep: Any) -> fo.Out:
+        return self.members[0].fwd(x, **t[0])
+
+    def bwd(self, saved: Any, dy: Tensor, calls: Any, dside: Any) -> tuple[fo.Grads, ...]:
+        return (self.members[0].bwd(saved, dy),)
+
+
+def as_op(give: Callable[[str, Any], Any]) -> fo.Sequential:
+    """One whose fwd and bwd give something else in the place of their results."""
+    methods = {
+        "fwd": lambda self, x, *, weight, probs: give(
+            "fwd", Scaled.fwd(self, x, weight=weight, probs=probs)
+        ),
+        "bwd": lambda self, saved, dy: give("bwd", Scaled.bwd(self, saved, dy)),
+    }
+    return fo.Sequential(wrong(Scaled, **methods)())
+
+
+def as_rule(give: Callable[[str, Any], Any]) -> fo.Sequential:
+    """The same by a rule."""
+
+    class Wrong(FusedScaled):
+        def fwd(self, x: Tensor, t: Any, calls: Any, keep: Any) -> fo.Out:
+            return give("fwd", super().fwd(x, t, calls, keep))
+
+        def bwd(self, saved: Any, dy: Tensor, calls: Any, dside: Any) -> tuple[fo.Grads, ...]:
+            (grads,) = super().bwd(saved, dy, calls, dside)
+            return (give("bwd", grads),)
+
+    model = fo.Sequential(Scaled())
+    fo.configure(model, rules=[fo.Rule("wrong", (Scaled,), Wrong, "joint")])
+    return model
+
+
+def gives(method: str, change: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda where, result: change(result) if where == method else result
+
+
+def scaled_step(model: fo.Sequential) -> None:
+    probs = torch.rand(3, 1, requires_grad=True)
+    model(torch.ones(3, 4, requires_grad=True), probs=probs).square().sum().backward()
+
+
+FUSED: dict[str, tuple[Callable[[str, Any], Any], str]] = {
+    "y of another dtype": (
+        gives("fwd", lambda out: out._replace(y=out.y.double())),
+        r"Wrong\.fwd gave y of torch.float64.*members give torch.float32",
+    ),
+    "y of another shape": (
+        gives("fwd", lambda out: out._replace(y=out.y[:1])),
+        r"Wrong\.fwd gave y .*shape \(1, 4\).*members give .*\(3, 4\)",
+    ),
+    "dx of another dtype": (
+        gives("bwd", lambda grads: grads._replace(x=grads.x.half())),
+        r"Wrong\.bwd gave a gradient of 'x' of torch.float16; 'x' is torch.float32",
+    ),
+    "dx of another shape": (
+        gives("bwd", lambda grads: grads._replace(x=grads.x[0])),
+        r"Wrong\.bwd gave a gradient of 'x' of shape \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FUSED)
+def test_a_fused_op_that_gives_another_kind_of_tensor_is_refused_at_its_first_call(
+    mistake: str,
+) -> None:
+    give, told = FUSED[mistake]
+    with pytest.raises(fo.FuseOpsError, match=told):
+        scaled_step(as_rule(give))
+    scaled_step(as_rule(lambda where, result: result))
+
+
+# --- every call
+
+
+LEFT_OUT: dict[str, Callable[[fo.Grads], fo.Grads]] = {
+    "x": lambda grads: grads._replace(x=None),
+    "weight": lambda grads: grads._replace(params={"weight": None}),
+    "probs": lambda grads: grads._replace(side={"probs": None}),
+}
+
+
+@pytest.mark.parametrize("made", [as_op, as_rule])
+@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("good_calls", [0, 1, 3])
+def test_a_gradient_left_out_is_found_in_any_call(
+    made: Callable[..., fo.Sequential], name: str, good_calls: int
+) -> None:
+    calls = 0
+
+    def give(where: str, result: Any) -> Any:
+        nonlocal calls
+        if where == "fwd":
+            return result
+        calls += 1
+        return LEFT_OUT[name](result) if calls > good_calls else result
+
+    model = made(give)
+    for _ in range(good_calls):
+        scaled_step(model)
+    with pytest.raises(fo.FuseOpsError, match=rf"Wrong\.bwd gave no gradient of '{name}'"):
+        scaled_step(model)
+
+
+@pytest.mark.parametrize("forwards", [1, 4])
+def test_the_contract_is_checked_once_forward_and_once_backward(
+    forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fuseops.run import first
+
+    asked = {"fwd": 0, "bwd": 0}
+
+    def counted(check: Callable[..., Any], way: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            asked[way] += 1
+            return check(*args)
+
+        return run
+
+    monkeypatch.setattr(first, "_check_published", counted(first._check_published, "fwd"))
+    monkeypatch.setattr(first, "_check_names", counted(first._check_names, "bwd"))
+    model, x = fo.Sequential(Product()), torch.ones(3, 4, requires_grad=True)
+    for _ in range(2):
+        y = [model(x) for _ in range(forwards)][-1]
+        y.sum().backward()
+    assert asked == {"fwd": 1, "bwd": 1}
+
+
+def test_a_backward_that_is_the_first_of_many_forwards_is_checked() -> None:
+    model = as_op(gives("bwd", lambda grads: grads._replace(x=grads.x[0])))
+    probs = torch.rand(3, 1)
+    for rows in (3, 1):
+        y = model(torch.ones(rows, 4, requires_grad=True), probs=probs[:rows])
+    with pytest.raises(fo.FuseOpsError, match=r"'x' of shape \(4,\); 'x' has shape \(1, 4\)"):
+        y.sum().backward()
 
 
 def test_a_field_that_saves_for_left_out_is_named() -> None:

@@ -15,7 +15,7 @@ from fuseops.errors import FuseOpsError
 
 from . import bench, env, explain, kernels, offload_plan, tune
 from .env import version
-from .target import UsageError
+from .target import UsageError, mistake_of, shown
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"fuseops {args.command}: {type(error).__name__}: {error}{''.join(notes)}",
             file=sys.stderr,
         )
+        return FAILED
+    except Exception as error:
+        mistake = mistake_of(error)
+        if mistake is None:
+            raise
+        print(shown(mistake), end="", file=sys.stderr)
         return FAILED
     return int(code)
 

@@ -4,17 +4,27 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+
+from fuseops.errors import FuseOpsError
 
 EXPECTED = "build() -> (model, args, side): a module, a tuple of inputs, a dict of keyword inputs"
 
 
 class UsageError(Exception):
     """The command was called with something that it cannot use."""
+
+
+class MistakeError(Exception):
+    """The user's file, or its `build()`, raised: the cause of this."""
 
 
 class Target(NamedTuple):
@@ -40,7 +50,53 @@ def load(name: str) -> Target:
         inspect.signature(build).bind()
     except TypeError as error:
         raise UsageError(f"build() of {name} is called without arguments: {error}.") from None
-    return _checked(name, build())
+    with _theirs():
+        built = build()
+    return _checked(name, built)
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """Around the user's code."""
+    try:
+        yield
+    except (FuseOpsError, UsageError):
+        raise  # these say where by themselves
+    except Exception as error:
+        raise MistakeError from error
+
+
+def mistake_of(error: Exception) -> BaseException | None:
+    """The user's own error, or None for one of fuseops: the innermost frame that is not torch's says whose it is."""
+    if isinstance(error, MistakeError):
+        return error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = next((f for f in reversed(frames) if not _within(f.filename, TORCH)), None)
+    return None if innermost is None or _behind(innermost.filename) else error
+
+
+def shown(mistake: BaseException) -> str:
+    """An error with the frames of the user's code, and none of what imported and called it."""
+    told = traceback.TracebackException.from_exception(mistake)
+    chain: list[Any] = [told]
+    for one in chain:
+        theirs = [f for f in one.stack if not _behind(f.filename)]
+        one.stack = traceback.StackSummary.from_list(theirs)
+        chain += [other for other in (one.__cause__, one.__context__) if other is not None]
+    return "".join(told.format())
+
+
+FUSEOPS, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+
+
+def _within(filename: str, folder: Path) -> bool:
+    return Path(filename).is_relative_to(folder)
+
+
+def _behind(filename: str) -> bool:
+    """Whether a frame is none of the user's."""
+    frozen = filename.startswith("<frozen ") or "importlib" in filename
+    return frozen or _within(filename, FUSEOPS) or _within(filename, TORCH)
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -53,7 +109,8 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        with _theirs():
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module
@@ -62,10 +119,13 @@ def _from_file(path: Path) -> ModuleType:
 def _from_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
+        with _theirs():
+            return importlib.import_module(name)
+    except MistakeError as mistake:
+        error = mistake.__cause__
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise  # the module is there; something in it is wrong, or what it imports is not there
         raise UsageError(
             f"no module {name!r}, and no file of that name. Expected either with {EXPECTED}."
         ) from None

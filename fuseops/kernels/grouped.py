@@ -336,7 +336,7 @@ def _check(x: Tensor, other: Tensor, offs: Tensor, tiles: Tensor, groups: int, r
         raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
     if x.dtype not in DTYPES or other.dtype != x.dtype:
         raise FuseOpsError(
-            f"operands are {x.dtype} and {other.dtype}, expected one of bfloat16, float16, float32."
+            f"operands are {x.dtype} and {other.dtype}, expected one dtype of bfloat16, float16, float32."
         )
     if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
         raise FuseOpsError(

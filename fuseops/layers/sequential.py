@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.explain import FusionPlan, plan_of
 from fuseops.ops import names as naming
@@ -68,7 +69,10 @@ class Sequential(Composed):
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
                 else:
-                    x = piece(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
+                    # blocks in blocks may be deep
+                    compiling = torch.compiler.is_compiling()
+                    call: Any = piece if compiling else torch_private.direct_call(piece)
+                    x = call(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")

@@ -7,6 +7,7 @@ graphs need no code of their own.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -330,6 +331,36 @@ class LeaveHook(Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.scope is not None and not torch.compiler.is_compiling():
             self.scope.leave(module, output)
+
+
+class Interrupted:
+    """Goes around the calls of a layer: torch calls no hook for an error that is no Exception, a KeyboardInterrupt.
+
+    A copy or a pickle of the module comes without it, as without what `Module.compile` puts there.
+    """
+
+    def __init__(self, scope: LayerScope, module: nn.Module) -> None:
+        self.scope: LayerScope | None = scope
+        self.module = weakref.ref(module)
+        self.inner = torch_private.replace_call(module, self)
+
+    def remove(self) -> None:
+        """Put back what was there before, or do nothing any more where another one has come around it."""
+        self.scope, module = None, self.module()
+        if module is not None and torch_private.call_of(module) is self:
+            torch_private.replace_call(module, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.inner or cast(nn.Module, self.module())._call_impl
+        if self.scope is None or torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            raise  # the hooks have seen it
+        except BaseException:
+            self.scope.forget_interrupted()
+            raise
 
 
 torch_private.never_compile(EnterHook.__call__)

@@ -19,7 +19,7 @@ from fuseops.observe.labels import matching
 
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
-from .layers import EnterHook, LayerScope, LeaveHook
+from .layers import EnterHook, Interrupted, LayerScope, LeaveHook
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.simulate import DEFAULT
@@ -92,7 +92,7 @@ class Scheduler:
         self._lag, self._ahead, self._manual = lag, ahead, manual
         paths = {id(module): path for path, module in self.layers.items()}
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | Interrupted] = []
         self._recomputed: list[Recomputed] = []
 
     def _make_mover(self) -> Mover:
@@ -131,6 +131,7 @@ class Scheduler:
             enter, leave = EnterHook(self._scope), LeaveHook(self._scope)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            self._hooks.append(Interrupted(self._scope, module))
         return self
 
     def _follow(self) -> None:

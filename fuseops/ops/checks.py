@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.kernels.registry import PLAIN
 
 from .op import Op, Shape
 
@@ -45,6 +46,23 @@ def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
         raise ShapeError(
             f"{op} expects probs of shape {tuple(x.shape[:-1])}, one a row, of a float dtype, got {probs.dtype} of "
             f"shape {tuple(probs.shape)}."
+        )
+
+
+def check_experts(op: str, name: str, experts: Tensor, count: int) -> None:
+    """Raise ShapeError unless these are numbers of experts; beyond `count` is seen on the CPU only, where it costs no
+    synchronisation, and not in traced code.
+    """
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
+        raise ShapeError(
+            f"{op} expects {name} of an int dtype, numbers of experts, got {experts.dtype}."
+        )
+    if torch.compiler.is_compiling() or type(experts) not in PLAIN or experts.device.type != "cpu":
+        return
+    if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+        raise ShapeError(
+            f"{op} expects {name} from 0 to {count - 1}, of its {count} experts, got {int(experts.min())} to "
+            f"{int(experts.max())}."
         )
 
 

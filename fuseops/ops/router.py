@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError, ShapeError
 
-from .checks import check_rows, check_width
+from .checks import check_experts, check_rows, check_width
 from .op import Call, Grads, Op, Out, Shape
 
 SCORES = ("softmax", "sigmoid")
@@ -282,6 +282,7 @@ class Router(Op[RouterSaved]):
                 f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "
                 f"{tuple(chosen.shape)}."
             )
+        check_experts("Router", "chosen", chosen, self.num_experts)
         return chosen.to(torch.int32)
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:

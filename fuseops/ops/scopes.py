@@ -5,10 +5,12 @@ of overrides is interned to an int, its token. A plan is looked up by three ints
 nothing in eager mode and is a plain guard under torch.compile. Only a new plan resolves tokens to `Settings`.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 
 class Settings(NamedTuple):
@@ -39,20 +41,46 @@ def _shown(value: Any) -> str:
 # (field, value) pairs; rules are put in front, disable is united
 Override = tuple[tuple[str, Any], ...]
 
+
+class Said:
+    """An override laid over what was said before it, and the token of both. It lives while somebody is inside of it,
+    or has a plan that was made under it.
+    """
+
+    __slots__ = ("__weakref__", "before", "override", "token")
+
+    def __init__(self, before: "Said | None", override: Override, token: int) -> None:
+        self.before, self.override, self.token = before, override, token
+
+
 _lock = threading.Lock()
-_tokens: dict[tuple[int, Override], int] = {}
-# token -> (parent token, override); token 0 is "nothing said"
-_entries: list[tuple[int, Override]] = [(0, ())]
+_numbers = itertools.count(1)  # token 0 is "nothing said"
+_tokens: WeakValueDictionary[tuple[int, Override], Said] = WeakValueDictionary()
+_entries: WeakValueDictionary[int, Said] = WeakValueDictionary()
+_lasting: dict[int, Said] = {}  # what the process and models say
+
+
+def lay(before: Said | None, override: Override) -> Said:
+    """`override` laid over what was said before; as long as it lives, the same content is the same object."""
+    key = (0 if before is None else before.token, override)
+    with _lock:
+        said = _tokens.get(key)
+        if said is None:
+            said = _tokens[key] = Said(before, override, next(_numbers))
+            _entries[said.token] = said
+        return said
 
 
 def intern(parent: int, override: Override) -> int:
-    """The token of `override` laid over `parent`; the same content always gives the same token."""
-    key = (parent, override)
-    with _lock:
-        if key not in _tokens:
-            _entries.append(key)
-            _tokens[key] = len(_entries) - 1
-        return _tokens[key]
+    """The token of `override` laid over `parent`, for good; the same content always gives the same token."""
+    said = lay(_entries.get(parent), override)
+    _lasting[said.token] = said
+    return said.token
+
+
+def held(tokens: Iterable[int]) -> tuple[Said | None, ...]:
+    """What tokens stand for, for who keeps them."""
+    return tuple([_entries.get(token) for token in tokens])
 
 
 def _apply(settings: Settings, override: Override) -> Settings:
@@ -68,9 +96,10 @@ def _apply(settings: Settings, override: Override) -> Settings:
 def overrides(token: int) -> Iterator[Override]:
     """The overrides that a token stands for, outermost first."""
     chain = []
-    while token:
-        token, override = _entries[token]
-        chain.append(override)
+    said = _entries[token] if token else None
+    while said is not None:
+        chain.append(said.override)
+        said = said.before
     return reversed(chain)
 
 
@@ -118,7 +147,8 @@ class Inside:
     """The scopes that a thread is inside of."""
 
     def __init__(self) -> None:
-        self.token: int = 0
+        self.said: Said | None = None
+        self.token: int = 0  # of that
         # by a recomputation: they are known to be those of its forward
         self.reentered: bool = False
         self.watchers: list[Callable[[Any], None]] = []  # see `watching`
@@ -145,12 +175,13 @@ def current() -> Inside:
 def scope(override: Override) -> Iterator[None]:
     """Lay `override` over everything said so far, in this thread, for the calls made inside."""
     here = current()
-    before = here.token
-    here.token = intern(before, override)
+    before = here.said, here.token
+    here.said = said = lay(here.said, override)
+    here.token = said.token
     try:
         yield
     finally:
-        here.token = before
+        here.said, here.token = before
 
 
 @contextmanager
@@ -165,12 +196,12 @@ def watching(watch: Callable[[Any], None]) -> Iterator[None]:
 
 
 @contextmanager
-def inside(token: int) -> Iterator[None]:
-    """Enter exactly the scopes that `token` stands for (a recomputation re-enters those of its forward)."""
+def inside(said: Said | None) -> Iterator[None]:
+    """Enter exactly these scopes (a recomputation re-enters those of its forward)."""
     here = current()
-    before = here.token, here.reentered
-    here.token, here.reentered = token, True
+    before = here.said, here.token, here.reentered
+    here.said, here.token, here.reentered = said, 0 if said is None else said.token, True
     try:
         yield
     finally:
-        here.token, here.reentered = before
+        here.said, here.token, here.reentered = before

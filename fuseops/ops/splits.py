@@ -13,11 +13,17 @@ from . import scopes
 
 
 def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
-    """Raise ShapeError for `offs` on another device than the rows, and for bad values on the CPU.
+    """Raise ShapeError for `offs` of another dtype than int32 (counts come as int64, and may be legal ends by chance)
+    or on another device than the rows, and for bad values on the CPU.
 
     Bad: an end before the one before it, or beyond the rows (padding included). On a CUDA device, and in traced code,
     values are looked at under `fo.debug()` only.  Raises FuseOpsError under a `vmap` over them.
     """
+    if offs.dtype is not torch.int32:
+        raise ShapeError(
+            f"offs must be int32, the cumulative row end of every group, got {offs.dtype}. Counts become offs by "
+            "Routing.from_counts(tokens_per_expert)."
+        )
     if offs.device != device:
         raise ShapeError(f"offs is on {offs.device}, the rows are on {device}: move it there.")
     if torch.compiler.is_compiling():

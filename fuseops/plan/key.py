@@ -41,7 +41,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     kind: type = op.__class__
     if "parametrizations" in own["_modules"]:
         kind = kind.__bases__[0]  # torch makes a class anew for every registration
-    facts = [kind, own["training"], op.alias]
+    # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
+    facts = [kind, own["training"], True if op.alias else False]  # noqa: SIM210
     if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:

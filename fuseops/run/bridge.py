@@ -18,7 +18,7 @@ from .buffers import Buffers
 from .checks import describe
 from .first import FirstCall
 from .saving import pack, saved_names, unpack
-from .traced import TABLE
+from .traced import TABLE, distinct
 
 Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 
@@ -28,7 +28,7 @@ class Once(NamedTuple):
 
     scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
-    look: FirstCall | None = None  # looks at the first call of a segment
+    look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
 
 
 class Live:
@@ -67,7 +67,7 @@ def run_forward(
             keywords = {name: t[position] for name, position in step.args[0]}
             out = step.target.fwd(x, **keywords, **step.keywords)
             if type(out) is not Out:
-                out = _bare(step, out)
+                out = checks.bare(step, out)
             if look is not None:
                 look.after_fwd(step, out)
             saved[first] = out.saved
@@ -85,7 +85,7 @@ def run_forward(
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
-                out = _bare(step, out)
+                out = checks.bare(step, out)
             saved[first] = own if step.pure else out.saved
         else:
             out = _run_fused(step, x, t, once)
@@ -107,15 +107,6 @@ def run_forward(
     if once.out is not None and "y" in once.out:
         x = buffers.put("y", once.out["y"], x).detach()
     return x, saved, entered
-
-
-def _bare(step: Step, y: Any) -> Out:
-    """The Out that a bare tensor stands for."""
-    if not isinstance(y, Tensor):
-        raise checks.no_tensor(step, y)
-    if not step.pure and step.target.Saved._fields:
-        raise checks.bare_tensor(step)
-    return Out(y)
 
 
 def _calls(
@@ -180,23 +171,23 @@ def run_backward(
             partly = dside is not None and (dy is None or any(d is None for d in dside.values()))
             if look is not None:
                 look.before_bwd(step, saved, dy, dside)
-            if step.later is None and not step.main:
-                results = _results(step, None, saved, dy, dside, once)
-            else:  # what waits for backward_dw holds what this step saved, and no more
-                mine = saved if step.later is None else {i: saved[i] for i in step.members}
-                run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
-                ops = [seg.ops[i] for i in step.members]
-                results = weight_grads.elsewhere(step, ops, run, mine, dy)
+            results = _run_step(seg, step, saved, dy, dside, once)
         try:
+            missing = False
             for member, name, position in step.params:
-                grads[position] = results[member].params[name]  # type: ignore[index]
+                grads[position] = given = results[member].params[name]  # type: ignore[index]
+                missing = missing or given is None
             for member, name, position in step.sides:
-                grads[position] = _add(grads[position], results[member].side[name])  # type: ignore[index]
+                given = results[member].side[name]  # type: ignore[index]
+                grads[position] = _add(grads[position], given)
+                missing = missing or given is None
             dy = results[0].x
+            if missing or (dy is None and step.dx):
+                checks.check_complete(step, results, partly)
         except (TypeError, KeyError, AttributeError, IndexError):
             raise checks.wrong_grads(step, results) from None
         if look is not None:
-            look.after_bwd(step, results, partly)
+            look.after_bwd(step, results)
         dtype = entered[step.members[0]]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
@@ -205,6 +196,18 @@ def run_backward(
     if dy is not None and once.out is not None and "dx" in once.out:
         dy = buffers.put("dx", once.out["dx"], dy)
     return [dy, *grads[: seg.inputs]]
+
+
+def _run_step(
+    seg: Segment, step: Step, saved: Saved, dy: Any, dside: dict[str, Any] | None, once: Once
+) -> Sequence[Grads]:
+    """`_results`, and parameter gradients that do not go through autograd put where they belong."""
+    if step.later is None and not step.main:
+        return _results(step, None, saved, dy, dside, once)
+    # what waits for backward_dw holds what this step saved, and no more
+    mine = saved if step.later is None else {i: saved[i] for i in step.members}
+    run = partial(_results, saved=mine, dy=dy, dside=dside, once=once)
+    return weight_grads.elsewhere(step, [seg.ops[i] for i in step.members], run, mine, dy)
 
 
 def _results(
@@ -361,15 +364,7 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
     """`run_node` as dynamo traces it; names, ties and messages are eager."""
-    return Node.apply(number, None, x, *_distinct(x, inputs))  # type: ignore[no-untyped-call]
-
-
-def _distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
-    seen = [x]
-    for t in inputs:
-        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
-    return seen[1:]
+    return Node.apply(number, None, x, *distinct(x, inputs))  # type: ignore[no-untyped-call]
 
 
 # --- messages ------------------------------------------------------------------------------------------------------

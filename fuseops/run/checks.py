@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.errors import FuseOpsError
+from fuseops.errors import DtypeError, FuseOpsError, ShapeError
 from fuseops.kernels.registry import check_all_meta
 from fuseops.ops.op import Grads, Op, Out
+from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
 from fuseops.plan.key import Key
-from fuseops.plan.segment import Step
+from fuseops.plan.segment import Segment, Step
 from fuseops.words import dtype_name
 
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
@@ -27,12 +28,48 @@ def describe(t: Any) -> str:
 
 def failing_step(error: BaseException, *bodies: CodeType) -> Step | None:
     """The step that one of these functions was at when the error passed through it."""
+    step: Step | None = _locals(error, *bodies).get("step")
+    return step
+
+
+def _locals(error: BaseException, *bodies: CodeType) -> Mapping[str, Any]:
+    """The variables of one of these functions when the error passed through it."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in bodies:
-            step: Step | None = trace.tb_frame.f_locals.get("step")
-            return step
+            return trace.tb_frame.f_locals
         trace = trace.tb_next
+    return {}
+
+
+def dtype_mismatch(
+    seg: Segment, path: str, error: BaseException, body: CodeType
+) -> DtypeError | None:
+    """The error of a GEMM over two dtypes, in words, where that is what this one says.
+
+    body: of the function that runs the steps, in which x is that of the step.
+    """
+    found = _locals(error, body)
+    step, x = found.get("step"), found.get("x")
+    if (
+        step is None
+        or step.cast is not None
+        or not isinstance(x, Tensor)
+        or "dtype" not in str(error)
+    ):
+        return None
+    for i in step.members:
+        op = seg.ops[i]
+        if not op.autocast or op.pure:  # it is no GEMM
+            continue
+        for name in op.parameter_names():
+            p = op.sample(name)
+            if p is not None and p.dtype is not x.dtype:
+                return DtypeError(
+                    f"op '{path}{seg.names[i]}' ({type(op).__name__}): x is {dtype_name(x.dtype)} and {name} is "
+                    f"{dtype_name(p.dtype)}, which one GEMM does not take: convert either with .to(...), or run under "
+                    "torch.autocast."
+                )
     return None
 
 
@@ -105,10 +142,28 @@ def check_meta(chain: Chain, key: Key) -> None:
     check_all_meta(found)
 
 
+def nested_tensor(chain: Chain) -> ShapeError:
+    op = chain.ops[0]
+    return ShapeError(
+        f"op {path_of(op) or chain.names[0]!r} ({type(op).__name__}) got a nested tensor, whose rows have no one "
+        "shape: pass its values(), (rows, ...), and put the offsets back behind it; or run under fuseops.reference(), "
+        "where torch takes a jagged one."
+    )
+
+
 def no_tensor(step: Step, y: Any) -> FuseOpsError:
     return FuseOpsError(
         f"{type(step.target).__name__}.fwd returned {type(y).__name__}: return a tensor, or Out(y, ...)."
     )
+
+
+def bare(step: Step, y: Any) -> Out:
+    """The Out that a bare tensor stands for."""
+    if not isinstance(y, Tensor):
+        raise no_tensor(step, y)
+    if not step.pure and step.target.Saved._fields:
+        raise bare_tensor(step)
+    return Out(y)
 
 
 def bare_tensor(step: Step) -> FuseOpsError:
@@ -133,6 +188,21 @@ def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOp
         f"{type(step.target).__name__} writes {name!r}, but its fwd published {sorted(side or {})}: "
         f"return Out(y, saved, side={{{name!r}: ...}})."
     )
+
+
+def check_complete(step: Step, results: Sequence[Grads], partly: bool) -> None:
+    """Raise FuseOpsError where a backward left out a gradient that somebody needs.
+
+    partly: some results of the step have no gradient, so it may leave out what only those depend on. So may a level-1
+    op, whose `fwd` does not use the tensor as torch found, and one that has put the gradient elsewhere itself.
+    """
+    if partly or step.pure:
+        return
+    left_out = step.dx and results[0].x is None
+    for k, name, _ in step.params:
+        left_out = left_out or ((k, name) not in step.main and results[k].params[name] is None)  # type: ignore[index]
+    if left_out or any(results[k].side[name] is None for k, name, _ in step.sides):  # type: ignore[index]
+        raise wrong_grads(step, results)
 
 
 def wrong_grads(step: Step, results: Any) -> FuseOpsError:

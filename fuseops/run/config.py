@@ -88,17 +88,24 @@ def _override(**said: Any) -> Override:
             f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."
         )
     if "rules" in given:
-        given["rules"] = tuple(given["rules"])
-        wrong = [r for r in given["rules"] if not isinstance(r, Rule)]
-        if wrong:
-            raise FuseOpsError(f"rules must be fuseops.Rule objects, got {wrong[0]!r}.")
+        given["rules"] = _several("rules", given["rules"], Rule, "[fuseops.Rule(...), ...]")
     if "disable" in given:
-        given["disable"] = _names(given["disable"])
+        given["disable"] = _names("disable", given["disable"])
     return tuple(sorted(given.items()))
 
 
-def _names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset({names} if isinstance(names, str) else names)
+def _names(what: str, names: Iterable[str]) -> frozenset[str]:
+    given = (names,) if isinstance(names, str) else names
+    return frozenset(_several(what, given, str, "names of rules"))
+
+
+def _several(what: str, given: Any, kind: type, expected: str) -> tuple[Any, ...]:
+    """The items of what was given.  Raises FuseOpsError where it is no iterable of that kind."""
+    items = tuple(given) if isinstance(given, Iterable) else (given,)
+    wrong = [item for item in items if not isinstance(item, kind)]
+    if wrong or not isinstance(given, Iterable):
+        raise FuseOpsError(f"{what} must be {expected}, got {(wrong or [given])[0]!r}.")
+    return items
 
 
 @contextmanager
@@ -120,7 +127,7 @@ def fusion(
     if disable:
         said["disable"] = disable
     override = _override(**said)
-    wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names(strict)
+    wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names("strict", strict)
     if wanted:
         override += (("strict", wanted),)
     with scopes.scope(override):
@@ -174,7 +181,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """For `checkpoint(..., use_reentrant=False, context_fn=fuseops.checkpoint_contexts)`: a recomputation re-enters
     the scopes that this was called in.
     """
-    return ExitStack(), scopes.inside(scopes.current().token)
+    return ExitStack(), scopes.inside(scopes.current().said)
 
 
 def from_environment(environ: Any = os.environ) -> None:

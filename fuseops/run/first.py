@@ -1,6 +1,7 @@
 """What the first call of a segment is looked at for, forward and backward: whether its ops keep the contract.
 
-Later calls of the same plan are not looked at, and cost nothing.
+The first forward and the first backward need not be those of one call. Later ones of the same plan are not looked at,
+and cost nothing; that no gradient is left out is seen in every call (`checks.check_complete`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Segment, Step
 
 from . import checks
+from .unfused import unfused
 
 
 class Given(NamedTuple):
@@ -49,6 +51,7 @@ class FirstCall:
         self.inputs = [Given.of(t) for t in inputs]
         self.x: dict[int, Given | None] = {}  # of the op at that index
         self.given: list[Version] = []  # to the fwd or bwd that runs
+        self.expected: Out | None = None  # of the fused op that runs, on the meta device
 
     # --- forward
 
@@ -58,6 +61,8 @@ class FirstCall:
         if seg.checked_forward:
             return
         checks.check_dtype(seg.ops[first : first + 1], seg.names[first : first + 1], x.dtype)
+        if step.kind != "op":
+            self.expected = unfused(seg, step, x, t)
         read = [
             (name, t[position])
             for i, args in zip(step.members, step.args, strict=True)
@@ -74,6 +79,8 @@ class FirstCall:
             raise checks.no_tensor(step, out.y)
         self._check_unwritten(step, "fwd")
         _check_published(self.seg, step, out.side)
+        if step.kind != "op" and self.expected is not None:
+            _check_results(step, out, self.expected)
         if self.seg.needs_grad and not step.pure:
             _check_saved(self.seg, step, out.saved)
 
@@ -92,16 +99,10 @@ class FirstCall:
             if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
         ]
 
-    def after_bwd(self, step: Step, results: Sequence[Grads], partly: bool) -> None:
-        """partly: some results of the step have no gradient, so it may leave out what only those depend on.
-
-        A level-1 op may leave one out too: torch found that its `fwd` does not use the tensor.
-        """
+    def after_bwd(self, step: Step, results: Sequence[Grads]) -> None:
         self._check_unwritten(step, "bwd")
         if not step.pure:
             _check_names(self.seg, step, results)
-            if not partly and _incomplete(step, results):
-                raise checks.wrong_grads(step, results)
         pairs = [("x", results[0].x, self.x.get(step.members[0]))]
         for name, gradient, position in _given(step, results):
             if position < self.seg.inputs:
@@ -118,6 +119,20 @@ class FirstCall:
                     "may read it or have saved it. Write to a new tensor, such as x.clone()."
                 )
         self.given = []  # it holds what nobody else may hold any more
+
+
+def _check_results(step: Step, out: Out, expected: Out) -> None:
+    """Unless a fused op gives what its members give, by shape and dtype."""
+    pairs = [("y", out.y, expected.y)]
+    pairs += [
+        (repr(name), (out.side or {}).get(name), t) for name, t in (expected.side or {}).items()
+    ]
+    for name, given, wanted in pairs:
+        if given is not None and (given.shape != wanted.shape or given.dtype != wanted.dtype):
+            raise FuseOpsError(
+                f"{type(step.target).__name__}.fwd gave {name} of {given.dtype} and shape {tuple(given.shape)}; its "
+                f"members give {wanted.dtype} and shape {tuple(wanted.shape)}: a fused op computes what they do."
+            )
 
 
 def _check_published(seg: Segment, step: Step, side: Mapping[str, Any] | None) -> None:
@@ -208,18 +223,15 @@ def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> No
         raise FuseOpsError(
             f"{bwd} a gradient of {name!r} of {dtype}; {name!r} is {expected.dtype}: autograd would round it."
         )
+    compute = step.calls[0].precision.compute
+    if name == "x" and step.kind != "op" and dtype not in (expected.dtype, compute):
+        raise FuseOpsError(
+            f"{bwd} a gradient of 'x' of {dtype}; 'x' is {expected.dtype}: give it in the dtype of x."
+        )
     if gradient.device != expected.device:
         raise FuseOpsError(
             f"{bwd} a gradient of {name!r} on {gradient.device}; {name!r} is on {expected.device}."
         )
-
-
-def _incomplete(step: Step, results: Sequence[Grads]) -> bool:
-    if results[0].x is None and "x" in step.calls[0].needs:
-        return True
-    elsewhere = {position for k, name, position in step.params if (k, name) in step.main}
-    given = _given(step, results)
-    return any(gradient is None and place not in elsewhere for _, gradient, place in given)
 
 
 def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:

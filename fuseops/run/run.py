@@ -8,23 +8,21 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
-from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
-from fuseops.ops.op import Op, Shape, numel
+from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
-from fuseops.ops.scopes import Settings
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
-    Scan,
     check_names,
     check_strict,
     choose,
@@ -37,42 +35,18 @@ from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
-from fuseops.torch_private import is_dtensor
+from fuseops.torch_private import is_nested
 
-from . import bridge, buffers, traced
+from . import bridge, buffers, checks, traced
 from .bridge import Live, Once
 from .buffers import Buffers
-from .checks import check_dtype, check_meta, describe
+from .checks import check_dtype, check_meta, describe, dtype_mismatch
+from .entries import MOST_SHAPES, Entries, Entry, Last
 from .first import FirstCall
-from .splice import opaque_reason
+from .modes import mode_of
 from .traced import TABLE
 
-MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
-
 log = logging.getLogger("fuseops.fusion")
-
-
-class Entry(NamedTuple):
-    """All plans of one key; they differ in the outcome of conditions only."""
-
-    scan: Scan
-    facts: Facts
-    needs: tuple[frozenset[str], ...]  # of every op
-    plans: dict[tuple[bool, ...], RunPlan]
-
-
-class Last(NamedTuple):
-    """What a call like the last one is known by, and its plans by shape of x.
-
-    Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
-    of their ops.
-    """
-
-    glance: Glance
-    entry: Entry
-    # of the ops that conditions read; None: ask conditions at each call
-    attributes: Attributes | None
-    plans: dict[torch.Size, RunPlan]
 
 
 class Run:
@@ -82,7 +56,7 @@ class Run:
         self.chain, self.end, self.alone = chain, end, alone
         self.ops, self.names = chain.ops, chain.names
         self.offset = offset  # of the first op among everything that the Sequential runs
-        self.entries: dict[Key, Entry] = {}
+        self.entries = Entries(self.names[0])
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
         self.last: Last | None = None
         self.numbers: list[int] = []  # of this run's objects in TABLE
@@ -110,15 +84,18 @@ class Run:
         last = self.last  # once: another thread may put its own there
         if last is None or not last.glance.fits(x, side, tokens, live):
             return None
-        plan = last.plans.get(x.shape)
+        try:
+            plan = last.plans.get(x.shape)
+        except RuntimeError:  # a nested tensor, which `plan` refuses
+            return None
         if plan is None or last.attributes is None or not last.attributes.unchanged():
             return None
         return plan
 
     def _plan_in(self, entry: Entry, x: Tensor) -> RunPlan:
+        self._check_shape(x)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
-        self._check_shape(x)
         if plan is None:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
@@ -130,7 +107,10 @@ class Run:
 
     def _check_shape(self, x: Tensor) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
-        shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        try:
+            shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
+        except RuntimeError:
+            raise checks.nested_tensor(self.chain) from None  # the strided ones have no shape
         try:
             if shape not in self.shapes:
                 self._through(0, len(self.ops), tuple(x.shape), x)
@@ -150,7 +130,7 @@ class Run:
         ):
             return last.entry
         key = key_of(self.chain, x, side, tokens, live)
-        entry = self.entries.get(key) or self.entry(key)
+        entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
             self.last = Last(Glance(self.chain, key), entry, self._attributes(entry), {})
@@ -205,8 +185,12 @@ class Run:
         check_dtype(self.ops, self.names, key.dtype)
         check_meta(self.chain, key)
         settings = scopes.resolve(*key.tokens)
-        modes = [self._mode(op, key, settings) for op in self.ops]
-        modes = [self._heeded(i, *mode, settings) for i, mode in enumerate(modes)]
+        if is_nested(key.x_class) and not settings.reference:
+            raise checks.nested_tensor(self.chain)
+        modes = [
+            mode_of(name, op, key, settings, self.alone)
+            for name, op in zip(self.names, self.ops, strict=True)
+        ]
         facts = Facts(
             settings=settings,
             x_needs=key.x_needs,
@@ -223,10 +207,8 @@ class Run:
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
-        entry = self.entries[key] = Entry(
-            scan(self.ops, rules, place), facts, needs_of(self.chain, facts), {}
-        )
-        return entry
+        held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
+        return self.entries.put(key, Entry(held, scanned, facts, needs_of(self.chain, facts), {}))
 
     def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
@@ -234,39 +216,6 @@ class Run:
             for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
                 if parameter is not None and parameter[0]:
                     yield i, name
-
-    def _mode(self, op: Op[Any], key: Key, settings: Settings) -> tuple[str, str]:
-        """How an op runs when no span covers it, and why."""
-        why = None
-        if not self.alone:
-            why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
-        if why is not None:
-            return "call", why
-        if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
-            return "plain", "works on DTensors"
-        if settings.reference:
-            return "plain", "reference"
-        if key.compiling and (op.delays or op.accumulate_into_main_grad):
-            raise FuseOpsError(
-                f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
-                "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
-            )
-        if op.pure and key.compiling:
-            return "plain", "level-1 op under torch.compile"
-        return ("plain", "alias") if op.alias else ("", "")
-
-    def _heeded(self, i: int, mode: str, note: str, settings: Settings) -> tuple[str, str]:
-        """The mode of op i and its note, which says so where the recipe is not heeded.
-
-        Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
-        """
-        op, recipe = self.ops[i], settings.recipe
-        if recipe is None or mode != "plain" or not op.multiplies:
-            return mode, note
-        ignored = f"the recipe {type(recipe).__name__} is ignored"
-        if settings.strict is True or settings.strict_recipe:
-            raise FusionMissError(f"op {self.names[i]!r} ({type(op).__name__}): {note}; {ignored}.")
-        return mode, f"{note}; {ignored}"
 
     def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry, given the outcome of its conditions, from the cache or new."""
@@ -378,10 +327,14 @@ def run_segments(
                 del env[name]
         return x
     except Exception as error:
-        error.add_note(
-            f"in the forward of fuseops {bridge.where(seg, path, error)}; x {describe(x)}{_others(seg, env)}"
-        )
-        raise
+        where = bridge.where(seg, path, error)
+        note = f"in the forward of fuseops {where}; x {describe(x)}{_others(seg, env)}"
+        clearer = dtype_mismatch(seg, path, error, bridge.run_forward.__code__)
+        if clearer is None:
+            error.add_note(note)
+            raise
+        clearer.add_note(note)
+        raise clearer from error
 
 
 def _others(seg: Segment, env: Mapping[str, Any]) -> str:

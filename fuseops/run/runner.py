@@ -47,6 +47,7 @@ class Runner:
             and ((names := side_names_of(module)) or isinstance(module, Composed))
         ]
         self.last: Tokens | None = None
+        self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.children: tuple[nn.Module, ...] = ()  # of the module itself
         self.names: list[str] = []
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
@@ -194,7 +195,9 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
     tokens = (scopes.process.token, module._settings, scopes.current().token)
     if torch.compiler.is_compiling():
         return tokens
-    if runner.last is not None and runner.last != tokens and torch_private.in_backward():
+    if runner.last == tokens:
+        return tokens
+    if runner.last is not None and torch_private.in_backward():
         scoped = tokens[2] if scopes.current().reentered else runner.last[2]
         before, now = scopes.resolve(*runner.last[:2], scoped), scopes.resolve(*tokens)
         changed = before.difference(now)
@@ -204,5 +207,5 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
                 f"{'; '.join(changed)}. Set them with fuseops.configure(model, ...), or pass "
                 "context_fn=fuseops.checkpoint_contexts to checkpoint(..., use_reentrant=False)."
             )
-    runner.last = tokens
+    runner.last, runner.held = tokens, scopes.held(tokens)
     return tokens

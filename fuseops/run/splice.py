@@ -68,7 +68,7 @@ def border(module: Composed, settings: int) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _differ(outer: int, inner: int, process: int, scoped: int) -> bool:
     """Whether the tokens of two models resolve to different settings; what a token stands for never changes."""
     return scopes.resolve(process, outer, scoped) != scopes.resolve(process, inner, scoped)

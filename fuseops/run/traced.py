@@ -7,7 +7,7 @@ Modules go into the planner by address: `id()` makes dynamo guard on their ident
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fuseops.torch_private import assume_constant_result
@@ -41,6 +41,14 @@ TABLE = Table()
 def alive(address: int) -> Any:
     """The object at an address that `id()` gave. The traced call holds it, so it is alive."""
     return ctypes.cast(address, ctypes.py_object).value
+
+
+def distinct(x: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Dynamo takes no tensor twice: a repeated one (a residual, a tied weight) is passed as a view of itself."""
+    seen = [x]
+    for t in inputs:
+        seen.append(t.view_as(t) if t is not None and any(t is u for u in seen) else t)
+    return seen[1:]
 
 
 @assume_constant_result

@@ -1,0 +1,78 @@
+"""The plans that a run of ops keeps, by the key of their calls."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from fuseops.ops.scopes import Said
+from fuseops.plan.build import RunPlan
+from fuseops.plan.cover import Scan
+from fuseops.plan.facts import Facts
+from fuseops.plan.key import Attributes, Glance, Key
+
+MOST = 64  # keys
+MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
+log = logging.getLogger("fuseops.fusion")
+_told = False  # that entries are forgotten, once a process
+
+
+class Entry(NamedTuple):
+    """All plans of one key; they differ in the outcome of conditions only."""
+
+    held: tuple[Said | None, ...]  # what the tokens of the key stand for
+    scan: Scan
+    facts: Facts
+    needs: tuple[frozenset[str], ...]  # of every op
+    plans: dict[tuple[bool, ...], RunPlan]
+
+
+class Last(NamedTuple):
+    """What a call like the last one is known by, and its plans by shape of x.
+
+    Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
+    of their ops.
+    """
+
+    glance: Glance
+    entry: Entry
+    # of the ops that conditions read; None: ask conditions at each call
+    attributes: Attributes | None
+    plans: dict[torch.Size, RunPlan]
+
+
+class Entries(dict[Key, Entry]):
+    """The latest entries, at most `MOST`. What is forgotten is planned anew."""
+
+    def __init__(self, name: str) -> None:
+        """name: of the first op, for the log."""
+        super().__init__()
+        self.name = name
+
+    def latest(self, key: Key) -> Entry | None:
+        """The entry of this key, which is the latest one now."""
+        entry = self.pop(key, None)
+        if entry is not None:
+            self[key] = entry
+        return entry
+
+    def put(self, key: Key, entry: Entry) -> Entry:
+        """Keep this one; the oldest goes where there is no room."""
+        if len(self) >= MOST:
+            self.pop(next(iter(self)), None)
+            self._tell()
+        self[key] = entry
+        return entry
+
+    def _tell(self) -> None:
+        global _told
+        if not _told:
+            _told = True
+            log.warning(
+                "plans of more than %d kinds of calls of the ops from %r on: the oldest go. A Rule (or a recipe of a "
+                "class that is no dataclass) is another one each time it is made: make it once, outside of the step.",
+                MOST,
+                self.name,
+            )

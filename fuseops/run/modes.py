@@ -1,0 +1,47 @@
+"""How an op runs when no span covers it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fuseops.errors import FuseOpsError, FusionMissError
+from fuseops.ops.op import Op
+from fuseops.ops.scopes import Settings
+from fuseops.plan.key import Key
+from fuseops.torch_private import is_dtensor
+
+from .splice import opaque_reason
+
+
+def mode_of(name: str, op: Op[Any], key: Key, settings: Settings, alone: bool) -> tuple[str, str]:
+    """ "" (in a node), "plain" or "call", and why; the reason says so where the recipe is not heeded.
+
+    Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
+    """
+    mode, why = _mode(op, key, settings, alone)
+    if settings.recipe is None or mode != "plain" or not op.multiplies:
+        return mode, why
+    why = f"{why}; the recipe {type(settings.recipe).__name__} is ignored"
+    if settings.strict is True or settings.strict_recipe:
+        raise FusionMissError(f"op {name!r} ({type(op).__name__}): {why}.")
+    return mode, why
+
+
+def _mode(op: Op[Any], key: Key, settings: Settings, alone: bool) -> tuple[str, str]:
+    why = None
+    if not alone:
+        why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
+    if why is not None:
+        return "call", why
+    if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
+        return "plain", "works on DTensors"
+    if settings.reference:
+        return "plain", "reference"
+    if key.compiling and (op.delays or op.accumulate_into_main_grad):
+        raise FuseOpsError(
+            f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
+            "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
+        )
+    if op.pure and key.compiling:
+        return "plain", "level-1 op under torch.compile"
+    return ("plain", "alias") if op.alias else ("", "")
