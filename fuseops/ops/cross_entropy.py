@@ -61,7 +61,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     Raises FuseOpsError for unknown options, ShapeError for other shapes or dtypes.
     """
 
-    reads = ("targets",)
+    reads: tuple[str, ...] = ("targets",)
     integers = frozenset({"targets"})
     floats = True
     autocast = True
@@ -137,8 +137,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
         made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows = ("x", "weight", "bias", "targets", "class_weights", "share", "lse", "ends")
-        rows = (*rows, "expected") if publishes else rows
+        rows: tuple[str, ...] = ("x", "weight", "bias", "targets", "class_weights", "share", "lse")
+        rows = (*rows, "ends", "expected") if publishes else (*rows, "ends")
         self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, rows)
 
     @property
@@ -187,12 +187,14 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         share = self._share(at, class_weights, K.accumulator(x.dtype))
         if self.gradients == "forward" and call.needs:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            loss, dx, dw, db = K.linear_cross_entropy_grads(*args, share, *self._ends, needs)
+            made: Any = K.linear_cross_entropy_grads
+            loss, dx, dw, db = made(*args, share, *self._ends, needs)
             found = [t if need else None for t, need in zip((dx, dw, db), needs, strict=True)]
             dx = None if found[0] is None else found[0].view(x.shape)
             saved = _saved(dx=dx, dweight=found[1], dbias=found[2], weight=weight, bias=bias)
             return Out((loss * share).sum(), saved)
-        loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
+        run: Any = K.linear_cross_entropy_fwd
+        loss, lse, logp, expected = run(*args, *self._ends)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss * share).sum()
         published = {
             "lse": lse,
@@ -288,7 +290,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
-        dx, dw, db = K.linear_cross_entropy_bwd(
+        run: Any = K.linear_cross_entropy_bwd
+        dx, dw, db = run(
             rows,
             w,
             b,
@@ -299,7 +302,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             grads,
             *saved.ends,  # type: ignore[misc]
             needs,
-            main_grad,  # type: ignore[arg-type]
+            main_grad,
         )
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
