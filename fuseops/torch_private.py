@@ -128,6 +128,13 @@ def is_nested(cls: type) -> bool:
     return cls.__name__ == "NestedTensor"
 
 
+def halved_shard(dim: int) -> Any:
+    """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=2)
+
+
 def is_fake(t: torch.Tensor) -> bool:
     """A fake tensor: shapes without data."""
     return isinstance(t, torch._subclasses.FakeTensor)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
+from fuseops.ops.halves import for_checkpoint
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 
@@ -276,6 +277,14 @@ class Op(nn.Module, Generic[S]):
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        for name in self._parameters:
+            if prefix + name in destination:
+                for_checkpoint(destination[prefix + name])
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)

@@ -18,6 +18,7 @@ from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
+from fuseops.ops.halves import check_halves, in_rank_order
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.plan.build import RunPlan, build
@@ -35,7 +36,7 @@ from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
-from fuseops.torch_private import is_nested
+from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, traced
 from .bridge import Live, Once
@@ -184,6 +185,7 @@ class Run:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
         check_meta(self.chain, key)
+        check_halves(self.ops, self.names)
         settings = scopes.resolve(*key.tokens)
         if is_nested(key.x_class) and not settings.reference:
             raise checks.nested_tensor(self.chain)
@@ -377,6 +379,8 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once)
+        if is_dtensor(type(y)):
+            y = in_rank_order(y, seg.ops[-1])
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
