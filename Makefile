@@ -8,7 +8,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -
 
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test aot lint types fmt clean
+.PHONY: setup demo test fuzz aot lint types fmt clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -25,6 +25,11 @@ demo: $(STAMP)   ## train the small model; ARGS="--steps 50" passes options on
 test: $(STAMP)   ## ARGS="-k rules -x" passes options on
 	$(PYTEST) --ignore=tests/kernels $(ARGS) || [ $$? -eq 5 ]
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS) || [ $$? -eq 5 ]
+
+# What a nightly needs: random programs, each of which is told by its seed and as a script where it fails.
+N ?= 1000
+fuzz: $(STAMP)   ## N=10000 programs; ARGS="--kind moe --seed 7 --minutes 30" passes options on
+	$(PY) tests/fuzz --programs $(N) --jobs $(WORKERS) $(ARGS)
 
 aot: $(STAMP)    ## compile the kernels that changed, for four architectures, without a GPU
 	$(PY) -m fuseops kernels --rebuild --jobs $(WORKERS)

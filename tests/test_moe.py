@@ -14,7 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_moe import ACTS, plain_moe
+from plain_moe import (
+    ACTS,
+    D,
+    E,
+    F,
+    built,
+    judged,
+    losing,
+    objective,
+    options,
+    step,
+)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -22,86 +33,18 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 
-D, F, E = 6, 5, 8
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)  # float64, sums of tens of terms
 some = settings(max_examples=settings.default.max_examples // 2)
-
-Grads = dict[str, Tensor]
-
-
-def options(draw: Any) -> dict[str, Any]:
-    """Anything that a layer can be built with."""
-    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    groups = choose((1, 1), (1, 1), (4, 2), (2, 1))
-    found = dict(
-        activation=choose("swiglu", *ACTS, "srelu"),
-        score=choose("softmax", "sigmoid"),
-        normalize=choose(True, False),
-        scale=choose(1.0, 2.5),
-        groups=groups[0],
-        top_groups=groups[1],
-        bias=choose(False, True),
-        expert_bias=choose(False, True),
-        shared_experts=choose(0, 0, 2),
-        capacity_factor=choose(None, None, 0.5, 1.0),
-        balance_loss=choose(None, 0.5),
-        z_loss=choose(None, 0.25),
-    )
-    return found
-
-
-def built(kind: str, top_k: int, **kwargs: Any) -> fo.MoE:
-    """A layer in float64 whose router sends tokens this way."""
-    moe = fo.MoE(D, F, E, top_k, router_bias=True, **kwargs).double()
-    rank = torch.arange(E, dtype=torch.float64)
-    with torch.no_grad():
-        moe["router"].weight.mul_(3)
-        if kind == "zipf":
-            moe["router"].bias.copy_(-2 * (rank + 1).log())
-        elif kind == "one expert":  # the first top_k take all, the others none
-            moe["router"].bias.copy_(torch.where(rank < top_k, 0.0, -12.0))
-        if moe["router"].expert_bias is not None:
-            moe["router"].expert_bias.copy_(0.3 * torch.randn(E, dtype=torch.float64))
-    return moe
 
 
 @st.composite
 def layers(draw: Any) -> tuple[fo.MoE, Tensor, str]:
     torch.manual_seed(draw(st.integers(0, 999)))
     kind = draw(st.sampled_from(["even", "zipf", "one expert"]))
-    kwargs, top_k = options(draw), draw(st.sampled_from([2, 1, 3]))
+    kwargs = options(lambda *values: draw(st.sampled_from(values)))
+    top_k = draw(st.sampled_from([2, 1, 3]))
     x = torch.randn(draw(st.sampled_from([7, 1, 0, 33])), D, dtype=torch.float64)
     return built(kind, top_k, **kwargs), x, kwargs["activation"]
-
-
-def losing(moe: fo.MoE) -> bool:
-    return "router_loss" in moe["router"].writes
-
-
-def step(moe: fo.MoE, x: Tensor, returned: bool = True) -> tuple[Tensor, Tensor, Grads]:
-    """(y, router_loss, gradients) of a layer; the loss counts twice where it is returned."""
-    x = x.detach().requires_grad_()
-    moe.zero_grad()
-    asked = ("router_loss",) if returned and losing(moe) else ()
-    out = moe(x, returns=asked)
-    y, loss = out if asked else (out, x.new_zeros(()))
-    objective(y, loss).backward()
-    grads = {n: p.grad for n, p in moe.named_parameters() if p.grad is not None}
-    return y.detach(), loss.detach(), {"x": x.grad, **grads}
-
-
-def objective(y: Tensor, loss: Tensor) -> Tensor:
-    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).sin().view_as(y)
-    return (y * dy).sum() + 2 * loss
-
-
-def judged(moe: fo.MoE, x: Tensor, activation: str) -> tuple[Tensor, Tensor, Grads]:
-    x = x.detach().requires_grad_()
-    p = {n: t.detach().requires_grad_() for n, t in moe.named_parameters()}
-    y, loss = plain_moe(moe, p, x, activation)
-    objective(y, loss).backward()
-    grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in {"x": x, **p}.items()}
-    return y.detach(), loss.detach(), grads
 
 
 def assert_same(got: Any, expected: Any) -> None:

@@ -137,9 +137,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
         made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows: tuple[str, ...] = ("x", "weight", "bias", "targets", "class_weights", "share", "lse")
-        rows = (*rows, "ends", "expected") if publishes else (*rows, "ends")
-        self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, rows)
+        rows = ["x", "weight", "bias", "targets", "class_weights", "share", "lse", "ends"]
+        rows += ["expected"] if publishes else []
+        self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, tuple(rows))
 
     @property
     def reduction(self) -> str:
@@ -187,21 +187,20 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         share = self._share(at, class_weights, K.accumulator(x.dtype))
         if self.gradients == "forward" and call.needs:
             needs = [name in call.needs for name in ("x", "weight", "bias")]
-            made: Any = K.linear_cross_entropy_grads
-            loss, dx, dw, db = made(*args, share, *self._ends, needs)
-            found = [t if need else None for t, need in zip((dx, dw, db), needs, strict=True)]
-            dx = None if found[0] is None else found[0].view(x.shape)
-            saved = _saved(dx=dx, dweight=found[1], dbias=found[2], weight=weight, bias=bias)
-            return Out((loss * share).sum(), saved)
-        run: Any = K.linear_cross_entropy_fwd
-        loss, lse, logp, expected = run(*args, *self._ends)
+            args = *args, share, *self._ends, needs
+            loss, *made = K.linear_cross_entropy_grads(*args)
+            dx, dw, db = (t if need else None for t, need in zip(made, needs, strict=True))
+            dx = None if dx is None else dx.view(x.shape)
+            return Out(
+                (loss * share).sum(),
+                _saved(dx=dx, dweight=dw, dbias=db, weight=weight, bias=bias),
+            )
+        loss, lse, logp, expected = K.linear_cross_entropy_fwd(*args, *self._ends)
         y = loss.view(targets.shape) if self.reduction == "none" else (loss * share).sum()
-        published = {
-            "lse": lse,
-            "log_probs": logp,
-            "entropy": lse - expected if self.writes else lse,
-        }
-        side = {name: published[name].view(targets.shape) for name in self.writes}
+        side = {}
+        if self.writes:
+            published = {"lse": lse, "log_probs": logp, "entropy": lse - expected}
+            side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
             share=share, lse=lse, expected=expected, ends=self._ends,
@@ -209,7 +208,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         return Out(y, saved, side or None)
 
     @property
-    def _ends(self) -> tuple[list[float], int, int]:
+    def _ends(self) -> Any:
         """What the kernels are told of the loss."""
         options = [self.label_smoothing, self.z_loss, self.soft_cap or 0.0, self.temperature]
         return options, self.ignore_index, self.chunk_bytes
@@ -276,39 +275,28 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         call: Call,
     ) -> Grads:
         """The gradients from the logits, which are made again."""
-        x, lse = saved.x, saved.lse
-        rows, targets = x.reshape(-1, x.shape[-1]), saved.targets.reshape(-1)  # type: ignore[union-attr]
-        zero = torch.zeros_like(lse)  # type: ignore[arg-type]
-        dloss = zero if dy is None else saved.share * dy.reshape(-1).to(zero.dtype)  # type: ignore[operator]
+        x, lse, share = _needed(saved.x), _needed(saved.lse), _needed(saved.share)
+        rows, targets = x.reshape(-1, x.shape[-1]), _needed(saved.targets).reshape(-1)
+        zero = torch.zeros_like(lse)
+        dloss = zero if dy is None else share * dy.reshape(-1).to(zero.dtype)
         grads, expected = [dloss], lse
         if saved.expected is not None:
             given = [dside.get(name) for name in ROWS]
             dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
-            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], saved.expected
-        w, b = call.precision.cast(saved.weight), call.precision.cast(saved.bias)
+            grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], _needed(saved.expected)
+        w, b = call.precision.cast(_needed(saved.weight)), call.precision.cast(saved.bias)
         main_grad = (call.out or {}).get("weight")
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
-        run: Any = K.linear_cross_entropy_bwd
-        dx, dw, db = run(
-            rows,
-            w,
-            b,
-            targets,
-            saved.class_weights,
-            lse,
-            expected,
-            grads,
-            *saved.ends,  # type: ignore[misc]
-            needs,
-            main_grad,
-        )
+        options, ignored, chunk = _needed(saved.ends)
+        args: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads, options, ignored
+        dx, dw, db = K.linear_cross_entropy_bwd(*args, chunk, needs, main_grad)
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
         }
-        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)  # type: ignore[union-attr]
+        return self._by_owner(dx.view(x.shape) if needs[0] else None, params)
 
 
 DEFAULTS = {
@@ -319,6 +307,13 @@ DEFAULTS = {
     "temperature": 1.0,
     "reduction": "mean",
 }
+
+
+def _needed(t: Any) -> Any:
+    """What that `saves_for` has kept."""
+    if t is None:
+        raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
+    return t
 
 
 def _saved(**fields: Any) -> LinearCrossEntropySaved:

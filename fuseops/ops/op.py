@@ -281,7 +281,7 @@ class Op(nn.Module, Generic[S]):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._parameters:
             if prefix + name in destination:
                 for_checkpoint(destination[prefix + name])

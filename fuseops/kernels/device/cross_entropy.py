@@ -13,6 +13,45 @@ def _final(logits, soft_cap, temperature, CAPPED: tl.constexpr):
     return logits / temperature
 
 
+@triton.jit
+def _statistics(
+    logits_ptr, class_weights_ptr, cols, width, soft_cap, temperature,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, MOMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(lse, the mean logit if MOMENT, sum of w l if SMOOTHED) of a row."""
+    # each lane keeps its own maximum and sums, so that nothing is exchanged within the loop
+    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    scale = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    smooth = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        mask = start + cols < width
+        raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
+        logits = tl.where(mask, _final(raw, soft_cap, temperature, CAPPED), -float("inf"))
+        new = tl.maximum(most, logits)
+        shift = tl.where(new == -float("inf"), 0.0, new)
+        p = tl.exp(logits - shift)
+        rest = tl.exp(most - shift)
+        scale = scale * rest + p
+        if MOMENT:
+            moment = moment * rest + tl.where(p > 0, p * logits, p * 0.0)
+        if SMOOTHED:
+            if WEIGHTED:
+                logits *= tl.load(class_weights_ptr + start + cols, mask=mask, other=0.0).to(
+                    tl.float32
+                )
+            smooth += tl.where(mask, logits, 0.0)
+        most = new
+    top = tl.max(most, axis=0)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    rest = tl.exp(most - shift)
+    total_scale = tl.sum(scale * rest, axis=0)
+    lse = top + tl.log(total_scale)
+    mean = tl.sum(moment * rest, axis=0) / total_scale
+    return lse, mean, tl.sum(smooth, axis=0)
+
+
 @triton.jit(do_not_specialize=["ignore_index", "first"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, class_weights_ptr, total_ptr,
@@ -42,43 +81,19 @@ def cross_entropy_kernel(
 
     if STATISTICS:
         chosen = _final(tl.load(logits_ptr + at), soft_cap, temperature, CAPPED)
-        # each lane keeps its own maximum and sums, so that nothing is exchanged within the loop
-        most = tl.full((BLOCK,), -float("inf"), tl.float32)
-        scale = tl.zeros((BLOCK,), tl.float32)
-        moment = tl.zeros((BLOCK,), tl.float32)
-        smooth = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, width, BLOCK):
-            mask = start + cols < width
-            raw = tl.load(logits_ptr + start + cols, mask=mask, other=0.0)
-            logits = tl.where(mask, _final(raw, soft_cap, temperature, CAPPED), -float("inf"))
-            new = tl.maximum(most, logits)
-            shift = tl.where(new == -float("inf"), 0.0, new)
-            p = tl.exp(logits - shift)
-            rest = tl.exp(most - shift)
-            scale = scale * rest + p
-            if not GRADIENT:
-                moment = moment * rest + tl.where(p > 0, p * logits, p * 0.0)
-            if SMOOTHED:
-                if WEIGHTED:
-                    logits *= tl.load(class_weights_ptr + start + cols, mask=mask, other=0.0).to(
-                        tl.float32
-                    )
-                smooth += tl.where(mask, logits, 0.0)
-            most = new
-        top = tl.max(most, axis=0)
-        shift = tl.where(top == -float("inf"), 0.0, top)
-        rest = tl.exp(most - shift)
-        total_scale = tl.sum(scale * rest, axis=0)
-        lse = top + tl.log(total_scale)
+        lse, expected, smooth = _statistics(
+            logits_ptr, class_weights_ptr, cols, width, soft_cap, temperature,
+            WEIGHTED, SMOOTHED, CAPPED, not GRADIENT, BLOCK,
+        )  # fmt: skip
         logp = chosen - lse
         loss = -(1 - smoothing) * weight * logp + z_loss * lse * lse
         if SMOOTHED:
-            loss += smoothing / V * (total * lse - tl.sum(smooth, axis=0))
+            loss += smoothing / V * (total * lse - smooth)
         tl.store(loss_ptr + row, tl.where(outside, float("nan"), tl.where(counts, loss, 0.0)))
         tl.store(logp_ptr + row, tl.where(outside, float("nan"), tl.where(counts, logp, 0.0)))
         tl.store(lse_ptr + row, lse)
         if not GRADIENT:
-            tl.store(expected_ptr + row, tl.sum(moment * rest, axis=0) / total_scale)
+            tl.store(expected_ptr + row, expected)
     else:
         lse = tl.load(lse_ptr + row)
 

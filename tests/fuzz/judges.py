@@ -1,0 +1,132 @@
+"""What the programs of programs.py call: a chain of ops beside plain torch, a layer of experts beside a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from plain_moe import D, built, judged, step
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import offload
+
+Tensors = dict[str, Tensor]
+Plain = Callable[[Tensor, Tensors, Tensors], Tensor]
+TOLERANCE = 1e-9  # of an element and of the mean of its tensor: float64, some tens of ops
+
+
+def srelu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def gated(act: Callable[[Tensor], Tensor], h: Tensor, interleave: int) -> Tensor:
+    """act(gate) * up of [gate | up], or of alternating blocks of columns."""
+    blocks = h.unflatten(-1, (-1, 2, interleave or h.shape[-1] // 2))
+    gate, up = (half.flatten(-2) for half in blocks.unbind(-2))
+    return act(gate) * up
+
+
+def grouped(h: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor) -> Tensor:
+    """Every group of rows by its own matrix; rows behind the last group are zero."""
+    y = h.new_zeros(len(h), weight.shape[1])
+    starts = [0, *offs.tolist()]
+    for e in range(len(offs)):
+        rows = slice(starts[e], starts[e + 1])
+        y = torch.cat(
+            [
+                y[: rows.start],
+                F.linear(h[rows], weight[e], None if bias is None else bias[e]),
+                y[rows.stop :],
+            ]
+        )
+    return y
+
+
+def checkpointed(model: nn.Module, x: Tensor, side: Tensors) -> Tensor:
+    contexts = fo.checkpoint_contexts
+    return checkpoint(lambda x: model(x, **side), x, use_reentrant=False, context_fn=contexts)
+
+
+def scoped(scope: Callable[[], Any]) -> Callable[..., Tensor]:
+    def call(model: nn.Module, x: Tensor, side: Tensors) -> Tensor:
+        with scope():
+            return model(x, **side)
+
+    return call
+
+
+def after_other_rows(model: nn.Module, x: Tensor, side: Tensors) -> Tensor:
+    """The second call of a plan."""
+    empty = {n: t[:0] if n != "offs" else t * 0 for n, t in side.items()}
+    model(x[:0], **empty)
+    return model(x, **side)
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda model, x, side: model(x, **side),
+    "checkpoint": checkpointed,
+    "functional_call": lambda model, x, side: functional_call(
+        model, {n: p.clone() for n, p in model.named_parameters()}, (x,), side
+    ),
+    "unfused": scoped(lambda: fo.fusion(False)),
+    "reference": scoped(fo.reference),
+    "to_host": scoped(lambda: offload.to_host(min_bytes=0)),
+    "second call": after_other_rows,
+}
+
+
+def assert_near(name: str, got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape, f"{name} is {tuple(got.shape)}, not {tuple(expected.shape)}"
+    scale = expected.abs() + (expected.abs().mean() if expected.numel() else 0)
+    wrong = ((got - expected).abs() > TOLERANCE * scale + 1e-12) | got.isnan()
+    assert not wrong.any(), f"{name}: {got[wrong][:3].tolist()}, not {expected[wrong][:3].tolist()}"
+
+
+def same_as_plain(
+    model: nn.Module,
+    plain: Plain,
+    rows: int,
+    width: int,
+    offs: Iterable[int] = (),
+    frozen: Iterable[int] = (),
+    x_grad: bool = True,
+    call: str = "plain",
+) -> None:
+    """Raise AssertionError where y or a gradient of a chain is not that of plain torch."""
+    model = model.double()
+    for k, p in enumerate(model.parameters()):
+        with torch.no_grad():  # ones and zeros, as many start out, hide mistakes
+            p.add_(0.1 * torch.randn_like(p))
+        p.requires_grad_(k not in set(frozen))
+    x = torch.randn(rows, width, dtype=torch.float64)
+    sides = {"offs": torch.tensor([*offs], dtype=torch.int32), "probs": torch.rand(rows).double()}
+    results = []
+    for judge in (False, True):
+        leaf = x.clone().requires_grad_(x_grad)
+        side = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in sides.items()}
+        p = {n: t.detach().requires_grad_(t.requires_grad) for n, t in model.named_parameters()}
+        reads = {n: side[n] for n in model.reads}
+        y = plain(leaf, p, side) if judge else CALLS[call](model, leaf, reads)
+        owners = {"x": leaf, **side, **(p if judge else dict(model.named_parameters()))}
+        wanted = {n: t for n, t in owners.items() if t.requires_grad}
+        grads: tuple[Tensor, ...] = ()
+        if y.requires_grad:
+            dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).sin().view_as(y)
+            grads = torch.autograd.grad(y, [*wanted.values()], dy, materialize_grads=True)
+        results.append({"y": y.detach(), **dict(zip(wanted, grads, strict=False))})
+    mine, theirs = results
+    assert mine.keys() == theirs.keys()
+    for name in theirs:
+        assert_near(f"gradient of {name}" if name != "y" else name, mine[name], theirs[name])
+
+
+def same_as_loop(kind: str, top_k: int, tokens: int, activation: str, **options: Any) -> None:
+    """Raise AssertionError where a layer of experts is not the loop over tokens and experts."""
+    moe = built(kind, top_k, activation=activation, **options)
+    x = torch.randn(tokens, D, dtype=torch.float64)
+    torch.testing.assert_close(step(moe, x), judged(moe, x, activation), rtol=1e-9, atol=1e-12)
