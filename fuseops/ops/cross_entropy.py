@@ -289,9 +289,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
-        options, ignored, chunk = _needed(saved.ends)
-        args: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads, options, ignored
-        dx, dw, db = K.linear_cross_entropy_bwd(*args, chunk, needs, main_grad)
+        made: Any = K.linear_cross_entropy_bwd
+        seen = rows, w, b, targets, saved.class_weights, lse, expected, grads
+        dx, dw, db = made(*seen, *_needed(saved.ends), needs, main_grad)
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,
@@ -310,7 +310,7 @@ DEFAULTS = {
 
 
 def _needed(t: Any) -> Any:
-    """What that `saves_for` has kept."""
+    """A saved field that `saves_for` has kept."""
     if t is None:
         raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
     return t
