@@ -181,13 +181,7 @@ class Op(nn.Module, Generic[S]):
                     f"{cls.__name__} declares saves_for, and no bwd that would read what it saves: define "
                     "bwd(self, saved, dy), or leave saves_for out."
                 )
-            fields: list[tuple[str, Any]] = [
-                ("x", Tensor),
-                *((k, Any) for k in cls.signature.keywords),
-            ]
-            fields.append(
-                ("self", Any)
-            )  # no keyword can be called so: what the op was in the forward
+            fields = [(name, Tensor | None) for name in ("x", *cls.signature.keywords)]
             cls.Saved = NamedTuple(f"{cls.__name__}Saved", fields)  # type: ignore[misc, assignment]
             cls.saves_for = None
         else:

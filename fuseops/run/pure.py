@@ -6,7 +6,7 @@ What cannot be had again is refused in the call that did it: random numbers, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -92,17 +92,30 @@ def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if compute is None else torch.autocast(device, compute)
 
 
-def run_fwd(step: Step, x: Any, keywords: dict[str, Any], again: bool) -> tuple[Any, Any]:
-    """What the `fwd` of a level-1 op returns, and what is saved of the call.
+def keep_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
+    """Note the states of those of some adjacent ops that are level 1, for their backward.
+
+    at: the position of the first in the Sequential.  scratch: of the call.
+    """
+    if scratch is not None:
+        states = ((at + k, State.of(op)) for k, op in enumerate(ops) if op.pure)
+        scratch.update({(State, place): state for place, state in states})
+
+
+def run_fwd(
+    step: Step, x: Any, keywords: dict[str, Any], again: bool, scratch: dict[Any, Any] | None
+) -> Any:
+    """What the `fwd` of a level-1 op returns.
 
     again: a backward will run it once more.  Raises FuseOpsError then, where it draws random numbers or writes to a
     tensor of `self`.
     """
     op, device = step.target, x.device
-    if not again:
+    if not again or scratch is None:
         with autocast_of(step.calls[0], device.type):
-            return op.fwd(x, **keywords), None
-    state = State.of(op)
+            return op.fwd(x, **keywords)
+    keep_states((op,), step.at, scratch)
+    state: State = scratch[State, step.at]
     fake = torch_private.num_dispatch_modes()  # fake tensors have no random state
     generators = [] if fake else generators_of(op, state.attributes, device)
     before = states(generators)
@@ -118,18 +131,21 @@ def run_fwd(step: Step, x: Any, keywords: dict[str, Any], again: bool) -> tuple[
             f"{type(op).__name__}.fwd writes in place to its {name!r}, and has no bwd: the backward runs fwd again, "
             "and would write twice. Write bwd, update it outside of fwd, or make the op a plain nn.Module."
         )
-    return out, (x, *(keywords.get(name) for name in op.signature.keywords), state)
+    return out
 
 
-def _again(saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
+def inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
+    """A level-1 op saves its inputs."""
+    return (x, *(keywords.get(name) for name in step.target.signature.keywords))
+
+
+def _again(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
     """The `fwd` of a level-1 op once more, on leaves.   -> the leaves by name, its results"""
-    *values, state = saved
-    op = state.module()
     tensors = {
         name: value.detach().requires_grad_(name in call.needs)
         if isinstance(value, Tensor)
         else value
-        for name, value in zip(("x", *op.signature.keywords), values, strict=True)
+        for name, value in zip(("x", *op.signature.keywords), saved, strict=True)
     }
     keywords = {
         n: v
@@ -163,14 +179,22 @@ def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> 
         nodes += [behind for behind, _ in node.next_functions]
 
 
-def bwd_by_autograd(step: Step, saved: Any, dy: Any, dside: dict[str, Any], first: bool) -> Grads:
+def bwd_by_autograd(
+    step: Step,
+    saved: Any,
+    dy: Any,
+    dside: dict[str, Any],
+    first: bool,
+    scratch: dict[Any, Any] | None,
+) -> Grads:
     """Backward of a level-1 op: autograd over its `fwd`.
 
     Raises FuseOpsError, the `first` time, where `fwd` reads a tensor that wants a gradient and came by no keyword.
     """
-    op, call = step.target, step.calls[0]
+    state = (scratch or {}).get((State, step.at))
+    op, call = step.target if state is None else state.module(), step.calls[0]
     with torch.enable_grad():
-        tensors, out = _again(saved, call)
+        tensors, out = _again(op, saved, call)
         if first:
             _check_leaves(op, (out.y, *(out.side or {}).values()), tensors.values())
         pairs = [(out.y, dy), *((t, dside.get(name)) for name, t in (out.side or {}).items())]
