@@ -78,7 +78,7 @@ def test_the_report_is_named_last(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("--steps", 1, "--device", "cpu", "--out", tmp_path) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str((tmp_path / "report.html").resolve())
-    for said in ("grouped_mlp", "norm_linear", "linear_act", "bias_act", "sample", "not fused"):
+    for said in ("grouped_mlp", "linear_act", "bias_act", "sample", "not fused"):
         assert said in printed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_linear import NORM_LINEAR
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
@@ -248,6 +249,12 @@ def without_grad() -> Any:
     return torch.no_grad()
 
 
+def with_rule(model: fo.Sequential) -> fo.Sequential:
+    """Under a rule that takes an RMSNorm and a Linear."""
+    fo.configure(model, rules=[fo.Rule("first", NORM_LINEAR.pattern, NORM_LINEAR.build)])
+    return model
+
+
 CASES = {
     "condition": (
         quantized_mlp,
@@ -269,9 +276,9 @@ CASES = {
         "the Linear has a bias of its own, and a Bias follows",
     ),
     "overlap": (
-        lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU()),
+        lambda: with_rule(fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU())),
         "linear_act",
-        "overlaps 0:2 of norm_linear",
+        "overlaps 0:2 of first",
     ),
     "the end": (
         lambda: fo.Sequential(fo.ops.Linear(D, D)),
@@ -303,7 +310,8 @@ def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
         "routed_mlp": routed_mlp,
         "grouped_mlp": grouped_mlp,
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
-        "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),
+        "add_rmsnorm": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
+        "rmsnorm_add": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
         "bias_act": lambda: fo.Sequential(fo.ops.Bias(D), fo.ops.SiLU()),
     }[rule]()
     side = {n: getattr(routing(), n) for n in model.reads}
@@ -330,9 +338,10 @@ def test_positions_count_the_whole_sequential() -> None:
 
 
 def test_an_overlap_behind_a_plain_module_names_its_true_place() -> None:
-    model = fo.Sequential(nn.Identity(), fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU())
+    ops = fo.ops.RMSNorm(D), fo.ops.Linear(D, D), fo.ops.SiLU()
+    model = with_rule(fo.Sequential(nn.Identity(), *ops))
     (miss,) = [m for m in model.plan(rows()).misses if m.rule == "linear_act"]
-    assert miss == ("linear_act", (2, 4), "overlaps 1:3 of norm_linear")
+    assert miss == ("linear_act", (2, 4), "overlaps 1:3 of first")
 
 
 def test_hooks_and_overridden_forwards_are_said() -> None:

@@ -128,7 +128,7 @@ CHANGES: dict[str, Callable[[fo.Sequential], object]] = {
     "a new eps": lambda s: setattr(s[0], "eps", 0.5),
     "a new kind": lambda s: setattr(s[3], "kind", "srelu"),
     "configure(fusion)": lambda s: fo.configure(s, fusion=False),
-    "configure(disable)": lambda s: fo.configure(s, disable=["norm_linear"]),
+    "configure(disable)": lambda s: fo.configure(s, disable=["linear_act"]),
     "configure(recipe)": lambda s: fo.configure(s, recipe=Float8CurrentScaling()),
     "configure(rules)": lambda s: fo.configure(s, rules=[SCALED]),
     "a forward hook": lambda s: s[3].register_forward_hook(lambda m, i, o: -o),
@@ -245,7 +245,7 @@ class FusedScaled(fo.FusedOp):
 SCALED = fo.Rule("scaled", (SiLU,), FusedScaled)
 SCOPES: dict[str, Callable] = {
     "fusion": lambda: fo.fusion(False),
-    "disable": lambda: fo.fusion(disable=["norm_linear"]),
+    "disable": lambda: fo.fusion(disable=["linear_act"]),
     "rules": lambda: fo.rules(SCALED),
     "recipe": lambda: fo.recipe(Float8CurrentScaling()),
     "another recipe": lambda: fo.recipe(Float8CurrentScaling(bwd=torch.float8_e4m3fn)),

@@ -4,27 +4,32 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from norm_linear import NORM_LINEAR, NormLinear
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseops as fo
+from fuseops.kernels.registry import KernelOp
 from fuseops.ops import scopes
 from fuseops.rules.builtin_rules import BUILTIN_RULES, FORWARD, JOINT
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
-from fuseops.rules.fused.norm_linear import NormLinear
 from fuseops.testing import assert_fused_matches_unfused, assert_no_rule_is_shadowed
 from fuseops.testing.compare import tolerance
 from fuseops.testing.fused import compared
 from fuseops.testing.shadowed import expansions
 from fuseops.testing.strategies import NONFINITE, Case, chains, rule_cases
 
+ROOT = Path(__file__).resolve().parent.parent
 every_rule = pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
+GROUPED = [rule for rule in JOINT if fo.ops.GroupedLinear in rule.pattern]
 # Half types have no room for a thousand times a thousand; a large value hides the others' error.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SOFT = ("normal", "normal", "constant", "zeros")
@@ -90,7 +95,7 @@ def test_inference_equals_unfused(rule: fo.Rule, data: st.DataObject) -> None:
         assert_fused_matches_unfused(case.model, case.x, **case.side)
 
 
-@pytest.mark.parametrize("rule", JOINT, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", GROUPED, ids=lambda rule: rule.name)
 @given(data=st.data())
 def test_nan_in_padding_rows_changes_nothing(rule: fo.Rule, data: st.DataObject) -> None:
     case = data.draw(rule_cases(rule, kinds=["normal"]))
@@ -179,7 +184,10 @@ def test_forward_rules_give_what_their_members_save(rule: fo.Rule, data: st.Data
     if step is None:
         return
     ops = step.target.members
-    values = [{n: getattr(op, n) for n in op.parameter_names()} for op in ops]
+    values = [
+        {n: getattr(op, n) for n in op.parameter_names()} | {n: case.side[n] for n in op.reads}
+        for op in ops
+    ]
     with torch.no_grad():
         out = step.target.fwd(case.x, tuple(values), step.calls)
         x: Any = case.x
@@ -247,3 +255,86 @@ def test_every_spelling_of_a_rule_fires(rule: fo.Rule, types: tuple[type, ...]) 
         lambda case: fires(rule, case),
         settings=settings(max_examples=200, phases=[Phase.generate]),
     )
+
+
+# --- a rule earns its place
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would launch: calls of registered kernels, and torch's ops beside them that write anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.depth = 0, 0
+
+    def __enter__(self) -> "Launches":
+        self.call = KernelOp.__call__
+
+        def launched(op: KernelOp, *args: Any, **kwargs: Any) -> Any:
+            self.count += self.depth == 0
+            self.depth += 1
+            try:
+                return self.call(op, *args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        KernelOp.__call__ = launched  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        KernelOp.__call__ = self.call  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        view = any(r.alias_info is not None for r in func._schema.returns)
+        idle = func.overloadpacket.__name__ in ("detach", "empty", "empty_like", "new_empty")
+        self.count += self.depth == 0 and not (view or idle)
+        return func(*args, **(kwargs or {}))
+
+
+def cost(case: Case) -> dict[str, int]:
+    """What a training step of a case launches, saves and holds."""
+    grads_of(case)  # the first step is checked, by more launches
+    plan = case.model.plan(case.x, **case.side)
+    with Launches() as launches:
+        grads_of(case)
+    return {"launches": launches.count, "bytes": plan.saved_bytes, "peak": plan.peak_bytes}
+
+
+def saves(rule: fo.Rule, enough: set[str]) -> set[str]:
+    """What a rule makes less, in samples of what its pattern spells out, until that is `enough`."""
+    found: set[str] = set()
+    others = [r.name for r in BUILTIN_RULES if r is not rule]
+    for types in expansions(rule):
+
+        @settings(max_examples=3, phases=[Phase.generate])
+        @given(case=rule_cases(rule, torch.float32, ["normal"], types))
+        def sample(case: Case) -> None:
+            case = Case(case.model, case.x.detach().requires_grad_(), case.side)
+            with fo.fusion(disable=others):
+                fused = cost(case)
+            with fo.fusion(False):
+                plain = cost(case)
+            found.update(name for name, n in fused.items() if n < plain[name])
+
+        sample()
+        if enough and enough <= found:
+            break
+    return found
+
+
+def documented(rule: fo.Rule) -> set[str]:
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| `{rule.name}` |")]
+    return {word.strip() for word in line.split("|")[-2].split(",")}
+
+
+@every_rule
+def test_a_rule_saves_what_its_line_says(rule: fo.Rule) -> None:
+    found = saves(rule, documented(rule))
+    assert documented(rule) <= found and found, f"{rule.name} saves {found or 'nothing: it goes'}"
+
+
+def test_a_rule_that_saves_nothing_is_found() -> None:
+    with fo.rules(NORM_LINEAR):
+        assert not saves(NORM_LINEAR, set())

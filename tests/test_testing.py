@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from norm_linear import NormLinear
 from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.rules.fused.linear_act import LinearAct
-from fuseops.rules.fused.norm_linear import NormLinear
 from fuseops.testing import assert_bwd_is_vjp, assert_fused_matches_unfused, bisect
 from fuseops.testing.catalogue import Wanted, entry
 from fuseops.testing.compare import difference

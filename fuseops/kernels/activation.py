@@ -76,7 +76,7 @@ def _cases(*, dy: bool = False, probs: bool = False) -> Iterator[tuple[Any, ...]
         yield (*args, kind, *tail, interleave)
 
 
-@kernel_op(twin=reference.act_fwd, cases=_cases)
+@kernel_op(twin=reference.act_fwd, fuses=True, cases=_cases)
 def act_fwd(
     x: Tensor,
     kind: str,
@@ -89,7 +89,7 @@ def act_fwd(
     return _forward(x, None, kind, interleave, alpha, limit, offset)
 
 
-@kernel_op(twin=reference.scaled_act_fwd, cases=lambda: _cases(probs=True))
+@kernel_op(twin=reference.scaled_act_fwd, fuses=True, cases=lambda: _cases(probs=True))
 def scaled_act_fwd(
     x: Tensor,
     probs: Tensor,
@@ -103,7 +103,7 @@ def scaled_act_fwd(
     return _forward(x, probs, kind, interleave, alpha, limit, offset)
 
 
-@kernel_op(twin=reference.act_bwd, cases=lambda: _cases(dy=True))
+@kernel_op(twin=reference.act_bwd, fuses=True, cases=lambda: _cases(dy=True))
 def act_bwd(
     dy: Tensor,
     x: Tensor,
@@ -125,7 +125,7 @@ def act_bwd(
     return dx
 
 
-@kernel_op(twin=reference.act_bwd_bias, cases=lambda: _cases(dy=True))
+@kernel_op(twin=reference.act_bwd_bias, fuses=True, cases=lambda: _cases(dy=True))
 def act_bwd_bias(
     dy: Tensor,
     x: Tensor,
@@ -153,7 +153,7 @@ def act_bwd_bias(
     return dx, sum_partials(partial)
 
 
-@kernel_op(twin=reference.scaled_act_bwd, cases=lambda: _cases(dy=True, probs=True))
+@kernel_op(twin=reference.scaled_act_bwd, fuses=True, cases=lambda: _cases(dy=True, probs=True))
 def scaled_act_bwd(
     dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
@@ -174,7 +174,9 @@ def scaled_act_bwd(
 
 
 @kernel_op(
-    twin=reference.act_dprobs, cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu")
+    twin=reference.act_dprobs,
+    fuses=True,
+    cases=lambda: (c for c in _cases(dy=True) if c[2] == "swiglu"),
 )
 def act_dprobs(
     dy: Tensor,

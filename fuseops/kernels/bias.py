@@ -77,7 +77,7 @@ def _cases(*, grouped: bool, backward: bool) -> Iterator[tuple[Any, ...]]:
                 yield from ((x, offs), (x, offs, probs), (x, offs, probs, bias))
 
 
-@kernel_op(twin=reference.bias_fwd, cases=lambda: _cases(grouped=False, backward=False))
+@kernel_op(twin=reference.bias_fwd, fuses=True, cases=lambda: _cases(grouped=False, backward=False))
 def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias."""
     require(
@@ -97,10 +97,10 @@ def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None
     return _forward(x, bias.contiguous(), offs.contiguous(), probs)
 
 
-@kernel_op(twin=reference.bias_bwd, cases=lambda: _cases(grouped=False, backward=True))
-def bias_bwd(dy: Tensor) -> Tensor:
-    """dbias float32: dy summed over all axes but the last."""
-    return _backward(as_rows(dy))
+@kernel_op(twin=reference.bias_bwd, fuses=True, cases=lambda: _cases(grouped=False, backward=True))
+def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """dbias, float32 or rounded once to `dtype`: dy summed over all axes but the last."""
+    return _backward(as_rows(dy), dtype or torch.float32)
 
 
 @kernel_op(twin=reference.grouped_bias_bwd, cases=lambda: _cases(grouped=True, backward=True))
@@ -112,12 +112,12 @@ def grouped_bias_bwd(
     return _grouped_backward(as_rows(dy), offs.contiguous(), probs, bias)
 
 
-def sum_partials(partial: Tensor) -> Tensor:
+def sum_partials(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """(S, N) float32 partial sums -> (N,), in a fixed order."""
     splits, n = partial.shape
-    if splits == 1:
+    if splits == 1 and partial.dtype == dtype:
         return partial[0]
-    y = torch.empty(n, dtype=torch.float32, device=partial.device)
+    y = torch.empty(n, dtype=dtype, device=partial.device)
     block_s = pow2(splits, least=8, most=256)
     block_n = pow2(n, most=SUM_TILE // block_s)
     launch(
@@ -146,17 +146,18 @@ def _forward(x: Tensor, bias: Tensor, offs: Tensor | None, probs: Tensor | None)
     return y
 
 
-def _backward(dy: Tensor) -> Tensor:
+def _backward(dy: Tensor, dtype: torch.dtype) -> Tensor:
     rows, n = dy.shape
     config = dict(BWD.pick(rows, (n,), dy))
     blocks = cdiv(n, config["BLOCK_N"])
     programs = tiles.row_programs(rows, blocks, config, dy)
-    partial = torch.empty(programs, n, dtype=torch.float32, device=dy.device)
+    whole = programs == 1  # its sums are those of all rows
+    partial = torch.empty(programs, n, dtype=dtype if whole else torch.float32, device=dy.device)
     launch(
         device("bias").bias_bwd_kernel, (blocks, programs), dy, partial, rows, n, dy.stride(0),
         **chain(dy.device)[0], AT_ONCE=tiles.rows_at_once(config, dy.itemsize), **config,
     )  # fmt: skip
-    return sum_partials(partial)
+    return sum_partials(partial, dtype)
 
 
 def _grouped_backward(

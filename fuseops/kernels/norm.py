@@ -75,7 +75,7 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
 
 
-@kernel_op(twin=reference.rmsnorm_fwd, cases=_cases)
+@kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def rmsnorm_fwd(
     return y, rstd
 
 
-@kernel_op(twin=reference.add_rmsnorm_fwd, cases=lambda: _cases(residual=True))
+@kernel_op(twin=reference.add_rmsnorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
 def add_rmsnorm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,12 +100,15 @@ def add_rmsnorm_fwd(
     return _forward(x, residual, weight, eps, weight_offset, 1)
 
 
-@kernel_op(twin=reference.rmsnorm_bwd, cases=lambda: _cases(backward=True))
+@kernel_op(twin=reference.rmsnorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
-    need_dw: bool = True, weight_offset: float = 0.0,
+    need_dw: bool = True, weight_offset: float = 0.0, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx + dres, dw float32); x is what was normed (h after a residual add), dw is empty if not needed."""
+    """(dx + dres, dw); x is what was normed (h after a residual add), dw is empty if not needed.
+
+    dtype: of dw, float32 if not given; its sum is float32 in any case, and rounded once.
+    """
     dims = x.dim() - rstd.dim()
     n, shape = _width(x, dims), x.shape[rstd.dim() :]
     _check_weight(weight, shape)
@@ -115,7 +118,7 @@ def rmsnorm_bwd(
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     if n > MAX_WIDTH:
-        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset)
+        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset, dtype)
     x2, dy2, rstd = as_rows(x, dims), as_rows(dy, dims), rstd.contiguous()
     dres2 = x2 if dres is None else as_rows(dres, dims)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -131,7 +134,7 @@ def rmsnorm_bwd(
     )  # fmt: skip
     if not need_dw:
         return dx, partial.new_empty(0)
-    return dx, sum_partials(partial).view(shape)
+    return dx, sum_partials(partial, dtype or torch.float32).view(shape)
 
 
 def _forward(

@@ -29,7 +29,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.utils._pytree import tree_map_only
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -118,6 +117,7 @@ class KernelOp(Generic[P, R]):
         nbytes: Callable[..., int] | None,
         min_arch: int,
         traces_twin: bool,
+        fuses: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
         mutates: Iterable[str],
     ) -> None:
@@ -125,14 +125,16 @@ class KernelOp(Generic[P, R]):
         self.name: str = launcher.__name__
         self.label = f"fuseops::{self.name}"
         self.launcher, self.twin = launcher, twin
-        self.min_arch, self.traces_twin = min_arch, traces_twin
+        self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes = cases, nbytes
         if self.name in KERNEL_OPS:
             raise FuseOpsError(f"kernel op '{self.name}' is registered twice")
         _library.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
         _library.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
-        fake = _contiguous(fake or twin)
-        torch.library.register_fake(self.label, fake, lib=_library)
+        shapes = fake or twin
+        torch.library.register_fake(
+            self.label, lambda *args, **kwargs: _packed(shapes(*args, **kwargs)), lib=_library
+        )
         self.op = getattr(torch.ops.fuseops, self.name).default
         self.flops = flops
         KERNEL_OPS[self.name] = self
@@ -141,14 +143,16 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        replayable = not kwargs and (first.is_cuda or INTERPRET) and _unseen()
+        if torch.compiler.is_compiling():
+            if self.fuses:
+                return self.twin(*args, **kwargs)
+            replayable = False
+        else:
+            replayable = not kwargs and (first.is_cuda or INTERPRET) and _unseen()
         if replayable:
-            for replay in planned.now.replays.get((self, first.shape, first.dtype), ()):
-                if replay.fits(args):
-                    out = replay(args)
-                    if out is not NOT_REPLAYED:
-                        return out
-                    break
+            out = planned.now.replays.run(self, args)
+            if out is not NOT_REPLAYED:
+                return out
         if not ((first.is_cuda or INTERPRET or thread.as_arch) and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
@@ -210,8 +214,16 @@ class KernelOp(Generic[P, R]):
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
+        replayable = not kwargs and (args[0].is_cuda or INTERPRET) and _unseen()
+        if replayable:
+            out = planned.now.replays.run(self, args)
+            if out is not NOT_REPLAYED:
+                return _packed(out)
         runs = self._on_device(args[0]) and self.launches(args, kwargs)
-        return _contiguous(self.launcher if runs else self.twin)(*args, **kwargs)
+        out = _packed((self.launcher if runs else self.twin)(*args, **kwargs))
+        if replayable and runs:
+            planned.now.replays.note(self, args)
+        return out
 
     def __repr__(self) -> str:
         return f"<kernel op {self.label}>"
@@ -225,6 +237,7 @@ def kernel_op(
     nbytes: Callable[..., int] | None = None,
     min_arch: int = 80,
     traces_twin: bool = True,
+    fuses: bool = False,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
     mutates: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
@@ -232,10 +245,11 @@ def kernel_op(
 
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
+    fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
     mutates: names of the tensors that it writes to.
     """
     return lambda launcher: KernelOp(
-        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, cases, mutates
+        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, fuses, cases, mutates
     )
 
 
@@ -305,8 +319,7 @@ def _unseen() -> bool:
     `torch.func` transform.)
     """
     return not (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
         or thread.reference_only
         or _watched is not None
         or profiler._is_profiler_enabled
@@ -321,8 +334,11 @@ def _transformed() -> bool:
     return torch_private.inside_functorch() or torch_private.inside_forward_ad()
 
 
-def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: tree_map_only(Tensor, Tensor.contiguous, run(*args, **kwargs))
+def _packed(out: Any) -> Any:
+    """The same with contiguous tensors."""
+    if isinstance(out, Tensor):
+        return out.contiguous()
+    return tuple(map(_packed, out)) if isinstance(out, tuple) else out
 
 
 def register_flops() -> None:

@@ -50,7 +50,7 @@ class Sequential(Composed):
     ) -> Any:
         runner = runner_of(self)
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
-        env = side_inputs(self, runner, args, side)
+        env = side_inputs(self, runner, args, side) if args or side or runner.reads else {}
         if returns:
             check_returns(self, runner, returns)
         check_input(self, x)

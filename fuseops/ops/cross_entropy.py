@@ -289,9 +289,9 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         if main_grad is not None and (main_grad.dtype != zero.dtype or "weight" in call.overwrite):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
-        made: Any = K.linear_cross_entropy_bwd
-        seen = rows, w, b, targets, saved.class_weights, lse, expected, grads
-        dx, dw, db = made(*seen, *_needed(saved.ends), needs, main_grad)
+        made: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
+        args: list[Any] = [*made, *_needed(saved.ends), needs, main_grad]
+        dx, dw, db = K.linear_cross_entropy_bwd(*args)
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
             "bias": db if needs[2] else None,

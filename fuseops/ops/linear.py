@@ -1,7 +1,7 @@
 """Linear: y = x W^T + b.   Shapes: (..., in) -> (..., out), weight (out, in), bias (out,)."""
 
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +33,20 @@ def linear_bwd(saved: LinearSaved, dy: Operand, call: Call) -> Grads:
     """The gradients of `linear` that `call.needs` names."""
     if call.precision.roles is not None:
         return _quantized_bwd(saved, dy, call, call.precision.roles)
-    x, weight = cast("tuple[Tensor, Tensor]", saved)
+    x, weight = saved
     needs, compute = call.needs, call.precision.compute
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
     dx: Tensor | None = None
     params = {}
     if "x" in needs:
-        dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[arg-type]
+        dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[arg-type, union-attr]
         if rows is not dy:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
     if "weight" in needs:
-        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr]
+        params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
     if "bias" in needs:
-        params["bias"] = K.bias_bwd(rows)  # type: ignore[arg-type]
+        # in one dtype with dy, as torch wants them, but for autocast
+        params["bias"] = K.bias_bwd(rows, None if compute is not None else dy.dtype)  # type: ignore[arg-type]
     return Grads(dx, params)
 
 

@@ -26,6 +26,11 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
+@functools.lru_cache
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(K.accumulator(dtype)).eps
+
+
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
@@ -50,7 +55,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
-        return torch.finfo(K.accumulator(dtype)).eps if self.eps is None else self.eps
+        return _epsilon(dtype) if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
@@ -60,7 +65,8 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
         x, weight, rstd = saved
         wanted = "weight" in call.needs
-        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted)  # type: ignore[arg-type]
+        dtype = None if weight is None else weight.dtype
+        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted, 0.0, dtype)  # type: ignore[arg-type]
         return Grads(dx if "x" in call.needs else None, {"weight": dweight} if wanted else None)
 
 

@@ -89,6 +89,14 @@ class Call(NamedTuple):
     scratch: dict[str, Any] | None = None
 
 
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def replaced(t: T, **changes: Any) -> T:
+    """`t._replace(**changes)` of a NamedTuple, at a third of its price: no name is looked for that is not there."""
+    return tuple.__new__(type(t), map(changes.get, t._fields, t))  # type: ignore[attr-defined]
+
+
 class Signature(NamedTuple):
     """What an op class takes by keyword, read once from its `fwd` and `bwd`."""
 

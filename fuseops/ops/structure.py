@@ -73,12 +73,16 @@ class Add(Op[AddSaved]):
     def extra_repr(self) -> str:
         return repr(self.reads[0])
 
-    def fwd(self, x: Tensor, **side: Tensor) -> Out:
-        other = side[self.reads[0]]
+    def operand(self, x: Tensor, other: Tensor) -> Tensor:
+        """The side tensor.  Raises ShapeError where it has not the shape of x."""
         if other.shape != x.shape:
             raise ShapeError(
                 f"Add({self.reads[0]!r}) expects a side tensor of shape {tuple(x.shape)}, got {tuple(other.shape)}."
             )
+        return other
+
+    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+        other = self.operand(x, side[self.reads[0]])
         alike = x.dtype is other.dtype
         return Out(x + other, AddSaved(None if alike else (x.dtype, other.dtype)))
 

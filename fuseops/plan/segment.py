@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fuseops.ops.op import Call, Op
+from fuseops.ops.structure import Tap
 
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
@@ -63,7 +64,7 @@ class Rows(list[Any]):
     take: how to read them back: op, Saved class, and a getter from (*tensors, None)
     """
 
-    def __init__(self, seg: Segment, places: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, seg: Segment, places: Mapping[tuple[int, int], int | None]) -> None:
         super().__init__([None] * len(seg.ops))
         self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
         for slot in seg.slots:
@@ -112,21 +113,25 @@ class Segment:
     # names of what calls published, by what they depend on
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
-    # where the fields of every Saved are among the saved tensors, when no two are one tensor, by which fields are None
-    distinct: dict[tuple[bool, ...], Rows] = field(default_factory=dict)
+    # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
+    distinct: dict[tuple[int | None, ...], Rows] = field(default_factory=dict)
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
+    tap: str | None = field(
+        init=False
+    )  # the name under which a Tap, which stands alone, publishes x
 
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.aliases = all(op.alias for op in self.ops)
+        alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
+        self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
 
-    def rows(self, none: tuple[bool, ...]) -> Rows:
-        """The rows of a call whose kept fields are tensors of their own, but for those that are None."""
-        found = self.distinct.get(none)
+    def rows(self, numbers: tuple[int | None, ...]) -> Rows:
+        """The rows of a call whose kept fields are the saved tensors of these numbers, or None."""
+        found = self.distinct.get(numbers)
         if found is None:
-            tensors = [place for place, missing in zip(self.kept, none, strict=True) if not missing]
-            found = self.distinct[none] = Rows(self, {place: n for n, place in enumerate(tensors)})
+            found = self.distinct[numbers] = Rows(self, dict(zip(self.kept, numbers, strict=True)))
         return found
 
     @property

@@ -17,13 +17,14 @@ from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import RMSNorm
 from fuseops.ops.permute import Combine, Permute
+from fuseops.ops.structure import Add, Tap
+from fuseops.rules.fused.add_rmsnorm import AddRMSNorm, RMSNormAdd
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.rules.fused.linear_act import LinearAct
-from fuseops.rules.fused.norm_linear import NormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
-from .conditions import act_widths, one_bias, same_groups, same_top_k, two_axes
+from .conditions import act_widths, one_axis, one_bias, same_groups, same_top_k, two_axes
 from .rule import Rule, maybe
 
 SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
@@ -38,10 +39,11 @@ JOINT = (
     Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
 )
 FORWARD = (
+    Rule("add_rmsnorm", (Add, Tap, RMSNorm),                          AddRMSNorm, "forward", (one_axis,)),
     Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
-    Rule("norm_linear", (RMSNorm, Linear),                            NormLinear, "forward"),
 )
 BACKWARD = (
+    Rule("rmsnorm_add", (Add, Tap, RMSNorm),                          RMSNormAdd, "backward", (one_axis,)),
     Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
 )
 # fmt: on

@@ -47,3 +47,8 @@ def one_bias(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(ops) == 2 or ops[0].bias is None, "the Linear has a bias of its own, and a Bias follows"
     )
+
+
+def one_axis(ops: Ops, c: Conditions) -> str | None:
+    axes = len(ops[-1].normalized_shape)
+    return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")

@@ -10,7 +10,7 @@ from torch import Tensor
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import names
-from fuseops.ops.op import Grads, Out
+from fuseops.ops.op import Grads, Out, replaced
 from fuseops.plan.segment import Segment, Step
 
 from . import buffers, checks, pure, second_order, weight_grads
@@ -117,7 +117,7 @@ def _calls(
     calls = []
     for call, scope in zip(step.calls, step.scopes, strict=True):
         scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
-        calls.append(call._replace(scratch=scratch, out=once.out))
+        calls.append(replaced(call, scratch=scratch, out=once.out))
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
@@ -284,7 +284,7 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             y, saved, ctx.entered = run_forward(seg, x, t, live.once)
-        flat, ctx.rows = pack(seg, saved)
+        flat, ctx.rows = pack(seg, saved, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
             live.ties = second_order.ties_of(x, inputs, flat)

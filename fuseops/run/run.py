@@ -320,6 +320,8 @@ def run_segments(
         for seg in segments:  # the except reads it
             if seg.kind == "call":
                 x = _call(seg, x, env)
+            elif seg.tap is not None and seg.checked_forward:
+                env[seg.tap] = x
             elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
                 with torch.autocast(seg.device, enabled=False):
                     x = _run(seg, x, env, Live(path, once))

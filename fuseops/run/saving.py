@@ -4,11 +4,11 @@ One slot a tensor, however many fields hold it, so that hooks and offload see ea
 quantized tensor takes one slot a component. What is not a tensor (a shape) stays in the row.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fuseops.kernels.registry import PLAIN
@@ -33,19 +33,19 @@ class Parts(NamedTuple):
     slots: tuple[tuple[str, int], ...]
 
 
-def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | None]]:
+def pack(
+    seg: Segment, saved: Sequence[Any], traced: bool = False
+) -> tuple[Sequence[Tensor], list[Row | None]]:
     """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
     # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
-    slots: dict[int, int] | None = None if torch.compiler.is_compiling() else {}
-    if slots is not None:  # the common case: plain tensors, each saved once
+    slots: dict[int, int] | None = None if traced else {}
+    if slots is not None:  # the common case: plain tensors, in calls that save alike
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
         if PLAIN_OR_NONE.issuperset(map(type, values)):
-            none = tuple([value is None for value in values])
-            if True in none:
-                values = [value for value in values if value is not None]
-            if len({*map(id, values)}) == len(values):
-                return values, seg.rows(none)
-    flat: list[Tensor] = []
+            flat = {id(value): value for value in values if value is not None}
+            number = dict(zip(flat, itertools.count(), strict=False))
+            return [*flat.values()], seg.rows(tuple(map(number.get, map(id, values))))
+    tensors: list[Tensor] = []
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
         values = saved[slot.owner]
@@ -56,9 +56,9 @@ def pack(seg: Segment, saved: Sequence[Any]) -> tuple[list[Tensor], list[Row | N
             value = values[k]
             if value is None:
                 continue
-            row[k] = _place(value, flat, slots)
+            row[k] = _place(value, tensors, slots)
         rows[slot.owner] = tuple(row)
-    return flat, rows
+    return tensors, rows
 
 
 def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:

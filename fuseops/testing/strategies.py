@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops.layers.sequential import Residual, Sequential
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
+from fuseops.ops.structure import Add, Tap
 from fuseops.rules.rule import Rule
 
 from .catalogue import Wanted, catalogue, entry
@@ -270,6 +271,16 @@ def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[
     return made
 
 
+def readable(made: Sequence[Op[Any]]) -> list[Op[Any]]:
+    """With a reader for every Tap, under a name that no other op has."""
+    ends: list[Op[Any]] = []
+    for k, op in enumerate(made):
+        if isinstance(op, Tap):
+            op.writes = (f"tap{k}",)
+            ends.append(Add(f"tap{k}"))
+    return [*made, *ends]
+
+
 @st.composite
 def rule_cases(
     draw: Draw,
@@ -286,7 +297,7 @@ def rule_cases(
     groups = draw(group_counts())
     split = draw(group_splits(groups))
     width = draw(widths()) * _before(types)[0]
-    model = Sequential(*_fitted(draw, types, width, groups)).to(dtype)
+    model = Sequential(*readable(_fitted(draw, types, width, groups))).to(dtype)
     split, rows = _rows(list(model), split)
     x = draw(tensors((rows, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
@@ -325,7 +336,13 @@ def _next(
             if t.__name__ not in PLACED and not e.routing and e.width != "ends"
         ]
         types = (draw(st.sampled_from(ops)),)
-    return list(_fitted(draw, types, width, groups)) if width % _before(types)[0] == 0 else []
+    if width % _before(types)[0]:
+        return []
+    made = _fitted(draw, types, width, groups)
+    if not any(isinstance(op, Tap | Add) for op in made):
+        return made
+    # names of their own, and what they add of the width that is here
+    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made))]
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:

@@ -86,7 +86,11 @@ def step(model: Any, x: Tensor, **keywords: Any) -> Step:
     out = model(x, labels=x, **keywords)
     out.loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    named = {"loss": out.loss, "logits": out.logits, "aux_loss": getattr(out, "aux_loss", None)}
+    logits = out.logits
+    if logits is None:  # in training, where nobody asked for them
+        with torch.no_grad():
+            logits = model(x, **keywords).logits
+    named = {"loss": out.loss, "logits": logits, "aux_loss": getattr(out, "aux_loss", None)}
     return found | {k: t.detach() for k, t in named.items() if t is not None}
 
 

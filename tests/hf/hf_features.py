@@ -41,6 +41,20 @@ def outputs_and_gradients(name: str) -> None:
         agree(step(applied(name).train(training), x), step(stock(name).train(training), x))
 
 
+def without_logits(name: str) -> None:
+    """In training logits are made when asked for; labels that are shifted already are taken as they are."""
+    model, expected, x = applied(name).train(), stock(name).train(), tokens()
+    shifted: dict[str, Any] = {"shift_labels": torch.cat([x[:, 1:], torch.full((2, 1), -100)], 1)}
+    for keywords in ({}, shifted, {"num_items_in_batch": 5}):
+        assert model(x, labels=x, **keywords).logits is None
+        agree(step(model, x, **keywords), step(expected, x, **keywords))
+    found = model(x, labels=x, skip_logits=False)
+    agree({"logits": found.logits}, {"logits": expected(x).logits})
+    assert model(x, logits_to_keep=2).logits.shape[1] == 2
+    assert model.eval()(x, labels=x).logits is not None
+    assert model(x, labels=x, skip_logits=True).logits is None
+
+
 def padded(name: str) -> None:
     """A batch with padding, and labels that leave tokens out."""
     x, mask = tokens(), torch.ones(2, 9, dtype=torch.long)
@@ -77,10 +91,10 @@ def checkpointing(name: str) -> None:
 def compiled(name: str) -> None:
     """The whole model in one graph."""
     torch._dynamo.reset()
-    model, x = applied(name), tokens()
+    model, x = applied(name).train(), tokens()
     torch.compile(model, backend="aot_eager", fullgraph=True)(x, labels=x).loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    expected = step(stock(name), x)
+    expected = step(stock(name).train(), x)
     agree(found, {n: expected[n] for n in found})
 
 
@@ -193,6 +207,7 @@ COMPILED = ("DeepSeek-V3", "GPT-OSS")  # which have every kind of layer; the oth
 WITH_LOSS = tuple(n for n in MOE if n not in ("DeepSeek-V3", "Nemotron-H"))
 FEATURES = (
     Feature("outputs and gradients", outputs_and_gradients, ALL),
+    Feature("loss without logits, `shift_labels`", without_logits, ALL),
     Feature("padding, `num_items_in_batch`", padded, ALL),
     Feature("`output_router_logits`, auxiliary loss", auxiliary_loss, WITH_LOSS),
     Feature("`generate`", generation, ALL),

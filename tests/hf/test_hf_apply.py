@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from families import agree, step, stock, tokens
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.modeling_outputs import CausalLMOutput
 
 import fuseops as fo
 from fuseops.integrations import hf
@@ -146,7 +149,9 @@ def test_the_report_says_why_not() -> None:
     model.model.norm.forward = type(model.model.norm).forward.__get__(model.model.norm)
     codes = nn.Parameter(torch.zeros(32, dtype=torch.int8), requires_grad=False)
     model.model.layers[0].input_layernorm.weight = codes
+    model.loss_function = lambda logits, labels, *_, **__: logits.sum()
     said = {e.path: e.why for e in hf.apply(model).left}
+    assert said[""] == "the loss is <lambda>"
     assert said["model.layers.0.mlp"] == "unknown activation Mish"
     assert said["model.layers.1.mlp"] == "up_proj has hooks"
     assert "a forward of its own" in str(said["model.norm"])
@@ -178,6 +183,36 @@ def test_what_computes_something_else_is_left_alone() -> None:
     assert [e.why for e in hf.apply(model).left] == [
         "computes something else than an RMSNorm over the last axis"
     ]
+
+
+class Halved(nn.Module):
+    """A causal language model whose logits are not what its head gives."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.model, self.lm_head, self.config = inner.model, inner.lm_head, inner.config
+        self.loss_function = LOSS_MAPPING["ForCausalLM"]
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **keywords: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state) / 2
+        loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1])
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_logits_that_are_not_the_head_s_keep_their_loss() -> None:
+    model, x = Halved(stock("Qwen3")).train(), tokens()
+    expected = step(model, x)
+    left = {e.part: e.why for e in hf.apply(model).left}
+    assert left == {"loss": "the loss reads something else than the head's logits"}
+    agree(step(model, x), expected)
+
+
+def test_callers_find_the_parameters_of_forward() -> None:
+    """Trainer drops the columns that are none of them."""
+    model = stock("Qwen3")
+    known = list(inspect.signature(model.forward).parameters)
+    hf.apply(model)
+    assert list(inspect.signature(model.forward).parameters) == known
 
 
 def test_a_hook_that_comes_later_is_run() -> None:

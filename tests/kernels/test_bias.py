@@ -83,3 +83,13 @@ def test_groups_keep_to_themselves(ends, n, seed):
     ):
         got[of_group] = want[of_group] = 0.0
         assert torch.equal(got, want)
+
+
+@given(
+    st.sampled_from([3, 64, 700]), WIDTHS, st.sampled_from([torch.bfloat16, torch.float16]), SEEDS
+)
+@few
+def test_a_gradient_in_the_dtype_of_its_owner_is_the_sum_rounded_once(rows, n, dtype, seed):
+    dy = tensor((rows, n), dtype, "normal", seed)
+    found = run(k.bias_bwd, dy, dtype)
+    assert found.dtype is dtype and torch.equal(found, run(k.bias_bwd, dy).to(dtype))

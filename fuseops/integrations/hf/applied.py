@@ -11,7 +11,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
-from . import experts, lent, mlp, norm, recognise, router
+from . import experts, lent, loss, mlp, norm, recognise, router
 from .report import Entry, Report
 
 
@@ -31,11 +31,12 @@ class Part(NamedTuple):
 
 
 def apply(model: nn.Module, *, dry_run: bool = False) -> Report:
-    """Let fuseops run the layers of a transformers model that it knows: experts, routers, MLPs and norms.
+    """Let fuseops run what it knows of a transformers model: experts, routers, MLPs, norms and the loss.
 
     Forwards are bound on the instances. Modules, their classes, parameters, names and layouts stay as they are, so
     that saving, loading, parallel plans, FSDP and adapters hold with no conversion; weights are read at each call.
     What a module computes is recognised by running it on a few random rows; what differs is left alone.
+    In training a loss is made without logits, which are then None; `model(..., skip_logits=False)` makes them.
     dry_run: report only.  Calling it again looks at everything anew.  -> what was replaced, what was not and why
     Raises FuseOpsError for what is no module.
     """
@@ -64,6 +65,9 @@ def revert(model: nn.Module) -> None:
 
 
 def _bind(module: nn.Module, part: Part, stand_in: nn.Module) -> None:
+    if part is LOSS:
+        module.__dict__["forward"] = loss.bind(module, stand_in)
+        return
     if part is not EXPERTS:  # which hang themselves, as they may be built by a call
         lent.hang(module, stand_in, None)
     module.__dict__["forward"] = functools.partial(part.forward, module)
@@ -72,7 +76,8 @@ def _bind(module: nn.Module, part: Part, stand_in: nn.Module) -> None:
 def _unbind(module: nn.Module) -> None:
     if bound(module):
         del module.__dict__["forward"]
-    module.__dict__.pop(LENT, None)
+    for name in (LENT, loss.SELF):
+        module.__dict__.pop(name, None)
 
 
 def bound(module: nn.Module) -> bool:
@@ -85,7 +90,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
     """Every module that looks like one of the parts, parents first."""
     for path, module in model.named_modules():
         said, children, own = vars(module), module._modules, module._parameters
-        if {"has_gate", "is_transposed"} <= said.keys():
+        if loss.HEAD in children and hasattr(module, "loss_function"):
+            yield path, LOSS, module
+        elif {"has_gate", "is_transposed"} <= said.keys():
             yield path, EXPERTS, module
         elif "up_proj" in children and "down_proj" in children:
             yield path, MLP, module
@@ -145,6 +152,11 @@ def _by_router(op: Any) -> str:
     return ", ".join([*said, *[f"{r.top_groups} of {r.groups} groups"] * (r.groups > 1)])
 
 
+def _by_loss(second: Any) -> str:
+    soft_cap = second.losses.mean.soft_cap
+    return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
+
+
 EXPERTS = Part(
     "experts",
     experts.forward,
@@ -177,4 +189,12 @@ NORM = Part(
     lambda module: "computes something else than an RMSNorm over the last axis",
     _by_norm,
 )
-FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM)}
+LOSS = Part(
+    "loss",
+    loss.forward,
+    loss.build,
+    loss.refused,
+    lambda module: "the loss reads something else than the head's logits",
+    _by_loss,
+)
+FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, LOSS)}

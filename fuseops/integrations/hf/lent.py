@@ -24,10 +24,15 @@ def lent(name: str) -> Any:
     """The keyword `name` of an op's `fwd`, read from the module that lends it."""
 
     def read(op: Any) -> Tensor | None:
+        # without sources, while the op is constructed, torch looks among the parameters
         source: Source | None = op.sources.get(name)
         return None if source is None else source(op.owner)
 
-    return property(read)
+    def leave(op: Any, value: Any) -> None:
+        """A constructor may say that there is none."""
+        op._parameters[name] = value
+
+    return property(read, leave)
 
 
 def lend(op: Op[Any], owner: nn.Module, sources: Mapping[str, Source]) -> None:

@@ -14,10 +14,16 @@ def bias_fwd(x: Tensor, bias: Tensor) -> Tensor:
     return (wide(x) + wide(bias)).to(x.dtype)
 
 
-def bias_bwd(dy: Tensor) -> Tensor:
-    """dbias: dy summed over all axes but the last, in the accumulator's dtype.   (..., N) -> (N,)"""
+def bias_bwd(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """dbias: dy summed over all axes but the last, in the accumulator's dtype or rounded to `dtype`.
+
+    (..., N) -> (N,)
+    """
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-    return rows.sum(0) if rows.dtype is torch.float32 else rows.sum(0, dtype=accumulator(dy.dtype))
+    if rows.dtype is torch.float32 and dtype in (None, torch.float32):
+        return rows.sum(0)
+    total = rows.sum(0, dtype=accumulator(dy.dtype))
+    return total if dtype is None else total.to(dtype)
 
 
 def grouped_bias_fwd(x: Tensor, bias: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:

@@ -37,6 +37,7 @@ def rmsnorm_bwd(
     dres: Tensor | None = None,
     need_dw: bool = True,
     weight_offset: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dx = (w dy - xhat mean(w dy xhat)) rstd + dres;  dw = row sum of dy xhat, empty if not needed."""
     full, grad = wide(x), wide(dy)
@@ -49,4 +50,6 @@ def rmsnorm_bwd(
         grad = grad * (weight.to(grad.dtype) + weight_offset)
     dx = (grad - xhat * (grad * xhat).mean(axes, keepdim=True)) * rstd
     dx = dx if dres is None else dx + wide(dres)
-    return dx.to(x.dtype), dw if need_dw else dw.new_empty(0)
+    if not need_dw:
+        return dx.to(x.dtype), dw.new_empty(0)
+    return dx.to(x.dtype), dw if dtype is None else dw.to(dtype)

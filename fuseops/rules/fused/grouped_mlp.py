@@ -19,7 +19,7 @@ from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.torch_private import is_fake
@@ -95,7 +95,7 @@ class GroupedMLP(FusedOp):
     ) -> Out:
         saved = self.inputs(x, t)
         h, a = self.activated(saved, calls[0], "h" in keep)
-        return Out(self.output(saved, a, calls[2]), saved._replace(h=h))
+        return Out(self.output(saved, a, calls[2]), replaced(saved, h=h))
 
     def bwd(
         self,
@@ -207,7 +207,7 @@ class GroupedMLP(FusedOp):
         h, a, dh, dprobs = held.pop(), None, None, None
         if h is None and not last.needs.isdisjoint(("x", "weight")):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
-            h = self.hidden(s._replace(x=x), first, x_index)
+            h = self.hidden(replaced(s, x=x), first, x_index)
             del x
         rows = len(dy) if dy_index is None else len(dy_index)
         operands = self.operands(s)
@@ -215,7 +215,7 @@ class GroupedMLP(FusedOp):
         above = grouped_linear_bwd(
             fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
         )
-        da, above = above.x, above._replace(x=None)
+        da, above = above.x, replaced(above, x=None)
         if fused:
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)  # type: ignore[arg-type]
         elif da is not None:
@@ -226,16 +226,16 @@ class GroupedMLP(FusedOp):
             a = self.activation(h, s)  # type: ignore[arg-type]
         del h
         if "weight" in last.needs:
-            dw2 = _weight(fc2._replace(x=a), dy, last, None, dy_index)
+            dw2 = _weight(replaced(fc2, x=a), dy, last, None, dy_index)
             del a
         del dy
         if dh is not None:
             below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:
-                below = below._replace(x=finish(below.x))
+                below = replaced(below, x=finish(below.x))
             if "weight" in first.needs:
                 x, x_index = source(dh.shape[1])
-                dw1 = _weight(fc1._replace(x=x), dh, first, x_index, None)
+                dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
         return _with(below, dw1), Grads(side=side), _with(above, dw2)
 
@@ -265,11 +265,11 @@ class GroupedMLP(FusedOp):
 
 def without_h(saved: GroupedMLPSaved) -> tuple[GroupedMLPSaved, list[Tensor | None]]:
     """h apart, in a list that gives it away: what is named by a caller lives until the call returns."""
-    return saved._replace(h=None), [saved.h]
+    return replaced(saved, h=None), [saved.h]
 
 
 def _without(call: Call, *needs: str) -> Call:
-    return call._replace(needs=call.needs.difference(needs))
+    return replaced(call, needs=call.needs.difference(needs))
 
 
 def _weight(
@@ -280,9 +280,9 @@ def _weight(
     dy_index: Tensor | None,
 ) -> Params:
     """The gradient of the weight alone."""
-    only = call._replace(needs=WEIGHT)
+    only = replaced(call, needs=WEIGHT)
     return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
 
 
 def _with(grads: Grads, params: Params) -> Grads:
-    return grads._replace(params={**(grads.params or {}), **params})
+    return replaced(grads, params={**(grads.params or {}), **params})

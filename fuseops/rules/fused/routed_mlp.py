@@ -18,7 +18,7 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.permute import Combine
 
 from . import dswiglu
@@ -98,13 +98,13 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         rows, by = _rows(x, index, pos, offs, _copies(FC1, x, index, features))
-        h, a = self.mlp.activated(s._replace(x=rows), calls[1], "h" in keep, by)
+        h, a = self.mlp.activated(replaced(s, x=rows), calls[1], "h" in keep, by)
         del rows
         y = self.mlp.output(s, a, calls[3])
         del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs)
-        return Out(y, RoutedMLPSaved(*s._replace(h=h), index, pos))
+        return Out(y, RoutedMLPSaved(*replaced(s, h=h), index, pos))
 
     def bwd(
         self,
