@@ -259,7 +259,9 @@ def _with_numbers() -> list[type]:
     found = []
     for op, known in catalogue().items():
         made = known.make(Wanted(lambda *options: options[0], 8, 8, 2))
-        if any(type(value) is float for value in vars(made).values()):
+        if any(type(value) is float for value in vars(made).values()) and set(made.reads) <= {
+            *routed_by(4)
+        }:
             found.append(op)
     return found
 
