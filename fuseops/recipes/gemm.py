@@ -15,6 +15,9 @@ from fuseops import kernels as K
 
 from .operands import Operand
 from .quantized import Quantized, values
+from .scaling import SQUARE
+
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fprop(
@@ -36,6 +39,10 @@ def _multiplied(
 ) -> Tensor:
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized):
+        codes, turned = a.row, weight.row if layout == "row" else weight.col
+        if codes is not None and turned is not None and a.dtype in OUTPUTS:
+            kind = "tensor" if a.scaling.block is None else "block"
+            return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
         left, right = values(a, "row"), values(weight, layout)
     else:  # one of them is high precision: what both stand for, in float32
         left = _wide(a)
@@ -45,8 +52,23 @@ def _multiplied(
     return y.to(a.dtype)
 
 
+def _columns(
+    dy: Operand, x: Operand, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, str] | None:
+    """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
+    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
+        return None
+    if dy.col is None or x.col is None:
+        return None
+    squares = "square" if x.scaling.columns == SQUARE else "block"
+    return *dy.col, *x.col, "tensor" if x.scaling.block is None else squares
+
+
 def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
+    columns = _columns(dy, x, dtype)
+    if columns is not None:
+        return K.fp8_wgrad(*columns, offs, None, dtype)
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)):
         left, right = _wide(dy), _wide(x)
         dw = left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
@@ -61,6 +83,10 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = Non
 
 def wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
+    columns = _columns(dy, x, main_grad.dtype)
+    if columns is not None:
+        K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
+        return
     if isinstance(dy, Quantized) and isinstance(x, Quantized):
         left, right, ends = values(dy, "col").t(), values(x, "col").t(), K.column_offs(offs)
     else:

@@ -36,8 +36,8 @@ def activated(
     h: Operand = mlp.hidden(s, calls[0], index)
     if roles.hidden is not None:  # what the backward will read, the forward reads too
         h = operand(h, roles.hidden)
-    if not _writes_codes(mlp, high(h), calls):
-        return h, mlp.activation(high(h), s.probs)
+    if not _writes_codes(s, high(h), calls):
+        return h, mlp.activation(high(h), s)
     scaling = cast("Scaling", cast("Roles", calls[2].precision.roles).input)
     wide = high(h)
     parts = K.swiglu_operand(wide, s.probs if mlp.scaled else None, None, scaling.data)
@@ -113,12 +113,12 @@ def _through_activation(
         return None, None, None
     need_a = "weight" in last.needs
     if da is None:
-        return None, mlp.activation(h, s.probs) if need_a else None, None
-    if not (first.needs and _writes_codes(mlp, h, calls)) or h.shape[1] % 256:
+        return None, mlp.activation(h, s) if need_a else None, None
+    if not (first.needs and _writes_codes(s, h, calls)) or h.shape[1] % 256:
         wanted = bool(first.needs), "probs" in act.needs, need_a
-        high_dh, dprobs, high_a = mlp.activation_bwd(da, h, s.probs, *wanted)
+        high_dh, dprobs, high_a = mlp.activation_bwd(da, h, s, *wanted)
         if need_a and high_a is None:
-            high_a = mlp.activation(h, s.probs)
+            high_a = mlp.activation(h, s)
         return high_dh, high_a, dprobs
     row, col = "x" in first.needs, "weight" in first.needs
     of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
@@ -131,13 +131,17 @@ def _through_activation(
     return dh, a, parts[6]
 
 
-def _writes_codes(mlp: GroupedMLP, h: Tensor, calls: tuple[Call, ...]) -> bool:
+def _writes_codes(s: GroupedMLPSaved, h: Tensor, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
     whose gradient reads dh.
     """
-    if mlp.kind != "swiglu" or any(mlp.options) or not calls[0].needs.isdisjoint(("bias", "probs")):
-        return False
-    if mlp.scaled and h.dim() != 2:
+    kind, *options = cast("tuple[Any, ...]", s.form)
+    if (
+        kind != "swiglu"
+        or any(options)
+        or h.dim() != 2
+        or not calls[0].needs.isdisjoint(("bias", "probs"))
+    ):
         return False
     roles = [call.precision.roles for call in (calls[0], calls[2])]
     scalings = [t for r in roles if r is not None for t in (r.input, r.grad_output)]
