@@ -82,6 +82,8 @@ def expected_why_apart(
     given: Operands, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int
 ) -> str | None:
     """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
+    if torch.compiler.is_compiling():  # which can look neither into a cache nor at modes
+        return "dy is traced, or quantized"
     fc2: Tensor = given.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
     seen = type(fc2) not in PLAIN or torch_private.num_dispatch_modes()
