@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch
+
+# hooks on every module of the process, by their handles
+GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+)
 
 
 def in_backward() -> bool:
@@ -132,6 +141,13 @@ def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
 def is_nested(cls: type) -> bool:
     """Is it torch's class of jagged tensors?  By name, since the module is private."""
     return cls.__name__ == "NestedTensor"
+
+
+def halved_shard(dim: int) -> Any:
+    """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=2)
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -156,6 +156,14 @@ class KernelOp(Generic[P, R]):
         if not (could and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
+            given = enumerate((*args, *kwargs.values()))
+            check_all_meta(
+                [
+                    (f"{self.name}: argument {k}", t.is_meta)
+                    for k, t in given
+                    if isinstance(t, Tensor)
+                ]
+            )
             return self.op(*args, **kwargs)
         if (
             torch.compiler.is_compiling()
@@ -291,6 +299,19 @@ def _traced(args: tuple[Any, ...]) -> bool:
         isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
+
+
+def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
+    """Raise FuseOpsError where some tensors, by name, are on the meta device and others are not: what has no values
+    would be read. A fake, and torch itself for a product of matrices, then give memory that nobody wrote.
+    """
+    on_meta = [name for name, meta in found if meta]
+    if on_meta and len(on_meta) < len(found):
+        others = [name for name, meta in found if not meta]
+        raise FuseOpsError(
+            f"{', '.join(on_meta)} on the meta device beside {', '.join(others)}, which have values: give those on "
+            "meta some (model.to_empty(device=...), then load or initialise them), or put everything on meta."
+        )
 
 
 def _unseen() -> bool:
