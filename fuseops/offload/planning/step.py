@@ -27,7 +27,7 @@ from fuseops.ops.op import Op as FuseOp
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
 from .profile import DRY_RUN, RECORDED, Profile
-from .recompute import Seen, recomputations
+from .recompute import SeenStep, recomputations
 from .record import Recorder, Seconds
 from .roofline import DRY_ERROR, Roofline
 
@@ -35,7 +35,7 @@ Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
 
 
-class Step(NamedTuple):
+class ProfiledStep(NamedTuple):
     """What is profiled: one forward and backward.
 
     layers  id of a module -> its path; the units of the schedule
@@ -74,7 +74,7 @@ class Step(NamedTuple):
         torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
 
 
-def record(step: Step) -> Profile:
+def record(step: ProfiledStep) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
     that adds to them.
@@ -82,7 +82,7 @@ def record(step: Step) -> Profile:
     cuda = any(p.is_cuda for p in step.model.parameters())
     forward: list[int] = []  # how many ops it has
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
         recorder = _recorder(step, meter, None)
         with recorder.running():
@@ -90,7 +90,7 @@ def record(step: Step) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -122,7 +122,7 @@ def record(step: Step) -> Profile:
     )
 
 
-def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
+def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
     """One step on fake tensors: bytes are exact, times are estimates (roofline.py).
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
@@ -134,7 +134,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
     rows = _Rows(split)
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         rows.used = 0
         with faked(step.model, lambda t: _fake(t, mode)):
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
@@ -145,7 +145,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
                 step.run(args, side)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -161,7 +161,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
 
 
 def _recorder(
-    step: Step, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
+    step: ProfiledStep, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
 ) -> Recorder:
     return Recorder(
         *(step.model, dict(step.layers), meter),
@@ -171,7 +171,7 @@ def _recorder(
     )
 
 
-def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
+def _assumed(step: ProfiledStep, hardware: Hardware, seen: SeenStep, rows: _Rows) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
         f"recorded steps lay within {DRY_ERROR:.0%}"
@@ -196,7 +196,7 @@ def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterato
 # --- a real step
 
 
-def _timed(step: Step, new: list[Tensor], cuda: bool) -> tuple[float, float]:
+def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, float]:
     """Seconds of a forward and of a backward as users run them: step after step, so that the host is
     ahead of a CUDA device. From an idle one the forward takes longer, by what the host needs first.
     """
@@ -226,7 +226,7 @@ def _median(starts: list[Any], ends: list[Any]) -> float:
     )
 
 
-def _leaves(step: Step) -> list[Tensor]:
+def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
@@ -245,7 +245,7 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _untouched(step: Step, cuda: bool) -> Iterator[None]:
+def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
     """Gradients wherever they go, buffers, what else modules hold and random states come back."""
     kept = [t.grad for t in _leaves(step) if t.grad is not None]
     written = (*kept, *step.model.buffers(), *main_grads(step.model))
@@ -324,7 +324,7 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _bordered(step: Step) -> Iterator[None]:
+def _bordered(step: ProfiledStep) -> Iterator[None]:
     """A hook on every layer, as a scheduler has: no fusion goes from one to another."""
     with ExitStack() as undo:
         for module in step.model.modules():
