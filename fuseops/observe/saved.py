@@ -111,13 +111,14 @@ def _touch(node: Any) -> None:
 
 def storages(tensor: Tensor) -> Storages:
     """The storages below a tensor: one, or those of a wrapper's inner tensors."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        inner, _ = tensor.__tensor_flatten__()
-        return tuple(pair for name in inner for pair in storages(getattr(tensor, name)))
+    return tuple(_storage(part) for part in torch_private.plain_parts(tensor))
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
     try:
-        return ((torch_private.storage_id(tensor), tensor.untyped_storage().nbytes()),)
+        return torch_private.storage_id(tensor), tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # sparse layouts have none of their own
-        return ((id(tensor), tensor.numel() * tensor.element_size()),)
+        return id(tensor), tensor.numel() * tensor.element_size()
 
 
 def tensors_by_owner(

@@ -223,8 +223,6 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias
-        if self.scale_bias:
-            self.reads = ("offs", "probs")
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
         self.packed, self.repacks = packed, 0
@@ -232,6 +230,14 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         self._register("weight", weight)
         self._register("bias", weight.new_empty(num_groups, out_features) if bias else None)
         self.reset_parameters()
+
+    @property
+    def scale_bias(self) -> bool:
+        return "probs" in self.reads
+
+    @scale_bias.setter
+    def scale_bias(self, scaled: bool) -> None:
+        self.reads = ("offs", "probs") if scaled else ("offs",)
 
     def _register(self, name: str, whole: Tensor | None) -> None:
         if whole is None or self.packed:
@@ -260,7 +266,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     def __getattr__(self, name: str) -> Any:
         if name in PACKED and name not in self._parameters and not self.packed:
-            return packed([getattr(self, key) for key in self.registered(name)])
+            return packed({key: getattr(self, key) for key in self.registered(name)})
         return super().__getattr__(name)
 
     def repack(self) -> bool:

@@ -75,6 +75,7 @@ class LayerNormSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
     mean: Tensor | None  # (..., 1 for each normalized axis) float32
     rstd: Tensor | None  # the same
+    shape: tuple[int, ...] | None  # normalized_shape, of the forward
 
 
 class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
@@ -86,9 +87,9 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
     """
 
     saves_for = {
-        "x": ("x", "weight", "mean", "rstd"),
-        "weight": ("x", "mean", "rstd"),
-        "bias": (),
+        "x": ("x", "weight", "mean", "rstd", "shape"),
+        "weight": ("x", "mean", "rstd", "shape"),
+        "bias": ("shape",),
     }
     cut_before = True
     floats = True
@@ -100,11 +101,13 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
         h, w, b = _alike(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(h, self.normalized_shape, w, b, self.eps)  # type: ignore[arg-type]
-        return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd))
+        shape = tuple(self.normalized_shape)
+        return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd, shape))
 
     def bwd(self, saved: LayerNormSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, weight, mean, rstd = saved
-        shape, needs = self.normalized_shape, call.needs
+        x, weight, mean, rstd, normalized = saved
+        shape: tuple[int, ...] = normalized  # type: ignore[assignment]
+        needs = call.needs
         params: dict[str, Tensor | None] = {}
         if "bias" in needs:
             params["bias"] = K.bias_bwd(dy.reshape(-1, math.prod(shape))).view(shape)

@@ -202,6 +202,7 @@ class _Builder:
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
         return Step(
             members=members,
+            at=self.facts.offset + u.start,
             target=u.target,
             kind=u.kind,
             args=args,
@@ -225,6 +226,7 @@ class _Builder:
         wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
         step = Step(
             members=tuple(i - base for i in members),
+            at=self.facts.offset + u.start,
             target=u.target,
             kind=u.kind,
             args=(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.ops.op import Op
+from fuseops.torch_private import GLOBAL_HOOKS
 
 from .chain import Chain
 
@@ -21,7 +22,7 @@ class PlanKey(NamedTuple):
     """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
 
     ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
+    sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
     dtype: torch.dtype
@@ -29,22 +30,29 @@ class PlanKey(NamedTuple):
     x_needs: bool
     x_class: type
     autocast: torch.dtype | None
+    hooked: bool
     compiling: bool
 
 
 def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
+    """What a plan depends on, of one op: class, mode, hooks, and of its parameters (need, dtype, on meta, class)."""
     own = op.__dict__
     registered = own["_parameters"]
+    kind: type = op.__class__
+    if "parametrizations" in own["_modules"]:
+        kind = kind.__bases__[0]  # torch makes a class anew for every registration
     # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
-    facts = [op.__class__, own["training"], True if op.alias else False]  # noqa: SIM210
+    facts = [kind, own["training"], True if op.alias else False]  # noqa: SIM210
     if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:
         facts.append("a method of its own")
     for name in parameters:
         p = registered[name] if name in registered else op.sample(name)
-        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
+        known = None
+        if p is not None:
+            known = grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
+        facts.append(known)
     return tuple(facts)
 
 
@@ -56,6 +64,14 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
     )
+
+
+def hooked() -> bool:
+    """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
+    if not any(GLOBAL_HOOKS):
+        return False
+    found = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("fuseops.") for hook in found)
 
 
 def key_of(
@@ -73,7 +89,12 @@ def key_of(
                 for op, names in zip(chain.ops, chain.parameters, strict=True)
             ]
         ),
-        tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in chain.outside]),
+        tuple(
+            [
+                (n, t.dtype, t.is_meta, grad and t.requires_grad)
+                for n, t in [(n, side[n]) for n in chain.outside]
+            ]
+        ),
         tokens,
         live,
         x.dtype,
@@ -81,6 +102,7 @@ def key_of(
         grad and x.requires_grad,
         x.__class__,
         _autocast(x),
+        hooked(),
         compiling,
     )
 
@@ -97,7 +119,7 @@ class Glance:
             registered, buffers = own["_parameters"], own["_buffers"]
             if len(facts) != 3 + len(names):
                 raise KeyError(op)
-            missing = False, None, None.__class__
+            missing = False, None, False, None.__class__
             tensors = []
             for k, name in enumerate(names, 3):
                 home = registered if name in registered else buffers
@@ -120,11 +142,16 @@ class Glance:
             or tokens != key.tokens
             or live != key.live
             or _autocast(x) is not key.autocast
+            or hooked() is not key.hooked
         ):
             return False
-        for name, dtype, wanted in key.sides:
+        for name, dtype, meta, wanted in key.sides:
             t = side[name]
-            if t.dtype is not dtype or (grad and t.requires_grad) is not wanted:
+            if (
+                t.dtype is not dtype
+                or t.is_meta is not meta
+                or (grad and t.requires_grad) is not wanted
+            ):
                 return False
         for op, own, registered, buffers, kind, training, alias, tensors in self.ops:
             if (
@@ -142,12 +169,14 @@ class Glance:
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
-            for home, name, wanted, dtype, kind in tensors:
+            for home, name, wanted, dtype, meta, kind in tensors:
                 p = home.get(name, MISSING)
                 if p.__class__ is not kind:
                     return False
                 if p is not None and (
-                    p.dtype is not dtype or (grad and p.requires_grad) is not wanted
+                    p.dtype is not dtype
+                    or p.is_meta is not meta
+                    or (grad and p.requires_grad) is not wanted
                 ):
                     return False
         return True

@@ -30,7 +30,9 @@ def mode_of(
 
 
 def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[str, str]:
-    why = None if alone else opaque_reason(op)
+    why = None
+    if not alone:
+        why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
     if why is not None:
         return "call", why
     if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):

@@ -18,6 +18,7 @@ from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
+from fuseops.ops.halves import check_halves, in_rank_order
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.plan.build import RunPlan, build
@@ -35,12 +36,12 @@ from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
-from fuseops.torch_private import is_nested
+from fuseops.torch_private import is_dtensor, is_nested
 
 from . import bridge, buffers, checks, traced
 from .bridge import Live, Once
 from .buffers import Buffers
-from .checks import check_dtype, describe, dtype_mismatch
+from .checks import check_dtype, check_meta, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
 from .modes import mode_of
@@ -183,6 +184,8 @@ class Run:
         if key in self.entries:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
+        check_meta(self.chain, key)
+        check_halves(self.ops, self.names)
         settings = scopes.resolve(*key.tokens)
         if is_nested(key.x_class) and not settings.reference:
             raise checks.nested_tensor(self.chain)
@@ -194,7 +197,7 @@ class Run:
             settings=settings,
             x_needs=key.x_needs,
             grads=frozenset(self._wanted(key)),
-            side_grads=frozenset(name for name, _, wanted in key.sides if wanted),
+            side_grads=frozenset(name for name, *_, wanted in key.sides if wanted),
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
             compute=key.autocast,
@@ -380,6 +383,8 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once)
+        if is_dtensor(type(y)):
+            y = in_rank_order(y, seg.ops[-1])
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y

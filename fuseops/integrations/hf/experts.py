@@ -60,7 +60,7 @@ def forward(
         stand_in = self.__dict__.get(LENT)
     else:
         stand_in = built(self, top_k_index.shape[-1])
-    if stand_in is None:
+    if stand_in is None or lent.sharded(self):
         return _stock()(self, hidden_states, top_k_index, top_k_weights)
     experts: Any = self
     if getattr(self, "_is_expert_parallel", True):

@@ -47,4 +47,6 @@ def build(module: nn.Module) -> LentRMSNorm | None:
 
 def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """As the module's own; in the dtype of the input, rounded once."""
+    if lent.sharded(self):
+        return type(self).forward(self, hidden_states)
     return self.__dict__[LENT](hidden_states)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import faked
@@ -57,13 +58,19 @@ class ProfiledStep(NamedTuple):
         side: Mapping[str, Any],
         between: Callable[[], None] = lambda: None,
     ) -> None:
-        """Forward and backward; `between` is called between them."""
+        """Forward and backward; `between` is called between them.
+
+        Of the output only what the backward begins at lives on, as in `model(...).loss.backward()`.
+        """
         out = self.model(*args, **side)
         between()
-        if self.loss is not None:
-            self.loss(out).backward()  # type: ignore[no-untyped-call]
-            return
-        loss = getattr(out, "loss", None)
+        ends = self._ends(out)
+        del out
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+    def _ends(self, out: Any) -> list[Tensor]:
+        """Where the backward begins."""
+        loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
         tensors = [loss] if isinstance(loss, Tensor) else list(tensors_in(out))
         ends = [t for t in tensors if t.requires_grad]
         if not ends:
@@ -71,7 +78,7 @@ class ProfiledStep(NamedTuple):
                 f"a step of {type(self.model).__name__} has no backward: no output needs a "
                 "gradient. Pass loss=, or an input or parameters that require gradients."
             )
-        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        return ends
 
 
 def record(step: ProfiledStep) -> Profile:
@@ -292,12 +299,16 @@ def _fake_copy(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class _Rows:
-    """Answers how many rows a selection finds, from the declared split."""
+    """Answers what fake tensors do not know: how many rows a selection finds, from the declared split, and what a
+    grouped product of float32 gives, of which torch has a kernel and a shape for bfloat16 only.
+    """
 
     def __init__(self, split: Sequence[int] | None) -> None:
         self.split, self.used = split, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return args[0].new_empty(_grouped_shape(*args[:2], *args[2:3], **kwargs))
         if func is not torch.ops.aten.nonzero.default or not self.split:
             return func(*args, **kwargs)
         rows = self.split[self.used % len(self.split)]
@@ -305,11 +316,22 @@ class _Rows:
         return args[0].new_empty((rows, args[0].dim()), dtype=torch.int64)
 
 
+def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> tuple[int, ...]:
+    """Of `_grouped_mm`: a matrix a group where neither operand has an axis of rows (or columns) of its own."""
+    if a.dim() == b.dim() == 2:
+        groups = 0 if offs is None else offs.numel()
+        return groups, a.shape[0], b.shape[1]
+    if a.dim() == b.dim():
+        return a.shape[0], a.shape[1], b.shape[2]
+    return a.shape[-2], b.shape[-1]
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What fake tensors cannot know, in words of this package."""
+    """What fake tensors cannot know, in words of this package, and in no log lines of torch."""
     try:
-        yield
+        with torch_private.quiet_fake_tensors():
+            yield
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"DataDependentOutputException", "DynamicOutputShapeException"}:

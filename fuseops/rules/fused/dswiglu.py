@@ -19,6 +19,7 @@ from fuseops import torch_private
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path
 from fuseops.kernels.registry import PLAIN
+from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
@@ -35,8 +36,7 @@ EPILOGUE = Space(
 class Operands(NamedTuple):
     """What the backward through fc2 and the activation before it reads, but for dy and h."""
 
-    kind: str  # of the activation, and its options
-    options: tuple[Any, ...]
+    form: Form  # of the activation
     probs: Tensor | None  # (R,) that the activation multiplies by, if it does
     fc2: Tensor | None  # (E, D, F)
     offs: Tensor | None
@@ -55,8 +55,9 @@ def why_apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     first, _, last = calls
-    if given.kind != "swiglu" or any(given.options):
-        return f"the activation is {given.kind}, in another form than [gate | up]"
+    kind, *options = given.form
+    if kind != "swiglu" or any(options):
+        return f"the activation is {kind}, in another form than [gate | up]"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"
     if (last.out or {}).get("dx") is not None:
