@@ -113,7 +113,8 @@ def resolve(*tokens: int) -> Settings:
 
 
 DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
-OF_THIS_PROCESS = frozenset({"_runner", DELAYED})
+WGRAD_HOOKS = "_wgrad_hooks"  # in an op's __dict__: what is called once that is done
+OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:

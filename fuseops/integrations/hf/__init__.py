@@ -19,7 +19,7 @@ from .report import ApplyReport, ReportEntry
 from .weights import to_fuseops as to_fuseops
 from .weights import to_hf as to_hf
 
-Report, Entry = ApplyReport, ReportEntry
+ApplyReport, ReportEntry = ApplyReport, ReportEntry
 
 if importlib.util.find_spec("transformers") is not None:
     _experts.register()
