@@ -80,7 +80,7 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
     ahead = known & ((size > own) | ((size == own) & (groups < group)))
     tl.store(tiles_ptr + 2 + tl.sum(ahead.to(tl.int32), axis=0), group)
     entries = tiles_ptr + 2 + E
-    for level in tl.static_range(2):
+    for level in tl.static_range(3):
         bound = R // (64 << level) + E
         blocks = tl.cdiv(size, 64 << level)
         first = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
@@ -89,7 +89,8 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
             mask = (k + step < count) & (first + k + step < bound)
             tl.store(entries + first + k + step, group + (k + step) * MAX_GROUPS, mask=mask)
         if group == E - 1:
-            tl.store(tiles_ptr + level, tl.minimum(first + count, bound))
+            counted = tiles_ptr + level if level < 2 else entries + bound
+            tl.store(counted, tl.minimum(first + count, bound))
             for k in range(first + count, bound, 256):
                 tl.store(entries + k + step, 0 * step, mask=k + step < bound)
         entries += bound
