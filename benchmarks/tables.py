@@ -83,6 +83,8 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
         yield table(facts("microseconds", result["microseconds"]))
+    if isinstance(result.get("small_steps"), dict):
+        yield table(keyed("microseconds of the host", result["small_steps"]))
     if isinstance(result.get("bars"), dict):
         yield table(keyed("bar", result["bars"]))
     if isinstance(result.get("runs"), list):

@@ -143,6 +143,11 @@ def is_nested(cls: type) -> bool:
     return cls.__name__ == "NestedTensor"
 
 
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs in this process, or None."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
 def halved_shard(dim: int) -> Any:
     """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
     from torch.distributed.tensor.placement_types import _StridedShard

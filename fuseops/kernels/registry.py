@@ -55,7 +55,7 @@ _library = torch.library.Library("fuseops", "FRAGMENT")
 _watched: list[Call] | None = None
 
 
-class _Thread(threading.local):
+class _RegistryThread(threading.local):
     """What this thread asked for."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Thread(threading.local):
         self.as_arch = 0
 
 
-thread = _Thread()
+thread = _RegistryThread()
 
 
 @contextmanager
@@ -143,17 +143,17 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if torch.compiler.is_compiling():
-            if self.fuses:
+        could, replayable = first.is_cuda or INTERPRET or thread.as_arch, False
+        if could:
+            if not torch.compiler.is_compiling():
+                replayable = not kwargs and _unseen()
+            elif self.fuses:
                 return self.twin(*args, **kwargs)
-            replayable = False
-        else:
-            replayable = not kwargs and (first.is_cuda or INTERPRET) and _unseen()
         if replayable:
             out = planned.now.replays.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
-        if not ((first.is_cuda or INTERPRET or thread.as_arch) and self.launches(args, kwargs)):
+        if not (could and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))

@@ -176,7 +176,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     scale_bias: the bias is multiplied by `probs`, one a row, which the op then reads too: an expert's output times its
     probability, where the probability is applied before the bias.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
-    contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
+    contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None, or gets zeros where
+    the parameter has `grad_added_to_main_grad`.
     delay_wgrad: the weight's gradient waits for `backward_dw()`, of the op or of a Sequential; the bias' does not.
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
@@ -228,6 +229,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         self.packed, self.repacks = packed, 0
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         self._register("weight", weight)
+        for key in self.registered("weight") if delay_wgrad else ():
+            # Megatron then hooks its reduction to this op's `backward_dw`, not to the backward
+            self._parameters[key].skip_backward_post_hook = True  # type: ignore[union-attr]
         self._register("bias", weight.new_empty(num_groups, out_features) if bias else None)
         self.reset_parameters()
 

@@ -224,6 +224,12 @@ class Op(nn.Module, Generic[S]):
         """Compute the gradients that `delays` has put off: see `Sequential.backward_dw`.   -> how many there were"""
         return run_delayed(self)
 
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have `backward_dw()` call `hook()` once the gradients that it has put off are there, as Megatron's overlapped
+        reduction of them asks (it looks for `skip_backward_post_hook` on parameters).
+        """
+        self.__dict__.setdefault(scopes.WGRAD_HOOKS, []).append(hook)
+
     def parameter_names(self) -> tuple[str, ...]:
         """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
         if not hasattr(self, "signature"):

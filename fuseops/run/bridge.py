@@ -291,6 +291,7 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
         if seg.elsewhere:
+            weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
         if live is not None and live.frame is not None:
             live.frame.fill(

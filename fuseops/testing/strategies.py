@@ -340,7 +340,7 @@ def _next(
         return []
     made = _fitted(draw, types, width, groups)
     if not any(isinstance(op, Tap | Add) for op in made):
-        return made
+        return [*made]
     # names of their own, and what they add of the width that is here
     return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made))]
 
