@@ -110,7 +110,7 @@ class MoE(Sequential):
         super().__init__({name: op for name, op in children.items() if op is not None})
         self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
 
-    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module. Experts of a dispatcher with a `mesh`, the 1-d DeviceMesh over whose ranks they are spread,
         are DTensors, shards of all experts: a distributed checkpoint would take those of one rank for all otherwise.
         """
