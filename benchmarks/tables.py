@@ -35,6 +35,9 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
 - **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
   element over the mean magnitude of its tensor.
+- **step**: forward, loss and backward of a Hugging Face model, stock and after `hf.apply`; the peak is beyond what is
+  resident. **bf16**: the error of small models in bf16 over float32, of the logits and of the gradients (median and
+  worst), and how many replaced layers wait for the device.
 - **ratio** of a way to train: its step over the plain step of the same round, the median of all rounds, with the
   interval that holds the true one with 95 % (of fewer than six rounds, their range).
 
@@ -80,6 +83,8 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
         yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
         yield table(facts("microseconds", result["microseconds"]))
+    if isinstance(result.get("small_steps"), dict):
+        yield table(keyed("microseconds of the host", result["small_steps"]))
     if isinstance(result.get("bars"), dict):
         yield table(keyed("bar", result["bars"]))
     if isinstance(result.get("runs"), list):
@@ -95,6 +100,10 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table(keyed(name, rows))
         elif name == "cells" and isinstance(value, list):
             yield table(keyed("two GPUs", outcomes(value)))
+        elif name == "steps" and value:
+            yield table(keyed("step", whole_steps(value)))
+        elif name == "checks" and value and "steps" in result:
+            yield table(keyed("bf16", rounding(value)))
         elif name in PARTS and isinstance(value, dict) and value:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 
@@ -117,6 +126,34 @@ def outcomes(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         error = f" {c['largest_error']:.1e}" if c.get("largest_error") else ""
         found.setdefault(c["cell"], {})[c["port"]] = c["outcome"] + error
     return found
+
+
+def whole_steps(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Steps of stock models: milliseconds, peak, and ratios to ours."""
+    return {
+        f"{model}, {name}": {
+            "ms": us / 1e3,
+            "peak GiB": m["peak_gib"][name],
+            "over fuseops": m.get("over_fuseops", {}).get(name),
+        }
+        for model, m in models.items()
+        for name, us in m["us"].items()
+    }
+
+
+def rounding(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Errors of stock models and of ours over float32, and who waits for the device."""
+    return {
+        model: {
+            **{
+                f"{what}, {who}": m[who][what]
+                for what in ("logits", "median", "worst")
+                for who in ("stock", "fuseops")
+            },
+            "waits": len(m["waits"]),
+        }
+        for model, m in models.items()
+    }
 
 
 def flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

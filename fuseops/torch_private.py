@@ -3,16 +3,29 @@
 `tests/test_torch_private.py` fails when one of them is gone.
 """
 
+import contextlib
 import functools
+import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules import module as nn_module
+from torch.utils import _python_dispatch
+
+# hooks on every module of the process, by their handles
+GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+)
 
 
 def in_backward() -> bool:
@@ -114,9 +127,48 @@ def is_dtensor(cls: type) -> bool:
     return cls.__name__ == "DTensor"
 
 
+def plain_parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storages that a wrapper subclass is made of, through wrappers in it; t itself of a plain one.
+
+    What a wrapper names besides tensors (a DTensor its mesh) is left out.
+    """
+    if not hasattr(t, "__tensor_flatten__"):
+        return [t]
+    parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    return [plain for p in parts if isinstance(p, torch.Tensor) for plain in plain_parts(p)]
+
+
 def is_nested(cls: type) -> bool:
     """Is it torch's class of jagged tensors?  By name, since the module is private."""
     return cls.__name__ == "NestedTensor"
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs in this process, or None."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def halved_shard(dim: int) -> Any:
+    """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=2)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees an op."""
+    return _python_dispatch._disable_current_modes()
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging an op that fake tensors cannot run, some forty lines, before it raises the error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake(t: torch.Tensor) -> bool:

@@ -614,7 +614,7 @@ def test_a_method_replaced_on_the_instance_is_used_alone_and_inside(name: str) -
     if name == "forward":
         op.forward = lambda x: x * 7
     else:
-        op.fwd = lambda x: fo.Out(x * 7, (x,))
+        op.fwd = lambda x: fo.Out(x * 7, (x, ("silu",)))
     torch.testing.assert_close(op(x), 7 * x)
     torch.testing.assert_close(seq(x), 7 * seq[0](x))
     del op.__dict__[name]

@@ -122,6 +122,90 @@ def test_a_layer_of_experts_is_replaced_whole(which: int) -> None:
     assert same(hf.to_hf(moe.state_dict()), {k: v.double() for k, v in stock.state_dict().items()})
 
 
+def gpt_oss(dim: int = 6, hidden: int = 4) -> tuple[nn.Module, fo.MoE]:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    stock = GptOssMLP(GptOssConfig(hidden_size=dim, intermediate_size=hidden, **sizes))
+    act = fo.ops.ScaledClampedSwiGLU(interleave=1)
+    moe = fo.MoE(dim, hidden, 8, 2, router_bias=True, bias=True, activation=act)
+    for tensor in stock.state_dict().values():
+        torch.nn.init.normal_(tensor)
+    return stock.double().eval(), moe.double().eval()
+
+
+@pytest.mark.parametrize(
+    "hidden", [4, 6, 3]
+)  # 6: down_proj is square as in gpt-oss-20b; 3: D is 2F
+def test_gpt_oss_goes_there_and_back(hidden: int) -> None:
+    """Transposed, with biases, gate and up alternating."""
+    stock, moe = gpt_oss(6, hidden)
+    file = {f"layers.0.mlp.{name}": tensor for name, tensor in stock.state_dict().items()}
+    ours = hf.to_fuseops(file, moe=True)
+    moe.load_state_dict({k.removeprefix("layers.0.mlp."): v for k, v in ours.items()})
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(moe(x), stock(x)[0], rtol=1e-6, atol=1e-6)
+    assert same(hf.to_hf(ours), file)
+    assert same(hf.to_hf(moe.state_dict()), dict(stock.state_dict()))
+    apart = hf.to_fuseops(file)  # only the experts
+    assert apart["layers.0.mlp.experts.fc1.bias"].shape == (8, 2 * hidden)
+    assert same(hf.to_hf(apart), file)
+    assert same(hf.to_hf(file), file)  # what is theirs already stays
+    with pytest.raises(fo.FuseOpsError, match="gate and up alternate"):
+        hf.to_hf(ours, experts="separate")
+
+
+def test_a_dense_mlp_with_biases_goes_there_and_back() -> None:
+    file = dense("mlp", 3, 2)
+    for name, size in (("gate_proj", 3), ("up_proj", 3), ("down_proj", 2)):
+        file[f"mlp.{name}.bias"] = torch.randn(size)
+    ours = hf.to_fuseops(file)
+    assert ours.keys() == {"mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias"}
+    assert same(hf.to_hf(ours), file)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "mlp.experts.0.gate_proj.weight_scale_inv",  # of a checkpoint in FP8
+        "mlp.experts.0.gate_proj.bias",
+        "mlp.gate_proj.lora_A.weight",
+        "mlp.gate_up_proj.weight",
+    ],
+)
+def test_keys_that_would_be_left_behind_are_named(beside: str) -> None:
+    file = dense("mlp", 3, 2) | dense("mlp.experts.0", 3, 2) | {beside: torch.ones(3)}
+    with pytest.raises(fo.FuseOpsError, match=rf"to_fuseops: \['{beside}'\] stand beside"):
+        hf.to_fuseops(file)
+    ours = {"mlp.experts.fc1.weight": torch.ones(2, 4, 3), "mlp.experts.fc1.weight0": torch.ones(4)}
+    with pytest.raises(fo.FuseOpsError, match=r"to_hf: \['mlp.experts.fc1.weight0'\] stand beside"):
+        hf.to_hf(ours)
+
+
+@pytest.mark.parametrize(
+    "shapes, said",
+    [
+        # of Llama 4, transposed without biases
+        ({"gate_up_proj": (2, 3, 8), "down_proj": (2, 4, 3)}, "a layout that is not known"),
+        ({"gate_up_proj": (2, 8, 3)}, r"\['down_proj'\] is missing"),
+        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "down_proj_bias": (2, 3)}, "missing"),
+        (
+            {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4)}
+            | {"gate_up_proj_bias": (2, 8), "down_proj_bias": (2, 3)},
+            r"and biases, a layout that is not known",
+        ),
+        ({"gate_up_proj_blocks": (2, 3), "gate_up_proj_bias": (2, 8)}, "stand beside"),
+    ],
+)
+def test_experts_in_a_layout_that_is_not_known_are_refused(
+    shapes: dict[str, tuple[int, ...]], said: str
+) -> None:
+    file = {f"mlp.experts.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    with pytest.raises(fo.FuseOpsError, match=said):
+        hf.to_fuseops(file)
+
+
 # --- TransformerEngine
 
 

@@ -550,3 +550,41 @@ def test_a_direct_call_is_a_call() -> None:
 def test_a_nested_tensor_is_known_by_the_name_of_its_class() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert torch_private.is_nested(type(jagged)) and not torch_private.is_nested(Tensor)
+
+
+def test_the_parts_of_a_wrapper_are_tensors() -> None:
+    class Wrapper(Tensor):
+        """One that names more than tensors, as a DTensor does its mesh."""
+
+        def __tensor_flatten__(self) -> Any:
+            return ["data_", "inner", "mesh"], None
+
+    def wrapped(inner: Tensor) -> Tensor:
+        made = Tensor._make_subclass(Wrapper, torch.ones(2))
+        made.data_, made.inner, made.mesh = torch.ones(1), inner, "a mesh"
+        return made
+
+    inner = torch.ones(3)
+    outer = wrapped(wrapped(inner))
+    first, second, third = torch_private.plain_parts(outer)
+    assert first is outer.data_ and second is outer.inner.data_ and third is inner
+    assert torch_private.plain_parts(inner)[0] is inner
+
+
+def test_no_mode_sees_an_op_without_modes() -> None:
+    with FakeTensorMode():
+        assert torch_private.is_fake(torch.ones(1))
+        with torch_private.without_modes():
+            assert not torch_private.is_fake(torch.ones(1))
+
+
+def test_fake_tensors_are_quiet_about_what_they_cannot_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run() -> None:
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ops.aten._grouped_mm(torch.ones(4, 4).int(), torch.ones(2, 4, 4).int())
+
+    with caplog.at_level("ERROR"), torch_private.quiet_fake_tensors():
+        run()
+    assert not caplog.records

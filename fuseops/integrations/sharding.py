@@ -12,13 +12,15 @@ Tensors may be weights, their gradients, or optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.ops.halves import for_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,20 +47,40 @@ def gate_up_join(shards: Sequence[Tensor], dim: int = -2) -> Tensor:
 def distribute_gate_up(full: Tensor, mesh: DeviceMesh, dim: int = -2) -> DTensor:
     """A DTensor over a 1-d mesh whose local tensor is this rank's `gate_up_shard`.
 
-    Its placement is `Shard`, over rows in the order of the ranks, so that FSDP2 and checkpoints take it as any other;
-    `gather_gate_up` puts the rows back in order. As `distribute_tensor`, it takes the values of the first rank.
+    Its placement is torch's `_StridedShard` with two pieces, which says just that: `full_tensor()` has the rows in
+    order, optimizer states are laid out alike, and the state_dict of the op that holds it saves and loads by
+    `torch.distributed.checkpoint` whole, or on any number of ranks (an optimizer's does through
+    `checkpointable`). As `distribute_tensor`, it takes the values of the first rank.
     """
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    world = mesh.size()
+    world, axis = mesh.size(), dim % full.dim()
     by_rank = torch.cat([gate_up_shard(full, r, world, dim) for r in range(world)], dim)
-    return distribute_tensor(by_rank, mesh, [Shard(dim % full.dim())])
+    local = distribute_tensor(by_rank, mesh, [Shard(axis)]).to_local()
+    placements = [torch_private.halved_shard(axis)]
+    shape, stride = full.shape, full.contiguous().stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def gather_gate_up(sharded: DTensor, dim: int = -2) -> Tensor:
     """`[gate | up]` whole, on every rank: the inverse of `distribute_gate_up`."""
-    world = sharded.device_mesh.size()
-    return gate_up_join(sharded.full_tensor().chunk(world, dim), dim)
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = sharded.device_mesh
+    axis = dim % sharded.dim()
+    by_rank = DTensor.from_local(sharded.to_local(), mesh, [Shard(axis)], run_check=False)
+    return gate_up_join(by_rank.full_tensor().chunk(mesh.size(), dim), dim)
+
+
+def checkpointable(tree: Any) -> Any:
+    """`tree` (nested dicts and lists, say of `get_optimizer_state_dict`), in which `torch.distributed.checkpoint` finds
+    the rows of what `distribute_gate_up` has sharded. The tensors are the same.
+    """
+    if isinstance(tree, Mapping):
+        return {key: checkpointable(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(checkpointable, tree))
+    return for_checkpoint(tree)
 
 
 def _halves(t: Tensor, parts: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
                     router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
+    FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, plans (kept launches), replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
@@ -30,6 +31,9 @@ from .casts import cast_transpose as cast_transpose
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_wgrad as fp8_wgrad
+from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into

@@ -149,7 +149,7 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
 
     int32: the number of row blocks of 64, and of 128; the groups by falling size; then one entry
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
-    and the same for 128, unused entries zero.
+    the same for 128 and for 256, unused entries zero; the number of row blocks of 256.
     """
     return launch_tiles(offs, rows, _checked_tiles)
 

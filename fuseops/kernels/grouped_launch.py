@@ -35,7 +35,7 @@ from fuseops.kernels.plans import (
 from fuseops.kernels.recorder import depends
 from fuseops.kernels.tiles import cdiv, pow2
 
-TILE_ROWS = (64, 128)  # the row blocks a tile table knows
+TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 Check = Callable[..., tuple[Any, ...]]
 
@@ -367,12 +367,19 @@ def _wgrad_plan(
 
 def table_size(rows: int, groups: int) -> int:
     """Length of a tile table."""
-    return 2 + 3 * groups + rows // 64 + rows // 128
+    return 3 + 4 * groups + rows // 64 + rows // 128 + rows // 256
 
 
 def first_entry(rows: int, groups: int, block_m: int) -> int:
     """Where the entries of this row block begin in a tile table."""
-    return 2 + groups + (rows // 64 + groups) * TILE_ROWS.index(block_m)
+    smaller = TILE_ROWS[: TILE_ROWS.index(block_m)]
+    return 2 + groups + sum(rows // block + groups for block in smaller)
+
+
+def count_place(rows: int, groups: int, block_m: int) -> int:
+    """Where the number of row blocks of this size stands in a tile table."""
+    last = TILE_ROWS[-1]
+    return table_size(rows, groups) - 1 if block_m == last else TILE_ROWS.index(block_m)
 
 
 def precision(like: Tensor) -> str:

@@ -45,13 +45,13 @@ class Plan:
 
 
 def kept(describe: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`describe` that remembers the descriptors of the last addresses and row counts: weights stay
-    where they are, where activations do not.
+    """`describe` that remembers the descriptors of the last addresses and shapes: weights stay where
+    they are, where activations do not.
     """
-    found: dict[tuple[int, int], Any] = {}
+    found: dict[tuple[Any, ...], Any] = {}
 
     def described(t: Tensor) -> Any:
-        key = t.data_ptr(), t.shape[0]
+        key = t.data_ptr(), t.shape, t.stride()
         descriptor = found.get(key)
         if descriptor is None:
             if len(found) >= MOST_KEPT:

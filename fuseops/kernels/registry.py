@@ -22,7 +22,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -55,7 +55,7 @@ _library = torch.library.Library("fuseops", "FRAGMENT")
 _watched: list[Call] | None = None
 
 
-class _Thread(threading.local):
+class _RegistryThread(threading.local):
     """What this thread asked for."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Thread(threading.local):
         self.as_arch = 0
 
 
-thread = _Thread()
+thread = _RegistryThread()
 
 
 @contextmanager
@@ -143,19 +143,27 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if torch.compiler.is_compiling():
-            if self.fuses:
+        could, replayable = first.is_cuda or INTERPRET or thread.as_arch, False
+        if could:
+            if not torch.compiler.is_compiling():
+                replayable = not kwargs and _unseen()
+            elif self.fuses:
                 return self.twin(*args, **kwargs)
-            replayable = False
-        else:
-            replayable = not kwargs and (first.is_cuda or INTERPRET) and _unseen()
         if replayable:
             out = planned.now.replays.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
-        if not ((first.is_cuda or INTERPRET or thread.as_arch) and self.launches(args, kwargs)):
+        if not (could and self.launches(args, kwargs)):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
+            given = enumerate((*args, *kwargs.values()))
+            check_all_meta(
+                [
+                    (f"{self.name}: argument {k}", t.is_meta)
+                    for k, t in given
+                    if isinstance(t, Tensor)
+                ]
+            )
             return self.op(*args, **kwargs)
         if (
             torch.compiler.is_compiling()
@@ -291,6 +299,19 @@ def _traced(args: tuple[Any, ...]) -> bool:
         isinstance(t, Tensor) and (t.is_meta or (type(t) not in PLAIN and torch_private.is_fake(t)))
         for t in args
     )
+
+
+def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
+    """Raise FuseOpsError where some tensors, by name, are on the meta device and others are not: what has no values
+    would be read. A fake, and torch itself for a product of matrices, then give memory that nobody wrote.
+    """
+    on_meta = [name for name, meta in found if meta]
+    if on_meta and len(on_meta) < len(found):
+        others = [name for name, meta in found if not meta]
+        raise FuseOpsError(
+            f"{', '.join(on_meta)} on the meta device beside {', '.join(others)}, which have values: give those on "
+            "meta some (model.to_empty(device=...), then load or initialise them), or put everything on meta."
+        )
 
 
 def _unseen() -> bool:

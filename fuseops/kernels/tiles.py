@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
@@ -28,7 +29,8 @@ def as_rows(x: Tensor, dims: int = 1) -> Tensor:
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    # a clone: rows of one element count as contiguous whatever their strides say
+    return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def require(condition: bool, message: str) -> None:

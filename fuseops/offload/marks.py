@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import walk
+from fuseops.torch_private import plain_parts
 
 from .lanes.devices import KINDS, lanes_of
 from .lanes.protocol import Event
@@ -64,12 +65,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     dataclass.
     """
     if isinstance(value, Tensor):
-        parts = getattr(value, "__tensor_flatten__", None)
-        if parts is None:
-            yield value
-        else:
-            for name in parts()[0]:
-                yield from _tensors_in(getattr(value, name))
+        yield from plain_parts(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors_in(item)

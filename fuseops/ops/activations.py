@@ -14,14 +14,21 @@ from fuseops.errors import FuseOpsError, ShapeError
 from .checks import check_probs, refuse_inplace
 from .op import Call, Grads, Op, Out, Shape
 
+Form = tuple[Any, ...]  # what the kernels take of an activation: its kind, and its options
+
+
+APPROXIMATE = ("none", "tanh")
+
 
 class ActivationSaved(NamedTuple):
     x: Tensor | None
+    form: Form | None = None  # that of the forward: it may be another by the time of the backward
 
 
 class ScaledActivationSaved(NamedTuple):
     x: Tensor | None  # (R, F), or (R, 2F) where it is gated
     probs: Tensor | None  # (R,)
+    form: Form | None = None  # as above
 
 
 class Activation(Op[ActivationSaved]):
@@ -30,7 +37,7 @@ class Activation(Op[ActivationSaved]):
     A member of the family sets `kind`, one of `kernels.reference.KINDS`.
     """
 
-    saves_for = {"x": ("x",)}
+    saves_for = {"x": ("x", "form")}
     floats = True
     kind: str
     # what the kernels take behind `kind`: interleave, alpha, limit, offset
@@ -40,10 +47,11 @@ class Activation(Op[ActivationSaved]):
         return after_activation(self, shape, self.kind, self.options)
 
     def fwd(self, x: Tensor) -> Out:
-        return Out(K.act_fwd(x, self.kind, *self.options), ActivationSaved(x))
+        form = form_of(self)
+        return Out(K.act_fwd(x, *form), ActivationSaved(x, form))
 
     def bwd(self, saved: ActivationSaved, dy: Tensor) -> Grads:
-        return Grads(K.act_bwd(dy, saved.x, self.kind, *self.options))  # type: ignore[arg-type]
+        return Grads(K.act_bwd(dy, saved.x, *saved.form))  # type: ignore[arg-type, misc]
 
 
 class ScaledActivation(Op[ScaledActivationSaved]):
@@ -53,7 +61,7 @@ class ScaledActivation(Op[ScaledActivationSaved]):
     """
 
     reads = ("probs",)
-    saves_for = {"x": ("x", "probs"), "probs": ("x",)}
+    saves_for = {"x": ("x", "probs", "form"), "probs": ("x", "form")}
     floats = True
     kind: str
     options: tuple[Any, ...] = ()
@@ -63,18 +71,23 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     def fwd(self, x: Tensor, *, probs: Tensor) -> Out:
         check_probs(type(self).__name__, x, probs)
-        return Out(
-            K.scaled_act_fwd(x, probs, self.kind, *self.options), ScaledActivationSaved(x, probs)
-        )
+        form = form_of(self)
+        return Out(K.scaled_act_fwd(x, probs, *form), ScaledActivationSaved(x, probs, form))
 
     def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, probs = saved
+        x, probs, form = saved
+        kind, *options = form  # type: ignore[misc]
         # probs itself is not saved then, and its gradient does not read it
         if "x" not in call.needs:
-            return Grads(side={"probs": K.act_dprobs(dy, x, self.kind, *self.options)})  # type: ignore[arg-type]
+            return Grads(side={"probs": K.act_dprobs(dy, x, kind, *options)})  # type: ignore[arg-type]
         wanted = "probs" in call.needs
-        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, self.kind, wanted, False, *self.options)  # type: ignore[arg-type]
+        dx, dprobs, _ = K.scaled_act_bwd(dy, x, probs, kind, wanted, False, *options)  # type: ignore[arg-type]
         return Grads(dx, side={"probs": dprobs} if wanted else None)
+
+
+def form_of(act: Any) -> Form:
+    """What the kernels take of an activation as it is now."""
+    return (act.kind, *act.options)
 
 
 def after_activation(op: Op[Any], shape: Shape, kind: str, options: tuple[Any, ...]) -> Shape:
@@ -110,16 +123,33 @@ class ReLU(Activation, nn.ReLU):
         nn.ReLU.__init__(self)
 
 
-class GELU(Activation, nn.GELU):
+class Approximated:
+    """An activation whose kind follows its attribute `approximate`, "none" or "tanh"."""
+
+    approximate: str
+    kinds: ClassVar[tuple[str, str]]  # for "none" and for "tanh"
+
+    @property
+    def kind(self) -> str:
+        check_approximate(type(self).__name__, self.approximate)
+        return self.kinds[self.approximate == "tanh"]
+
+    @kind.setter
+    def kind(self, kind: str) -> None:
+        self.approximate = APPROXIMATE[self.kinds.index(kind)]
+
+
+class GELU(Approximated, Activation, nn.GELU):
     """y = x * Phi(x), Phi the normal distribution's (arXiv 1606.08415, section 2).
 
     approximate="tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is TransformerEngine's GELU.
     """
 
+    kinds = ("gelu", "gelu_tanh")
+
     def __init__(self, approximate: str = "none") -> None:
         check_approximate("GELU", approximate)
         nn.GELU.__init__(self, approximate)
-        self.kind = "gelu" if approximate == "none" else "gelu_tanh"
 
 
 class SReLU(Activation):
@@ -142,5 +172,5 @@ class ScaledSReLU(ScaledActivation):
 
 def check_approximate(op: str, approximate: str) -> None:
     """Raise FuseOpsError for anything that torch's GELU does not know."""
-    if approximate not in ("none", "tanh"):
+    if approximate not in APPROXIMATE:
         raise FuseOpsError(f"{op}(approximate={approximate!r}): expected 'none' or 'tanh'.")

@@ -33,6 +33,7 @@ class LinearCrossEntropySaved(NamedTuple):
     share: Tensor | None  # (N,) float32: d loss / d loss of the row
     lse: Tensor | None  # (N,) float32
     expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
+    ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
@@ -124,21 +125,30 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         _check_options(
             label_smoothing, soft_cap, temperature, reduction, publishes, gradients, chunk_bytes
         )
-        self.ignore_index, self.reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
+        self.ignore_index, self._reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.soft_cap, self.temperature = soft_cap, temperature
         self.writes = tuple(publishes)
         one_number = reduction != "none" and not publishes
-        self.gradients = gradients or ("forward" if one_number else "backward")
+        self._gradients = gradients or ("forward" if one_number else "backward")
         if self.gradients == "forward" and not one_number:
             raise FuseOpsError(
                 'gradients="forward" needs a loss that is one number, and nothing published: the gradient of each '
                 'token\'s is not known before the backward. Leave it out, or take reduction="mean" or "sum".'
             )
         made = {"x": ("dx",), "weight": ("dweight", "weight"), "bias": ("dbias", "bias")}
-        rows = ["x", "weight", "bias", "targets", "class_weights", "share", "lse"]
+        rows = ["x", "weight", "bias", "targets", "class_weights", "share", "lse", "ends"]
         rows += ["expected"] if publishes else []
         self.saves_for = made if self.gradients == "forward" else dict.fromkeys(made, tuple(rows))
+
+    @property
+    def reduction(self) -> str:
+        """Fixed, as `gradients`: what is saved depends on both."""
+        return self._reduction
+
+    @property
+    def gradients(self) -> str:
+        return self._gradients
 
     def reset_parameters(self) -> None:
         """Initialise as `torch.nn.Linear` does."""
@@ -193,7 +203,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             side = {name: published[name].view(targets.shape) for name in self.writes}
         saved = _saved(
             x=x, weight=weight, bias=bias, targets=targets, class_weights=class_weights,
-            share=share, lse=lse, expected=expected,
+            share=share, lse=lse, expected=expected, ends=self._ends,
         )  # fmt: skip
         return Out(y, saved, side or None)
 
@@ -230,7 +240,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        if self.gradients == "forward":
+        if saved.ends is None:
             return self._scaled(saved, dy, call)
         return self._made(saved, dy, dside, call)
 
@@ -270,7 +280,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         zero = torch.zeros_like(lse)
         dloss = zero if dy is None else share * dy.reshape(-1).to(zero.dtype)
         grads, expected = [dloss], lse
-        if self.writes:
+        if saved.expected is not None:
             given = [dside.get(name) for name in ROWS]
             dlse, dlogp, dentropy = (zero if d is None else d.reshape(-1) for d in given)
             grads, expected = [dloss, dlse + dentropy, dlogp, -dentropy], _needed(saved.expected)
@@ -280,7 +290,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             main_grad = None
         needs = [name in call.needs for name in ("x", "weight", "bias")]
         made: Any = rows, w, b, targets, saved.class_weights, lse, expected, grads
-        args: list[Any] = [*made, *self._ends, needs, main_grad]
+        args: list[Any] = [*made, *_needed(saved.ends), needs, main_grad]
         dx, dw, db = K.linear_cross_entropy_bwd(*args)
         params = {
             "weight": dw if needs[1] and main_grad is None else None,
@@ -299,14 +309,14 @@ DEFAULTS = {
 }
 
 
-def _needed(t: Tensor | None) -> Tensor:
-    """A saved tensor that `saves_for` has kept."""
+def _needed(t: Any) -> Any:
+    """A saved field that `saves_for` has kept."""
     if t is None:
-        raise FuseOpsError("LinearCrossEntropy.bwd reads a tensor that was not saved.")
+        raise FuseOpsError("LinearCrossEntropy.bwd reads what was not saved.")
     return t
 
 
-def _saved(**fields: Tensor | None) -> LinearCrossEntropySaved:
+def _saved(**fields: Any) -> LinearCrossEntropySaved:
     nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
     return LinearCrossEntropySaved(**{**nothing, **fields})
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fuseops.errors import FuseOpsError
 
-from .activations import Activation, ScaledActivation, check_approximate
+from .activations import Activation, Approximated, ScaledActivation, check_approximate
 
 
 class _Gated:
@@ -31,12 +31,18 @@ class _Gated:
         return f"interleave={self.options[0]}" if self.options[0] else ""
 
 
-class _GELUGated(_Gated):
+class _GELUGated(Approximated, _Gated):
+    kinds = ("geglu", "geglu_tanh")
+
     def __init__(self, approximate: str = "none", *, interleave: int = 0) -> None:
         """approximate: "none" or "tanh", as of GELU.  interleave: as of SwiGLU."""
         check_approximate(type(self).__name__, approximate)
         super().__init__(interleave=interleave)
-        self.kind = "geglu" if approximate == "none" else "geglu_tanh"
+        self.approximate = approximate
+
+    def extra_repr(self) -> str:
+        rest = super().extra_repr()
+        return f"approximate={self.approximate!r}" + (f", {rest}" if rest else "")
 
 
 class _Clamped(_Gated):

@@ -176,7 +176,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     scale_bias: the bias is multiplied by `probs`, one a row, which the op then reads too: an expert's output times its
     probability, where the probability is applied before the bias.
     accumulate_into_main_grad: parameter gradients are added to `parameter.main_grad` (float32 or the parameter's dtype,
-    contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None.
+    contiguous; overwritten where `parameter.overwrite_main_grad` is set), and `.grad` stays None, or gets zeros where
+    the parameter has `grad_added_to_main_grad`.
     delay_wgrad: the weight's gradient waits for `backward_dw()`, of the op or of a Sequential; the bias' does not.
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
@@ -223,15 +224,24 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias
-        if self.scale_bias:
-            self.reads = ("offs", "probs")
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
         self.packed, self.repacks = packed, 0
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         self._register("weight", weight)
+        for key in self.registered("weight") if delay_wgrad else ():
+            # Megatron then hooks its reduction to this op's `backward_dw`, not to the backward
+            self._parameters[key].skip_backward_post_hook = True  # type: ignore[union-attr]
         self._register("bias", weight.new_empty(num_groups, out_features) if bias else None)
         self.reset_parameters()
+
+    @property
+    def scale_bias(self) -> bool:
+        return "probs" in self.reads
+
+    @scale_bias.setter
+    def scale_bias(self, scaled: bool) -> None:
+        self.reads = ("offs", "probs") if scaled else ("offs",)
 
     def _register(self, name: str, whole: Tensor | None) -> None:
         if whole is None or self.packed:
@@ -260,7 +270,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
 
     def __getattr__(self, name: str) -> Any:
         if name in PACKED and name not in self._parameters and not self.packed:
-            return packed([getattr(self, key) for key in self.registered(name)])
+            return packed({key: getattr(self, key) for key in self.registered(name)})
         return super().__getattr__(name)
 
     def repack(self) -> bool:

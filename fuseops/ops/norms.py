@@ -26,11 +26,6 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
-@functools.lru_cache
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(K.accumulator(dtype)).eps
-
-
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
@@ -55,7 +50,9 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
-        return _epsilon(dtype) if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
@@ -75,6 +72,7 @@ class LayerNormSaved(NamedTuple):
     weight: Tensor | None  # the parameter itself
     mean: Tensor | None  # (..., 1 for each normalized axis) float32
     rstd: Tensor | None  # the same
+    shape: tuple[int, ...] | None  # normalized_shape, of the forward
 
 
 class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
@@ -86,9 +84,9 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
     """
 
     saves_for = {
-        "x": ("x", "weight", "mean", "rstd"),
-        "weight": ("x", "mean", "rstd"),
-        "bias": (),
+        "x": ("x", "weight", "mean", "rstd", "shape"),
+        "weight": ("x", "mean", "rstd", "shape"),
+        "bias": ("shape",),
     }
     cut_before = True
     floats = True
@@ -100,11 +98,13 @@ class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
         h, w, b = _alike(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(h, self.normalized_shape, w, b, self.eps)  # type: ignore[arg-type]
-        return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd))
+        shape = tuple(self.normalized_shape)
+        return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd, shape))
 
     def bwd(self, saved: LayerNormSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, weight, mean, rstd = saved
-        shape, needs = self.normalized_shape, call.needs
+        x, weight, mean, rstd, normalized = saved
+        shape: tuple[int, ...] = normalized  # type: ignore[assignment]
+        needs = call.needs
         params: dict[str, Tensor | None] = {}
         if "bias" in needs:
             params["bias"] = K.bias_bwd(dy.reshape(-1, math.prod(shape))).view(shape)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
+from fuseops.ops.halves import for_checkpoint
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 
@@ -169,6 +170,7 @@ class Op(nn.Module, Generic[S]):
     Saved: ClassVar[type[Any]]
     signature: ClassVar[Signature]
     pure: ClassVar[bool]  # level 1: a `fwd` and no `bwd`
+    made: ClassVar[tuple[Any, ...]] = ()  # fwd and bwd when the class was made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -178,6 +180,7 @@ class Op(nn.Module, Generic[S]):
         if cls.fwd is Op.fwd:
             return  # an abstract family; its members bring fwd
         cls.pure = cls.bwd is Op.bwd
+        cls.made = cls.fwd, cls.bwd
         _check_methods(cls)
         cls.signature = _signature(cls)
         if cls.pure:
@@ -221,6 +224,12 @@ class Op(nn.Module, Generic[S]):
         """Compute the gradients that `delays` has put off: see `Sequential.backward_dw`.   -> how many there were"""
         return run_delayed(self)
 
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have `backward_dw()` call `hook()` once the gradients that it has put off are there, as Megatron's overlapped
+        reduction of them asks (it looks for `skip_backward_post_hook` on parameters).
+        """
+        self.__dict__.setdefault(scopes.WGRAD_HOOKS, []).append(hook)
+
     def parameter_names(self) -> tuple[str, ...]:
         """Keywords of `fwd` that are parameters or buffers of this instance (None parameters included)."""
         if not hasattr(self, "signature"):
@@ -231,7 +240,7 @@ class Op(nn.Module, Generic[S]):
         for name in self.signature.keywords:
             if name in self.reads:
                 continue
-            if name in self._parameters or name in self._buffers or hasattr(self, name):
+            if self._holds(name):
                 value = self.__dict__.get(name, getattr(type(self), name, None))
                 if not isinstance(value, Tensor | property | None):
                     raise FuseOpsError(
@@ -245,6 +254,12 @@ class Op(nn.Module, Generic[S]):
                     f"of the op nor in its reads {self.reads}: register it, or add it to `reads`."
                 )
         return tuple(names)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a parameter or buffer stands for a keyword.  Reads no value: a parametrized one would be computed."""
+        held = self._parameters.keys() | self._buffers.keys()
+        inner = (n in held or hasattr(type(self), n) for n in self.registered(name))
+        return any(inner) or hasattr(self, name)
 
     def registered(self, name: str) -> tuple[str, ...]:
         """The registered parameters that a keyword of `fwd` stands for: itself, or those that it is packed of."""
@@ -270,6 +285,14 @@ class Op(nn.Module, Generic[S]):
 
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            if prefix + name in destination:
+                for_checkpoint(destination[prefix + name])
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)

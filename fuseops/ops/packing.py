@@ -7,7 +7,7 @@ together again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import InPlaceError
-from fuseops.kernels.registry import PLAIN
+from fuseops.kernels.registry import PLAIN, check_all_meta
 
 
 def alias_of(parts: Sequence[Tensor]) -> Tensor | None:
@@ -78,13 +78,18 @@ class Packed(torch.autograd.Function):
         return None, *([None] * len(ctx.parts) if d is None else d.unbind())
 
 
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.stack(parts)`, without a copy where they lie in one storage."""
+def packed(parts: Mapping[str, Tensor]) -> Tensor:
+    """`torch.stack` of parameters by name, without a copy where they lie in one storage.
+
+    Raises FuseOpsError where only some of them are on the meta device.
+    """
+    tensors = [*parts.values()]
     opaque = torch.compiler.is_compiling() or torch_private.inside_functorch()
-    whole = None if opaque else alias_of(parts)
+    whole = None if opaque else alias_of(tensors)
     if whole is None:
-        return torch.stack(list(parts))
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        found: Tensor = Packed.apply(whole, *parts)  # type: ignore[no-untyped-call]
+        check_all_meta([(name, part.is_meta) for name, part in parts.items()])
+        return torch.stack(tensors)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
+        found: Tensor = Packed.apply(whole, *tensors)  # type: ignore[no-untyped-call]
         return found
     return whole

@@ -28,7 +28,32 @@ from .checks import check_experts, check_rows, check_width
 from .op import Call, Grads, Op, Out, Shape
 
 SCORES = ("softmax", "sigmoid")
+WITHOUT_LOSS = ("experts", "weights")
+WITH_LOSS = (*WITHOUT_LOSS, "router_loss")
 TINY = 1e-20  # as of the kernel: scores that are all zero give weights of zero
+
+
+class Form(NamedTuple):
+    """What the gradients depend on besides tensors."""
+
+    score: str
+    normalize: bool
+    scale: float
+    top_k: int
+    num_experts: int
+    chosen_suffice: bool  # the gradient of the weights reads the chosen logits alone
+    balance_loss: float
+    z_loss: float
+
+    @property
+    def weights(self) -> tuple[str, bool, float]:
+        """What the kernels of the weights are told."""
+        return self.score, self.normalize, self.scale
+
+    @property
+    def losses(self) -> tuple[int, str, float, float]:
+        """What the kernels of the losses are told."""
+        return self.top_k, self.score, self.balance_loss, self.z_loss
 
 
 class RouterSaved(NamedTuple):
@@ -37,6 +62,9 @@ class RouterSaved(NamedTuple):
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
     load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
+    form: (
+        Form | None
+    )  # that of the forward: attributes may have changed by the time of the backward
 
 
 class Router(Op[RouterSaved]):
@@ -63,9 +91,9 @@ class Router(Op[RouterSaved]):
     integers = frozenset({"experts"})
     floats = True
     saves_for = {
-        "x": ("weight", "logits", "experts", "load"),
-        "weight": ("x", "logits", "experts", "load"),
-        "bias": ("logits", "experts", "load"),
+        "x": ("weight", "logits", "experts", "load", "form"),
+        "weight": ("x", "logits", "experts", "load", "form"),
+        "bias": ("logits", "experts", "load", "form"),
     }
 
     expert_bias: Tensor | None
@@ -97,8 +125,6 @@ class Router(Op[RouterSaved]):
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self._check()
         self.reads = ("chosen",) if replay else ()
-        loses = balance_loss is not None or z_loss is not None
-        self.writes = ("experts", "weights", "router_loss") if loses else ("experts", "weights")
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         own = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", own)
@@ -108,6 +134,12 @@ class Router(Op[RouterSaved]):
         none = None if correction is None else torch.zeros_like(correction, dtype=torch.int64)
         self.tokens_per_expert = none
         self.reset_parameters()
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the attributes as they are now: a coefficient that is set later publishes the loss."""
+        loses = self.balance_loss is not None or self.z_loss is not None
+        return WITH_LOSS if loses else WITHOUT_LOSS
 
     def _check(self) -> None:
         if self.dim <= 0:
@@ -218,27 +250,31 @@ class Router(Op[RouterSaved]):
         check_rows(self, x)
         logits = K.wide_mm(x, weight)
         logits = logits if bias is None else logits + bias.to(logits.dtype)
-        form = self.score, self.normalize, self.scale
+        form, loses = self._form(), "router_loss" in self.writes
         if chosen is None:
             groups = self.groups, self.top_groups
-            weights, experts, picked = K.router_fwd(logits, self.top_k, *form, expert_bias, *groups)
+            found = K.router_fwd(logits, self.top_k, *form.weights, expert_bias, *groups)
+            weights, experts, picked = found
         else:
             experts = self._given(x, chosen)
             weights = self._weights(logits, experts)
             picked = logits.gather(-1, experts.long())
         load = K.expert_counts(experts, self.num_experts) if self.balance_loss is not None else None
         side = {"experts": experts, "weights": weights}
-        if "router_loss" in self.writes:
-            side["router_loss"] = K.router_loss(logits, load, *self._losses)
-        if self._chosen_suffice:
+        if loses:
+            side["router_loss"] = K.router_loss(logits, load, *form.losses)
+        if form.chosen_suffice:
             logits = picked
-        return Out(x, RouterSaved(x, weight, logits, experts, load), side)
+        return Out(x, RouterSaved(x, weight, logits, experts, load, form), side)
 
-    @property
-    def _chosen_suffice(self) -> bool:
-        """Whether the gradient depends on the chosen logits alone: a normalised softmax is the softmax over those."""
+    def _form(self) -> Form:
+        # a normalised softmax is the softmax over the chosen logits
         alone = self.score == "sigmoid" or (self.normalize and self.expert_bias is None)
-        return alone and "router_loss" not in self.writes
+        return Form(
+            *(self.score, self.normalize, self.scale, self.top_k, self.num_experts),
+            alone and "router_loss" not in self.writes,
+            *(self.balance_loss or 0.0, self.z_loss or 0.0),
+        )
 
     def _given(self, x: Tensor, chosen: Tensor) -> Tensor:
         if chosen.shape != (x.shape[0], self.top_k):
@@ -256,25 +292,21 @@ class Router(Op[RouterSaved]):
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.scale
 
-    @property
-    def _losses(self) -> tuple[int, str, float, float]:
-        """What the kernels of the losses are told."""
-        return self.top_k, self.score, self.balance_loss or 0.0, self.z_loss or 0.0
-
     # --- backward
 
     def bwd(
         self, saved: RouterSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None], call: Call
     ) -> Grads:
-        x, weight, logits, experts, load = saved
+        x, weight, logits, experts, load, known = saved
         if dside["weights"] is None and dside.get("router_loss") is None:
             return Grads(dy, {"weight": None, "bias": None})
+        form: Form = known  # type: ignore[assignment]
         dloss = dside.get("router_loss")
         exact = dloss is not None or "bias" in call.needs
         dtype = None if exact else _common_dtype(x, weight)
-        dlogits = self._dlogits(dside["weights"], logits, experts, dtype)  # type: ignore[arg-type]
+        dlogits = _dlogits(dside["weights"], logits, experts, form, dtype)  # type: ignore[arg-type]
         if dloss is not None:
-            dlogits = K.router_loss_bwd(dlogits, logits, load, dloss, *self._losses)  # type: ignore[arg-type]
+            dlogits = K.router_loss_bwd(dlogits, logits, load, dloss, *form.losses)  # type: ignore[arg-type]
         params: dict[str, Tensor | None] = {}
         if "bias" in call.needs:
             params["bias"] = dlogits.sum(0)
@@ -283,19 +315,19 @@ class Router(Op[RouterSaved]):
             params["weight"] = K.wide_mm(dlogits.to(x.dtype).t(), x.t())  # type: ignore[union-attr]
         return Grads(_dx(dlogits, weight, dy) if "x" in call.needs else None, params)  # type: ignore[arg-type]
 
-    def _dlogits(
-        self,
-        dweights: Tensor | None,
-        logits: Tensor,
-        experts: Tensor,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
-        """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""
-        if dweights is None:
-            return torch.zeros_like(logits)
-        width = self.num_experts if self._chosen_suffice else 0
-        form = self.score, self.normalize, self.scale
-        return K.router_bwd(dweights, logits, experts, *form, width, dtype)
+
+def _dlogits(
+    dweights: Tensor | None,
+    logits: Tensor,
+    experts: Tensor,
+    form: Form,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The gradient of the logits that the weights have.   (T, E), in float32 or `dtype`"""
+    if dweights is None:
+        return torch.zeros_like(logits)
+    width = form.num_experts if form.chosen_suffice else 0
+    return K.router_bwd(dweights, logits, experts, *form.weights, width, dtype)
 
 
 def _common_dtype(x: Tensor | None, weight: Tensor | None) -> torch.dtype | None:

@@ -113,7 +113,8 @@ def resolve(*tokens: int) -> Settings:
 
 
 DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
-OF_THIS_PROCESS = frozenset({"_runner", DELAYED})
+WGRAD_HOOKS = "_wgrad_hooks"  # in an op's __dict__: what is called once that is done
+OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Inside:
         self.debug: Any = None  # a run.debug.Debug, inside `fo.debug()`
 
 
-class _Thread(threading.local):
+class _ScopesThread(threading.local):
     """One `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a thread-local's own."""
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class _Thread(threading.local):
 
 
 process = _Process()
-_thread = _Thread()
+_thread = _ScopesThread()
 
 
 def current() -> Inside:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.ops.op import Op
+from fuseops.torch_private import GLOBAL_HOOKS
 
 from .chain import Chain
 
@@ -17,11 +18,11 @@ Tokens = tuple[int, int, int]  # process, model, scopes
 FIXED, MISSING = object(), object()
 
 
-class Key(NamedTuple):
+class PlanKey(NamedTuple):
     """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
 
     ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool], ...]  # name, dtype, wants a gradient
+    sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
     dtype: torch.dtype
@@ -29,22 +30,29 @@ class Key(NamedTuple):
     x_needs: bool
     x_class: type
     autocast: torch.dtype | None
+    hooked: bool
     compiling: bool
 
 
 def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and its parameters' need, dtype and class."""
+    """What a plan depends on, of one op: class, mode, hooks, and of its parameters (need, dtype, on meta, class)."""
     own = op.__dict__
     registered = own["_parameters"]
+    kind: type = op.__class__
+    if "parametrizations" in own["_modules"]:
+        kind = kind.__bases__[0]  # torch makes a class anew for every registration
     # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
-    facts = [op.__class__, own["training"], True if op.alias else False]  # noqa: SIM210
+    facts = [kind, own["training"], True if op.alias else False]  # noqa: SIM210
     if has_hooks(own):
         facts.append("hooks")
     if "forward" in own or "fwd" in own or "bwd" in own:
         facts.append("a method of its own")
     for name in parameters:
         p = registered[name] if name in registered else op.sample(name)
-        facts.append(None if p is None else (grad and p.requires_grad, p.dtype, p.__class__))
+        known = None
+        if p is not None:
+            known = grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
+        facts.append(known)
     return tuple(facts)
 
 
@@ -58,22 +66,35 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
     )
 
 
+def hooked() -> bool:
+    """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
+    if not any(GLOBAL_HOOKS):
+        return False
+    found = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("fuseops.") for hook in found)
+
+
 def key_of(
     chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
-) -> Key:
+) -> PlanKey:
     """The key of a call."""
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
         for op in chain.ops:
             _ = op.forward, op.fwd, op.bwd
-    return Key(
+    return PlanKey(
         tuple(
             [
                 op_facts(op, names, grad)
                 for op, names in zip(chain.ops, chain.parameters, strict=True)
             ]
         ),
-        tuple([(n, side[n].dtype, grad and side[n].requires_grad) for n in chain.outside]),
+        tuple(
+            [
+                (n, t.dtype, t.is_meta, grad and t.requires_grad)
+                for n, t in [(n, side[n]) for n in chain.outside]
+            ]
+        ),
         tokens,
         live,
         x.dtype,
@@ -81,6 +102,7 @@ def key_of(
         grad and x.requires_grad,
         x.__class__,
         _autocast(x),
+        hooked(),
         compiling,
     )
 
@@ -88,7 +110,7 @@ def key_of(
 class Glance:
     """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only."""
 
-    def __init__(self, chain: Chain, key: Key) -> None:
+    def __init__(self, chain: Chain, key: PlanKey) -> None:
         """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
         self.key = key
         self.ops: list[tuple[Any, ...]] = []
@@ -97,7 +119,7 @@ class Glance:
             registered, buffers = own["_parameters"], own["_buffers"]
             if len(facts) != 3 + len(names):
                 raise KeyError(op)
-            missing = False, None, None.__class__
+            missing = False, None, False, None.__class__
             tensors = []
             for k, name in enumerate(names, 3):
                 home = registered if name in registered else buffers
@@ -120,11 +142,16 @@ class Glance:
             or tokens != key.tokens
             or live != key.live
             or _autocast(x) is not key.autocast
+            or hooked() is not key.hooked
         ):
             return False
-        for name, dtype, wanted in key.sides:
+        for name, dtype, meta, wanted in key.sides:
             t = side[name]
-            if t.dtype is not dtype or (grad and t.requires_grad) is not wanted:
+            if (
+                t.dtype is not dtype
+                or t.is_meta is not meta
+                or (grad and t.requires_grad) is not wanted
+            ):
                 return False
         for op, own, registered, buffers, kind, training, alias, tensors in self.ops:
             if (
@@ -142,12 +169,14 @@ class Glance:
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
-            for home, name, wanted, dtype, kind in tensors:
+            for home, name, wanted, dtype, meta, kind in tensors:
                 p = home.get(name, MISSING)
                 if p.__class__ is not kind:
                     return False
                 if p is not None and (
-                    p.dtype is not dtype or (grad and p.requires_grad) is not wanted
+                    p.dtype is not dtype
+                    or p.is_meta is not meta
+                    or (grad and p.requires_grad) is not wanted
                 ):
                     return False
         return True

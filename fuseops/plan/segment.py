@@ -28,6 +28,7 @@ class Step:
     """One op or fused op, forward or backward."""
 
     members: tuple[int, ...]  # indices in the segment
+    at: int  # position of the first among all that the Sequential runs
     target: Any  # Op or FusedOp
     kind: str  # "op", "forward", "backward", "joint"
     args: tuple[Args, ...]  # forward: keyword tensors of every member

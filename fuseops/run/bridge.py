@@ -80,14 +80,15 @@ def run_forward(
             if step.takes_call:
                 keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
             if step.pure:
-                with pure.running(step, x.device, checked=look is None or not seg.needs_grad):
-                    out = step.target.fwd(x, **keywords)
+                out = pure.run_fwd(step, x, keywords, seg.needs_grad, once.scratch)
             else:
                 out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = checks.bare(step, out)
             saved[first] = pure.inputs_saved(step, x, keywords) if step.pure else out.saved
         else:
+            if step.kind == "forward" and seg.needs_grad:
+                pure.keep_states(step.target.members, step.at, once.scratch)
             out = _run_fused(step, x, t, once)
         if look is not None:
             look.after_fwd(step, out)
@@ -236,7 +237,8 @@ def _op_bwd(
     step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
 ) -> Grads:
     if step.pure:
-        return pure.bwd_by_autograd(step, saved, dy, dside or {}, once.look is not None)
+        first = once.look is not None
+        return pure.bwd_by_autograd(step, saved, dy, dside or {}, first, once.scratch)
     keywords = step.keywords
     if step.takes_dside:
         keywords = {**keywords, "dside": dside or {}}
@@ -289,6 +291,7 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
         if seg.elsewhere:
+            weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
         if live is not None and live.frame is not None:
             live.frame.fill(

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fuseops.errors import DtypeError, FuseOpsError, ShapeError
+from fuseops.kernels.registry import check_all_meta
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
+from fuseops.plan.key import PlanKey
 from fuseops.plan.segment import Segment, Step
 from fuseops.words import dtype_name
 
@@ -127,6 +129,17 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
             )
         if not op.alias:  # from here on it may have another
             return
+
+
+def check_meta(chain: Chain, key: PlanKey) -> None:
+    """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
+    found = [("x", key.device.type == "meta")]
+    found += [(repr(name), meta) for name, _, meta, _ in key.sides]
+    for name, op, own, facts in zip(chain.names, chain.ops, chain.parameters, key.ops, strict=True):
+        known = zip(own, facts[len(facts) - len(own) :], strict=True)
+        what = type(op).__name__
+        found += [(f"{name}.{n} ({what})", p[2]) for n, p in known if p is not None]
+    check_all_meta(found)
 
 
 def nested_tensor(chain: Chain) -> ShapeError:

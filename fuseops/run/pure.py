@@ -1,18 +1,89 @@
-"""Level-1 ops: a `fwd` alone. They save their inputs, and their backward is autograd over `fwd`."""
+"""Level-1 ops: a `fwd` alone. They save their inputs, and their backward is autograd over `fwd`.
+
+It runs on the op as it was in the forward, its attributes and mode: an op is pure, but its module may have changed.
+What cannot be had again is refused in the call that did it: random numbers, and a tensor of `self` that `fwd` writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseops import torch_private
-from fuseops.errors import FuseOpsError
+from fuseops.errors import FuseOpsError, InPlaceError
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Step
+
+from .draws import generators_of, same, states
+
+
+class State(NamedTuple):
+    """What a module holds, to run its `fwd` again: its attributes, and its tensors with their versions."""
+
+    kind: type
+    attributes: dict[str, Any]
+    tensors: dict[str, tuple[Tensor, int]]  # buffers, and others that are no parameters
+    children: dict[str, State | None]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> State:
+        own = module.__dict__
+        attributes = dict(own)
+        tensors = {
+            n: (t, torch_private.version(t)) for n, t in own.items() if isinstance(t, Tensor)
+        }
+        for name, t in own["_buffers"].items():
+            if t is not None:
+                tensors[name] = t, torch_private.version(t)
+        children = {n: None if m is None else cls.of(m) for n, m in own["_modules"].items()}
+        return cls(module.__class__, attributes, tensors, children)
+
+    def module(self, owner: str = "") -> Any:
+        """A module in this state.  What reads a tensor of it that was written since gets an InPlaceError."""
+        module: nn.Module = object.__new__(self.kind)
+        owner = owner or self.kind.__name__
+        own = module.__dict__
+        own.update(self.attributes)
+        for name in self.tensors:
+            own.pop(name, None)  # found among the buffers
+        if self.tensors:
+            own["_buffers"] = _Unwritten(owner, self)
+        if self.children:
+            own["_modules"] = {
+                n: state and state.module(f"{owner}.{n}") for n, state in self.children.items()
+            }
+        return module
+
+    def written(self) -> str | None:
+        """The name of a tensor that was written since."""
+        for name, (t, version) in self.tensors.items():
+            if torch_private.version(t) != version:
+                return name
+        inner = ((name, state.written()) for name, state in self.children.items() if state)
+        return next((f"{name}.{found}" for name, found in inner if found), None)
+
+
+class _Unwritten(dict[str, Any]):
+    """The buffers of a module in a state: each must be what it was when it is read."""
+
+    def __init__(self, owner: str, state: State) -> None:
+        super().__init__(state.attributes["_buffers"])
+        self.update({name: t for name, (t, _) in state.tensors.items()})
+        self.owner, self.state = owner, state
+
+    def __getitem__(self, name: str) -> Any:
+        t, version = self.state.tensors.get(name, (None, 0))
+        if t is not None and torch_private.version(t) != version:
+            raise InPlaceError(
+                f"{name!r} of {self.owner} was modified in place between the forward and the backward, which runs "
+                "fwd again and reads it. Assign a new tensor instead of writing to this one, or take it by keyword "
+                "and write bwd."
+            )
+        return super().__getitem__(name)
 
 
 def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
@@ -21,33 +92,46 @@ def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if compute is None else torch.autocast(device, compute)
 
 
-def running(step: Step, device: torch.device, checked: bool) -> AbstractContextManager[Any]:
-    """Around the `fwd` of a level-1 op.  Unless `checked` before, raises FuseOpsError where it draws random numbers."""
-    autocast = autocast_of(step.calls[0], device.type)
-    if checked or torch_private.num_dispatch_modes():  # fake tensors have no random state
-        return autocast
-    return _drawing_nothing(step.target, device, autocast)
+def keep_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
+    """Note the states of those of some adjacent ops that are level 1, for their backward.
+
+    at: the position of the first in the Sequential.  scratch: of the call.
+    """
+    if scratch is not None:
+        states = ((at + k, State.of(op)) for k, op in enumerate(ops) if op.pure)
+        scratch.update({(State, place): state for place, state in states})
 
 
-@contextmanager
-def _drawing_nothing(
-    op: Any, device: torch.device, autocast: AbstractContextManager[Any]
-) -> Iterator[None]:
-    before = _random_states(device)
-    with autocast:
-        yield
-    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(device), strict=True)):
+def run_fwd(
+    step: Step, x: Any, keywords: dict[str, Any], again: bool, scratch: dict[Any, Any] | None
+) -> Any:
+    """What the `fwd` of a level-1 op returns.
+
+    again: a backward will run it once more.  Raises FuseOpsError then, where it draws random numbers or writes to a
+    tensor of `self`.
+    """
+    op, device = step.target, x.device
+    if not again or scratch is None:
+        with autocast_of(step.calls[0], device.type):
+            return op.fwd(x, **keywords)
+    keep_states((op,), step.at, scratch)
+    state: State = scratch[State, step.at]
+    fake = torch_private.num_dispatch_modes()  # fake tensors have no random state
+    generators = [] if fake else generators_of(op, state.attributes, device)
+    before = states(generators)
+    with autocast_of(step.calls[0], device.type):
+        out = op.fwd(x, **keywords)
+    if not same(before, states(generators)):
         raise FuseOpsError(
             f"{type(op).__name__}.fwd draws random numbers, and has no bwd: the backward runs fwd again, with other "
             "numbers. Save a seed and write bwd, as Dropout does, or make it a plain nn.Module."
         )
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+    if (name := state.written()) is not None:
+        raise FuseOpsError(
+            f"{type(op).__name__}.fwd writes in place to its {name!r}, and has no bwd: the backward runs fwd again, "
+            "and would write twice. Write bwd, update it outside of fwd, or make the op a plain nn.Module."
+        )
+    return out
 
 
 def inputs_saved(step: Step, x: Any, keywords: dict[str, Any]) -> Any:
@@ -95,12 +179,20 @@ def _check_leaves(op: Any, results: Iterable[Tensor], leaves: Iterable[Any]) -> 
         nodes += [behind for behind, _ in node.next_functions]
 
 
-def bwd_by_autograd(step: Step, saved: Any, dy: Any, dside: dict[str, Any], first: bool) -> Grads:
+def bwd_by_autograd(
+    step: Step,
+    saved: Any,
+    dy: Any,
+    dside: dict[str, Any],
+    first: bool,
+    scratch: dict[Any, Any] | None,
+) -> Grads:
     """Backward of a level-1 op: autograd over its `fwd`.
 
     Raises FuseOpsError, the `first` time, where `fwd` reads a tensor that wants a gradient and came by no keyword.
     """
-    op, call = step.target, step.calls[0]
+    state = (scratch or {}).get((State, step.at))
+    op, call = step.target if state is None else state.module(), step.calls[0]
     with torch.enable_grad():
         tensors, out = _again(op, saved, call)
         if first:

@@ -38,6 +38,8 @@ class Runner:
             for op in modules
             if isinstance(op, Op)
         ]
+        kinds: set[Any] = {type(op) for op in modules if isinstance(op, Op)}
+        self.kinds = [(k, k.forward, k.__call__, k.fwd, k.bwd) for k in kinds]
         self.asking = [
             (module, names)
             for module in modules
@@ -59,9 +61,10 @@ class Runner:
 
     def fits(self, module: Any) -> bool:
         """Does the module, and every Sequential spliced into it, run what it ran when this was made, under the same
-        names, and do its ops still say the same of what they read, write and put elsewhere?
+        names, do its ops still say the same of what they read, write and put elsewhere, and are the methods of their
+        classes the same?
         """
-        if module._planned_modules() != self.children or [*module._modules] != self.names:
+        if module._planned_modules() != self.children or _names(module) != self.names:
             return False
         settings = module._settings
         for nested in self.spliced.nested:
@@ -71,6 +74,11 @@ class Runner:
             if op.reads is not reads or op.writes is not writes:
                 return False
             if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
+                return False
+        for kind, forward, call, fwd, bwd in self.kinds:
+            if kind.forward is not forward or kind.__call__ is not call:
+                return False
+            if kind.fwd is not fwd or kind.bwd is not bwd:
                 return False
         return all(side_names_of(asking) == known for asking, known in self.asking)
 
@@ -169,12 +177,17 @@ def _prepare_outside(module: int, guarded: tuple[int, ...]) -> int:
     return 0
 
 
+def _names(module: Any) -> list[str]:
+    """Of the children that run: parametrizations of an op that is called alone come and go."""
+    return [] if isinstance(module, Op) else [*module._modules]
+
+
 def prepare(module: Any) -> None:
     """Build the runner of a module, unless the one that it has still fits."""
     runner: Runner | None = module._runner
     if runner is None or not runner.fits(module):
         runner = module.__dict__["_runner"] = Runner(splice(module), isinstance(module, Op))
-        runner.children, runner.names = module._planned_modules(), [*module._modules]
+        runner.children, runner.names = module._planned_modules(), _names(module)
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:

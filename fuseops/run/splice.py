@@ -17,11 +17,13 @@ from fuseops.errors import SideInputError
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
 from fuseops.plan.chain import Child, Sides
-from fuseops.plan.key import has_hooks
+from fuseops.plan.key import has_hooks, hooked
 
 from .checks import check_declared
 from .composed import Composed
 from .sides import check_side_names
+
+FORWARD, CALL = Op.forward, nn.Module.__call__  # before anybody replaces them
 
 
 def opaque_reason(op: Op[Any]) -> str | None:
@@ -32,8 +34,13 @@ def opaque_reason(op: Op[Any]) -> str | None:
     for method in ("forward", "fwd", "bwd"):
         if method in own:
             return f"has a {method} of its own (replaced on the instance)"
-    if op.__class__.forward is not Op.forward:
+    kind = op.__class__
+    if kind.forward is not FORWARD:
         return "overrides forward"
+    if kind.__call__ is not CALL:
+        return "overrides __call__"
+    if kind.made and kind.made != (kind.fwd, kind.bwd):
+        return "has another fwd or bwd than its class was made with"
     return None
 
 
@@ -47,8 +54,10 @@ def border(module: Composed, settings: int) -> str | None:
         return "has hooks"
     if "forward" in own or cls.forward is not cls.planned_forward:
         return "overrides forward"
-    if cls.__call__ is not nn.Module.__call__:
+    if cls.__call__ is not CALL:
         return "overrides __call__"
+    if hooked():
+        return "is seen by hooks on all modules"
     if own.get("_compiled_call_impl") is not None:
         return "is compiled by itself"
     own_settings = module._settings

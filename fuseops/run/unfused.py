@@ -10,6 +10,7 @@ import torch
 from fuseops.kernels.registry import meta
 from fuseops.ops.op import Op, Out, Precision
 from fuseops.plan.segment import Segment, Step
+from fuseops.torch_private import without_modes
 
 
 def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
@@ -19,7 +20,8 @@ def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
     """
     side: dict[str, Any] = {}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # nobody who watches the step, its bytes say, sees this
+        with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = Out(meta(x))
             for i, args, call in zip(step.members, step.args, step.calls, strict=True):
                 tensors = {name: t[position] for name, position in args if position < len(t)}

@@ -17,10 +17,12 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, InPlaceError
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.packing import alias_of
-from fuseops.ops.scopes import DELAYED
+from fuseops.ops.scopes import DELAYED, WGRAD_HOOKS
 from fuseops.plan.facts import kept_fields
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
+
+from . import data_parallel
 
 
 class Destination(NamedTuple):
@@ -41,6 +43,13 @@ class Backward(Protocol):
     def __call__(
         self, step: Step, out: Sequence[Destinations] | None = None
     ) -> Sequence[Grads]: ...
+
+
+def note(seg: Segment) -> None:
+    """Remember who reduces the gradients of a segment's ops that delay some."""
+    for op in seg.ops:
+        if op.delays:
+            data_parallel.note(op)
 
 
 def as_asked(seg: Segment, given: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> Segment:
@@ -103,6 +112,7 @@ def elsewhere(
     saved, dy: what `run` reads; Saved by the index of its op in the segment.
     """
     if step.later is not None:  # rules leave such an op alone: it is the only member
+        data_parallel.check(ops[0])
         delay(ops[0], run, step.later, saved[step.members[0]], dy)
         if not step.calls[0].needs:
             return [Grads()]
@@ -112,9 +122,25 @@ def elsewhere(
         params = dict(results[k].params or {})
         for name, place in destinations.items():
             accept(op, name, place, params.get(name))
-            params[name] = None
+            params[name] = _dummy(op, name)
         results[k] = results[k]._replace(params=params)
     return results
+
+
+def _dummy(op: Op[Any], name: str) -> Tensor | None:
+    """What autograd accumulates of a gradient that is in main_grad: nothing, or zeros where a wrapper looks at
+    `grad_added_to_main_grad`. Megatron's overlapped reduction hangs on that accumulation, wants a gradient there and
+    frees it.
+    """
+    parameters = [getattr(op, key) for key in op.registered(name)]
+    if not all(hasattr(p, "grad_added_to_main_grad") for p in parameters):
+        return None
+    first = parameters[0]
+    return (
+        torch.zeros_like(first)
+        if len(parameters) == 1
+        else first.new_zeros(len(parameters), *first.shape)
+    )
 
 
 def with_buffers(calls: Sequence[Call], out: Sequence[Destinations]) -> tuple[Call, ...]:
@@ -265,6 +291,9 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
             accept(op, name, out[name], gradients[name])
         elif gradients[name] is not None:
             _add_to_grad(op, name, gradients[name])  # type: ignore[arg-type]
+    for hook in op.__dict__.get(WGRAD_HOOKS, ()):
+        with torch.enable_grad():
+            hook()
     return len(names)
 
 
@@ -274,5 +303,8 @@ def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
     for registered, part in zip(names, parts, strict=True):
         parameter = getattr(op, registered)
         if parameter.requires_grad:
-            part = part.to(parameter.dtype)
+            part = data_parallel.reduced(op, part.to(parameter.dtype))
             parameter.grad = part if parameter.grad is None else parameter.grad + part
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            for hook in [*hooks.values()]:
+                hook(parameter)

@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
     top_k: int = 2  # of an op that routes tokens
 
 
-class Entry(NamedTuple):
+class OpEntry(NamedTuple):
     """An op class and how to draw one."""
 
     op: type[Op[Any]]
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         return {"keeps": after, "maps": 1, "halves": 2 * after, "ends": 1}[self.width]
 
 
-_entries: dict[type, Entry] = {}
+_entries: dict[type, OpEntry] = {}
 
 
 def register(
@@ -56,10 +56,10 @@ def register(
     routing: it takes part in the routing of tokens to experts, and its input has a row for each of the "tokens" or of
     their "copies".
     """
-    _entries[op] = Entry(op, make, width, flat, heads, routing)
+    _entries[op] = OpEntry(op, make, width, flat, heads, routing)
 
 
-def entry(op: type) -> Entry:
+def entry(op: type) -> OpEntry:
     """The entry of an op class.  Raises FuseOpsError where there is none."""
     if op not in _entries:
         raise FuseOpsError(
@@ -69,7 +69,7 @@ def entry(op: type) -> Entry:
     return _entries[op]
 
 
-def catalogue() -> dict[type, Entry]:
+def catalogue() -> dict[type, OpEntry]:
     """Every op that can be drawn."""
     return dict(_entries)
 

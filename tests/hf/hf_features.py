@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from families import FAMILIES, MOE, agree, differences, step, stock, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import fuseops as fo
@@ -71,6 +73,39 @@ def auxiliary_loss(name: str) -> None:
     assert "aux_loss" in found
 
 
+def fsdp(name: str) -> None:
+    """Sharded before `apply`, and after."""
+    x = tokens()
+    expected = step(stock(name).train(), x)
+    with one_process():
+        for sharded_first in (True, False):
+            model: Any = stock(name).train()
+            if not sharded_first:
+                hf.apply(model)
+            for layer in model.get_decoder().layers:
+                fully_shard(layer)
+            fully_shard(model)
+            report = hf.apply(model) if sharded_first else None
+            assert report is None or len(report.replaced) > len(report.left)
+            out = model(x, labels=x)
+            out.loss.backward()
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            found = {n: g.full_tensor() for n, g in grads.items()} | {"loss": out.loss.detach()}
+            assert out.logits is None
+            agree(found, {n: expected[n] for n in found})
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
 def generation(name: str) -> None:
     """Greedy, with a cache."""
     x, options = tokens(), dict(max_new_tokens=5, do_sample=False)
@@ -100,8 +135,8 @@ def compiled(name: str) -> None:
 
 def copies(name: str) -> None:
     """A copy, and one through pickle, have forwards of their own."""
-    model, x = applied(name), tokens()
-    expected = step(stock(name), x)
+    model, x = applied(name).train(), tokens()
+    expected = step(stock(name).train(), x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         agree(step(other, x), expected)
         with torch.no_grad():
@@ -213,6 +248,7 @@ FEATURES = (
     Feature("`generate`", generation, ALL),
     Feature("gradient checkpointing", checkpointing, ALL),
     Feature("`torch.compile(fullgraph=True)`", compiled, COMPILED),
+    Feature("FSDP2, sharded before or after", fsdp, ALL),
     Feature("`deepcopy`, `pickle`", copies, ALL),
     Feature("trained, saved, loaded by stock, and back", saved_and_loaded, ALL),
     Feature("LoRA on projections", lora, ALL),

@@ -20,8 +20,11 @@ DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 VALUES = st.sampled_from(["normal", "large", "tiny", "constant", "nonfinite"])
 SEEDS = st.integers(0, 2**16)
 
+# A launch costs milliseconds in the interpreter: fewer than other laws, 25 in CI.
 few = settings(
-    max_examples=int(os.environ.get("KERNEL_TEST_EXAMPLES", "25")),
+    max_examples=int(
+        os.environ.get("KERNEL_TEST_EXAMPLES", max(settings.default.max_examples // 4, 12))
+    ),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

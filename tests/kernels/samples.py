@@ -5,6 +5,28 @@ import torch
 E4M3 = torch.float8_e4m3fn
 
 
+def fp8_samples(offs):
+    """Those of FP8 GEMMs: 5 rows in groups that end at offs, in blocks and columns of 128. Sums of small integers
+    are the same whatever multiplies them.
+    """
+    e = len(offs)
+    x, w, dy, cols = (
+        torch.randint(-2, 3, shape).float().to(E4M3)
+        for shape in ((6, 32), (e, 16, 32), (16, 128 * e), (32, 128 * e))
+    )
+    used = torch.zeros(128 * e, dtype=torch.bool)
+    for group, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        used[128 * group : 128 * group + end - start] = True
+    for t in (dy, cols):
+        t.view(torch.uint8).masked_fill_(~used, 0)
+    columns = dy, torch.full((1, e), 0.5), cols, torch.full((1, e), 2.0), "square", offs
+    return {
+        "fp8_mm": (x, torch.full((1, 6), 2.0), w, torch.full((e, 1, 1), 0.5), "block", offs),
+        "fp8_wgrad": columns,
+        "fp8_wgrad_into": (torch.randn(e, 16, 32), *columns),
+    }
+
+
 def samples() -> dict[str, tuple]:
     """{op name: arguments}"""
     torch.manual_seed(0)
@@ -18,7 +40,7 @@ def samples() -> dict[str, tuple]:
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
     classes = torch.tensor([3, 0, -100, 15, 7, 7])
     head = dy, torch.randn(20, 16), torch.randn(20), classes, torch.rand(20)
-    return {
+    return fp8_samples(offs) | {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
         "act_bwd": (dy, x, "swiglu"),

@@ -59,6 +59,36 @@ def test_no_row_ships_with_a_problem():
         assert aot.problem_of(aot.Row(row["op"], kernel, "", arch, "", None), row) is None, key
 
 
+LOADER = r"""
+import re, torch
+from fuseops.kernels import aot, fp8
+from fuseops.kernels.launch import recording
+with recording(90) as recorder:
+    fp8.fp8_wgrad.launcher(*next(iter(fp8.fp8_wgrad.cases())))
+ttgir = aot.compiled(recorder.launches[-1], 90).asm["ttgir"]
+loader = ttgir[ttgir.index("partition1(") :]
+carried = re.search(r"scf\.for [^\n]* iter_args\(([^\n]*?)\) -> ", loader)[1]
+assert carried.count(" = ") == 2, carried
+"""
+
+
+def test_the_loader_of_a_grouped_gradient_goes_on_to_other_groups():
+    """Triton 3.6 drops what a loop carries where only bounds of a loop inside depend on it: the loader of FP8 weight
+    gradients stayed at its first group, and the kernel never ended.
+    """
+    compile_and_look(LOADER)
+
+
+def test_fp8_tiles_have_no_stack_at_all():
+    """What the fence is for: without it a wave's product is moved up, and spills 208 bytes and more in the loop."""
+    assert "fp8_gemm_kernel" not in aot.SPILLS_ALLOWED
+    found = {
+        key: row for key, row in aot.read_table().items() if key.startswith("fp8_gemm_kernel ")
+    }
+    assert len(found) > 50
+    assert all(row["stack"] == 0 and row["mma"] == "wgmma.mma" for row in found.values())
+
+
 def test_a_conversion_that_does_not_saturate_may_not_ship():
     row = aot.Row("op", "kernel", "variant", 90, "new", None)
     result = {"regs": 32, "stack": 0, "shared": 0, "mma": "", "unsafe": "cvt.rn.e4m3x2.f32"}

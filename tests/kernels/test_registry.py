@@ -71,12 +71,10 @@ def test_flops_of_grouped_gemms_are_counted():
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_opcheck(name):
-    tests = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_dynamic",
-    )
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    fp8 = any(isinstance(t, torch.Tensor) and t.dtype == torch.float8_e4m3fn for t in SAMPLES[name])
+    if not fp8:  # torch compares operands before and after, which it cannot do in FP8
+        tests = ("test_schema", *tests)
     torch.library.opcheck(KERNEL_OPS[name].op, SAMPLES[name], test_utils=tests)
 
 

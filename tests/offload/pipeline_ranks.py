@@ -4,6 +4,7 @@ without, and compares gradients to the bit.
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,11 +62,19 @@ def train(kind: str, model: nn.ModuleList, rank: int, steps: int) -> list[list[T
     return found
 
 
-def main(rank: int, store: str, kind: str, out: Any) -> None:
-    """Trains both, and answers with what the scheduler did."""
+def main(rank: int, store: str, kinds: Sequence[str], out: Any) -> None:
+    """Answers for every kind of schedule."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    for kind in kinds:
+        out.put((kind, rank, *compared(kind, rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compared(kind: str, rank: int) -> tuple[bool, dict[str, Any], list[int]]:
+    """Trains both: whether they are equal, and what the scheduler did."""
     model = stages(kind, rank)
     plain = copy.deepcopy(model)
     expected = train(kind, plain, rank, 4)
@@ -79,5 +88,4 @@ def main(rank: int, store: str, kind: str, out: Any) -> None:
     )
     facts = dict(scheduler.report().schedule)
     ordinals = {key.ordinal for _, key in scheduler._scope.mover.schedule.order.recorded}
-    out.put((rank, equal, facts, sorted(ordinals)))
-    dist.destroy_process_group()
+    return equal, facts, sorted(ordinals)

@@ -1,33 +1,39 @@
 """Pipeline schedules of torch.distributed.pipelining, on two ranks."""
 
 import multiprocessing
-import tempfile
-from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline_ranks import MICROBATCHES, WORLD, main
 
+KINDS = ("1f1b", "interleaved", "zero bubble")
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero bubble"])
-def test_pipeline_schedules_are_exact_and_micro_batches_are_told_apart(
-    kind: str, tmp_path: Path
-) -> None:
-    """Also: the layer of one micro-batch is never taken for that of another."""
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """What each rank says of each kind of schedule: two processes for all of them."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with tempfile.NamedTemporaryFile(dir=tmp_path, delete=False) as store:
-        pass
+    store = str(tmp_path_factory.mktemp("ranks") / "store")
     ranks = [
-        context.Process(target=main, args=(rank, store.name, kind, answers), daemon=True)
+        context.Process(target=main, args=(rank, store, KINDS, answers), daemon=True)
         for rank in range(WORLD)
     ]
     for process in ranks:
         process.start()
-    found = {answer[0]: answer[1:] for answer in (answers.get(timeout=120) for _ in ranks)}
+    found = [answers.get(timeout=600) for _ in range(WORLD * len(KINDS))]
     for process in ranks:
-        process.join(timeout=30)
+        process.join(timeout=60)
+    return {(kind, rank): said for kind, rank, *said in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pipeline_schedules_are_exact_and_micro_batches_are_told_apart(
+    kind: str, answered: dict[tuple[str, int], Any]
+) -> None:
+    """Also: the layer of one micro-batch is never taken for that of another."""
     for rank in range(WORLD):
-        equal, facts, ordinals = found[rank]
+        equal, facts, ordinals = answered[kind, rank]
         assert equal and facts["out_bytes"] > 0
         # Interleaved schedules first try one micro-batch, to learn shapes: an order of its own.
         assert facts["mispredicted"] <= (kind != "1f1b")

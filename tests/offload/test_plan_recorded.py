@@ -12,12 +12,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from profiles_drawn import carried
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fuseops as fo
 from fuseops import offload
+from fuseops.observe.memory import StorageMeter, tensors_in
 from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
@@ -25,7 +30,7 @@ from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.roofline import DRY_ERROR
 from fuseops.offload.planning.simulate import simulate
-from fuseops.offload.planning.step import Step, dry_run, layers_of
+from fuseops.offload.planning.step import ProfiledStep, dry_run, layers_of
 
 RECORDED = Path(__file__).parent / "recorded"
 LINK = Hardware.h200().with_link(55.0)
@@ -108,9 +113,83 @@ def test_a_dry_run_is_as_near_to_the_recorded_step_as_it_says(kind: str, name: s
         model = made.Stack(shape).to(torch.bfloat16)
     policy = offload.Policy(min_bytes=1 << 20)
     layers = layers_of(model, ("blocks.*",))
-    dry = dry_run(Step(model, (rows,), {}, layers, None, policy), Hardware.h200())
+    dry = dry_run(ProfiledStep(model, (rows,), {}, layers, None, policy), Hardware.h200())
     share = len(real.calls) / blocks
     assert dry.seconds * share == pytest.approx(real.seconds, rel=DRY_ERROR)
     assert any(f"{DRY_ERROR:.0%}" in text for text in dry.assumed)
     movable = [sum(p.saved[k].nbytes for k in p.candidates()) for p in (dry, real)]
     assert movable[0] * share == pytest.approx(movable[1], rel=0.005)
+
+
+# --- the bytes of a recorded step are those of the step
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Head(nn.Module):
+    """What models of language give: a loss, and beside it logits of many bytes that no backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = fo.Sequential(fo.ops.RMSNorm(8), fo.ops.Linear(8, 16), fo.ops.SiLU())
+        self.head = nn.Linear(16, 512, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        logits = self.head(self.up(x).bfloat16())
+        return Output(logits.float().logsumexp(-1).mean(), logits)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that live after an op."""
+
+    def __init__(self, there: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.meter, self.peak = StorageMeter(there), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.meter.after(list(tensors_in(out))))
+        return out
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["dry", "recorded"])
+def test_the_peak_of_a_profile_is_that_of_the_step(record: bool) -> None:
+    model, x = Head(), torch.randn(64, 8)
+
+    def step() -> None:
+        model(x).loss.backward()
+
+    step()
+    model.zero_grad()
+    live = Live([*model.parameters(), x])
+    with live:
+        step()
+    model.zero_grad()
+    on_cpu = replace(Hardware.h200(), arch=0)
+    plan = offload.plan(model, x, layers="up", min_bytes=1 << 30, record=record, hardware=on_cpu)
+    assert plan.before.peak == live.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shapes", [((6, 8), (2, 8, 16)), ((2, 4, 8), (2, 8, 16))], ids=str)
+def test_a_dry_run_knows_grouped_products_of_every_dtype(
+    shapes: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's own shape function takes bfloat16 alone, and logs some forty lines for another."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shapes[1], dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            offs = torch.tensor([2, 6], dtype=torch.int32) if x.dim() == 2 else None
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=offs)
+
+    model, x = Grouped(), torch.randn(shapes[0], dtype=dtype)
+    with caplog.at_level("ERROR"):
+        dry = offload.plan(model, x, min_bytes=1 << 30)
+    assert not caplog.records and dry.before.peak > 0

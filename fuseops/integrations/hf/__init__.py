@@ -15,10 +15,11 @@ import importlib.util
 from . import experts as _experts
 from .applied import apply as apply
 from .applied import revert as revert
-from .report import Entry as Entry
-from .report import Report as Report
+from .report import ApplyReport, ReportEntry
 from .weights import to_fuseops as to_fuseops
 from .weights import to_hf as to_hf
+
+ApplyReport, ReportEntry = ApplyReport, ReportEntry
 
 if importlib.util.find_spec("transformers") is not None:
     _experts.register()

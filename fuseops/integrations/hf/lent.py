@@ -64,12 +64,17 @@ def plain(module: nn.Module | None, kind: type[nn.Module]) -> str | None:
 
 
 def quantized(weight: Tensor) -> str | None:
-    """Why a weight is no plain tensor of a float dtype that GEMMs take, or None."""
-    if is_dtensor(type(weight)):
-        return "is a DTensor"
+    """Why a weight is of no float dtype that GEMMs take, or None."""
     if not weight.is_floating_point() or weight.itemsize < 2 or hasattr(weight, "quant_state"):
         return f"is quantized ({dtype_name(weight.dtype)})"
     return None
+
+
+def sharded(*modules: nn.Module | None) -> bool:
+    """Whether parameters are DTensors now: under FSDP2 between calls, under tensor parallelism in them, too."""
+    return any(
+        is_dtensor(type(p)) for m in modules if m is not None for p in m._parameters.values()
+    )
 
 
 def hooked(module: nn.Module) -> bool:

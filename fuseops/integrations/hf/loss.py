@@ -94,7 +94,8 @@ def _free(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     """Whether a call can do without logits: labels by name, a plain head, an output that has names."""
     by_name = keywords.get("labels") is not None and keywords.get("return_dict") is not False
     known = keywords.get("ignore_index", IGNORED) == IGNORED and len(args) < 2
-    return by_name and known and lent.plain(model._modules[HEAD], nn.Linear) is None
+    head = model._modules[HEAD]
+    return by_name and known and lent.plain(head, nn.Linear) is None and not lent.sharded(head)
 
 
 # --- building
@@ -148,7 +149,7 @@ def _bias(head: Any) -> Any:
 
 
 def _second(model: nn.Module, config: Any, modules: dict[str, Any]) -> Any:
-    new = copy.copy(model)
+    new = recognise.shallow(model)
     for name in ("forward", SELF):
         new.__dict__.pop(name, None)
     new.__dict__.update(config=config, _modules=modules, _parameters={}, _buffers={})

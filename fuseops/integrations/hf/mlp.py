@@ -193,6 +193,7 @@ def _read(child: str, name: str, owner: Any) -> Tensor | None:
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """As the module's own, which runs where a projection is no plain Linear at the moment: an adapter, a hook."""
-    if any(lent.plain(self._modules[n], nn.Linear) is not None for n in _names(self)):
+    parts = [self._modules[name] for name in _names(self)]
+    if any(lent.plain(part, nn.Linear) is not None for part in parts) or lent.sharded(*parts):
         return type(self).forward(self, x)
     return self.__dict__[LENT](x)

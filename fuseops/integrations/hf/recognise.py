@@ -8,7 +8,6 @@ the module's own, which may not be loaded yet.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -82,12 +81,19 @@ def same(found: Any, expected: Any) -> bool:
     return bool(close.all())
 
 
+def shallow(module: nn.Module) -> Any:
+    """A copy with the same attributes, of any class: FSDP2's cannot be copied."""
+    new = object.__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    return new
+
+
 def twin(
     module: nn.Module, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> Iterator[nn.Module]:
     """The module with other parameters and children, in training and in evaluation."""
     for training in (True, False):
-        new = copy.copy(module)
+        new = shallow(module)
         new.__dict__.pop("forward", None)
         new._parameters = {k: nn.Parameter(t, requires_grad=False) for k, t in parameters.items()}
         new._buffers = {}

@@ -6,24 +6,33 @@ Of experts, D wide with F hidden units:
     in a checkpoint file        experts.<e>.gate_proj.weight and up_proj (F, D), down_proj (D, F)
     in fuseops                  experts.fc1.weight (E, 2F, D), experts.fc2.weight (E, D, F)
 
-Of a dense `mlp`, `shared_expert` or `shared_experts`:
+Of the experts of gpt-oss, transposed and with biases; gate and up alternate, which `ScaledClampedSwiGLU(interleave=1)`
+takes as they are:
+
+    Hugging Face                experts.gate_up_proj (E, D, 2F), gate_up_proj_bias (E, 2F),
+                                experts.down_proj (E, F, D), down_proj_bias (E, D)
+    in fuseops                  experts.fc1.weight (E, 2F, D), fc1.bias (E, 2F), experts.fc2.weight (E, D, F),
+                                fc2.bias (E, D)
+
+Of a dense `mlp`, `shared_expert` or `shared_experts`, with or without biases:
 
     Hugging Face                mlp.gate_proj.weight and up_proj (F, D), down_proj (D, F)
     in fuseops                  mlp.fc1.weight (2F, D), mlp.fc2.weight (D, F)
 
-Of a whole layer, where an `fo.MoE` stands in its place (`moe=True`; without biases):
+Of a whole layer, where an `fo.MoE` stands in its place (`moe=True`); the router of gpt-oss keeps its name:
 
     Hugging Face                mlp.gate.weight (E, D), mlp.gate.e_score_correction_bias (E,), the experts as above,
                                 mlp.shared_experts as a dense mlp
     in fuseops                  mlp.router.weight, mlp.router.expert_bias, mlp.fc1.weight, mlp.fc2.weight,
                                 mlp.shared.fc1.weight, mlp.shared.fc2.weight
 
-fc1 is `[gate | up]`: the gate is the first half, as in transformers' packed weights. Nothing is transposed.
-All other keys pass through. Tensors may be weights, their gradients, or optimizer state.
+fc1 is `[gate | up]`: the gate is the first half, as in transformers' packed weights, but for gpt-oss.
+Keys that stand beside those of an MLP or of experts and are none of these (scales of a quantized checkpoint, adapters)
+are an error; all other keys pass through. Tensors may be weights, their gradients, or optimizer state.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -32,9 +41,11 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_PACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj")
-_DENSE = re.compile(r"(.*\bmlp|.*\bshared_experts?)\.(gate|up|down)_proj\.weight")
-_OURS = re.compile(r"(.*\bexperts|.*\bmlp|.*\bshared_experts?)\.(fc1|fc2)\.weight")
+_PACKED = re.compile(r"(.*\bexperts)\.((?:gate_up|down)_proj(?:_bias)?)")
+_DENSE = re.compile(r"(.*\bmlp|.*\bshared_experts?)\.(gate|up|down)_proj\.(weight|bias)")
+_OURS = re.compile(r"(.*\bexperts|.*\bmlp|.*\bshared_experts?)\.(fc1|fc2)\.(weight|bias)")
+# what an MLP or a layer of experts holds besides its projections, and what it is converted to
+_BESIDE = re.compile(r"(gate|router|experts|shared|shared_experts?|shared_expert_gate)\..*")
 _LAYER = {  # of fo.MoE, and of Hugging Face once its experts are fc1 and fc2
     "router.weight": "gate.weight",
     "router.expert_bias": "gate.e_score_correction_bias",
@@ -43,49 +54,79 @@ _LAYER = {  # of fo.MoE, and of Hugging Face once its experts are fc1 and fc2
     "shared.fc1.weight": "shared_experts.fc1.weight",
     "shared.fc2.weight": "shared_experts.fc2.weight",
 }
+_GPT_OSS = {f"{fc}.{kind}": f"experts.{fc}.{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}  # fmt: skip
+_FCS = {"gate_up_proj": "fc1.weight", "down_proj": "fc2.weight"}
+_BIASES = {"gate_up_proj_bias": "fc1.bias", "down_proj_bias": "fc2.bias"}
 
 
 def to_fuseops(tensors: Mapping[str, Tensor], *, moe: bool = False) -> dict[str, Tensor]:
-    """`tensors` under fuseops' keys, from either of Hugging Face's layouts.
+    """`tensors` under fuseops' keys, from any of Hugging Face's layouts.
 
     moe: every layer of experts is an `fo.MoE`, with its router and shared experts.
-    A packed weight keeps its storage; separate ones are copied into a new one.
-    Raises FuseOpsError when a gate, an up projection or an expert between two others is missing.
+    A packed weight keeps its storage; separate ones, and transposed ones, are copied into a new one.
+    Raises FuseOpsError when a gate, an up projection or an expert between two others is missing, for packed experts
+    in a layout that is none of these, and for keys beside them that would be left behind.
     """
     out: dict[str, Tensor] = {}
-    parts: dict[str, dict[tuple[int, str], Tensor]] = {}  # fc1 or fc2 -> its (expert, projection)
+    parts: dict[str, dict[tuple[int, str], Tensor]] = {}  # fc1.weight -> its (expert, projection)
+    packed: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if match := _EXPERT.fullmatch(name):
             prefix, expert, kind = match[1], int(match[2]), match[3]
-            parts.setdefault(_ours(prefix, kind), {})[expert, kind] = tensor
+            parts.setdefault(_ours(prefix, kind, "weight"), {})[expert, kind] = tensor
         elif match := _DENSE.fullmatch(name):
-            parts.setdefault(_ours(match[1], match[2]), {})[-1, match[2]] = tensor
+            parts.setdefault(_ours(*match.groups()), {})[-1, match[2]] = tensor
         elif match := _PACKED.fullmatch(name):
-            out[_ours(match[1], match[2])] = tensor
+            packed.setdefault(match[1], {})[match[2]] = tensor
         else:
             out[name] = tensor
+    homes = {name.rpartition(".fc")[0] for name in parts} | packed.keys()
+    _check_beside("to_fuseops", homes, out)
     out |= {name: _joined(name, found) for name, found in parts.items()}
-    names = {theirs: ours for ours, theirs in _LAYER.items()}
-    return _renamed(out, "experts.fc1.weight", names) if moe else out
+    for prefix, found in packed.items():
+        out |= _from_packed(prefix, found)
+    if not moe:
+        return out
+    names = {theirs: ours for ours, theirs in (_LAYER | _GPT_OSS).items()}
+    return _renamed(out, dict.fromkeys(_layers(out, "experts.fc1.weight"), names))
+
+
+def _check_beside(function: str, homes: Iterable[str], others: Mapping[str, Tensor]) -> None:
+    """Raise FuseOpsError for keys in one place with converted ones: what they mean for those is not known here."""
+    unknown = []
+    for home in homes:
+        inside = (name for name in others if name.startswith(f"{home}."))
+        experts = home.rpartition(".")[2] == "experts"
+        unknown += [n for n in inside if experts or not _BESIDE.fullmatch(n[len(home) + 1 :])]
+    if unknown:
+        raise FuseOpsError(
+            f"{function}: {sorted(unknown)} stand beside weights that are converted, and are not known: they would "
+            "be left behind. Take them out, or merge them into the weights first."
+        )
+
+
+def _layers(tensors: Mapping[str, Tensor], *marks: str) -> list[str]:
+    """Prefixes, with the dot, of the layers that have all of these tensors."""
+    found = [name.removesuffix(marks[0]) for name in tensors if f".{name}".endswith(f".{marks[0]}")]
+    return [layer for layer in found if all(layer + mark in tensors for mark in marks)]
 
 
 def _renamed(
-    tensors: Mapping[str, Tensor], marked: str, names: Mapping[str, str]
+    tensors: Mapping[str, Tensor], layers: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Tensor]:
-    """Other keys for the layers that have a tensor `marked`."""
-    layers = [name.removesuffix(marked) for name in tensors if f".{name}".endswith(f".{marked}")]
-    new = {layer + old: layer + name for layer in layers for old, name in names.items()}
+    """Other keys for what layers hold, each by its own names."""
+    new = {at + old: at + name for at, names in layers.items() for old, name in names.items()}
     return {new.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def _ours(prefix: str, kind: str) -> str:
-    return f"{prefix}.{'fc2' if kind == 'down' else 'fc1'}.weight"
+def _ours(prefix: str, kind: str, what: str) -> str:
+    return f"{prefix}.{'fc2' if kind == 'down' else 'fc1'}.{what}"
 
 
 def _joined(name: str, parts: dict[tuple[int, str], Tensor]) -> Tensor:
     """One weight of its parts: stacked over experts (-1: a dense MLP, no experts), `[gate | up]`."""
     experts = sorted({expert for expert, _ in parts})
-    kinds = ("down",) if name.endswith("fc2.weight") else ("gate", "up")
+    kinds = ("down",) if ".fc2." in name[-12:] else ("gate", "up")
     wanted = {(e, k) for e in ([-1] if experts == [-1] else range(experts[-1] + 1)) for k in kinds}
     if missing := sorted(wanted - parts.keys()):
         expert, kind = missing[0]
@@ -98,38 +139,88 @@ def _joined(name: str, parts: dict[tuple[int, str], Tensor]) -> Tensor:
     return each[0] if experts == [-1] else torch.stack(each)
 
 
+def _from_packed(prefix: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Packed experts under our keys: as they lie, or from gpt-oss' layout. Both of their shapes tell which it is."""
+    wanted = _FCS | _BIASES if found.keys() & _BIASES.keys() else _FCS
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise FuseOpsError(
+            f"to_fuseops: {prefix} has {sorted(found)}, and {missing} is missing: how the experts lie is told by all "
+            "of them. Give all shards of a checkpoint at once."
+        )
+    up, down = (tuple(found[name].shape) for name in _FCS)
+    ours = len(up) == len(down) == 3 and up[1:] == (2 * down[2], down[1])
+    turned = len(up) == len(down) == 3 and up[1:] == (down[2], 2 * down[1])
+    if not (turned if wanted is not _FCS else ours):
+        rest = " and biases" if wanted is not _FCS else ""
+        raise FuseOpsError(
+            f"to_fuseops: {prefix} has gate_up_proj {up} and down_proj {down}{rest}, a layout that is not known: "
+            "expected (E, 2F, D) and (E, D, F) without biases, or gpt-oss' (E, D, 2F) and (E, F, D) with them."
+        )
+    return {f"{prefix}.{name}": _turned(found[key], turned) for key, name in wanted.items()}
+
+
+def _turned(t: Tensor, turned: bool) -> Tensor:
+    """The weights of every expert transposed, where they are to be."""
+    return t.transpose(1, 2).contiguous() if turned and t.dim() == 3 else t
+
+
 def to_hf(
     tensors: Mapping[str, Tensor], *, experts: Literal["packed", "separate"] = "packed"
 ) -> dict[str, Tensor]:
     """The way back: views of `tensors` under Hugging Face's keys, layers of `fo.MoE` too.
 
+    Experts with biases are gpt-oss': their weights are copied, transposed.
     experts: "packed" as in the state_dict of a transformers 5 model, "separate" as in a checkpoint file.
-    Raises FuseOpsError for any other value, or for an fc1 with an odd number of rows.
+    Raises FuseOpsError for any other value, for an fc1 with an odd number of rows, for experts with biases that are to
+    be separate (their gate and up alternate), and for keys beside them that would be left behind.
     """
     if experts not in ("packed", "separate"):
         raise FuseOpsError(f"to_hf: experts must be 'packed' or 'separate', got {experts!r}.")
+    gpt_oss = _layers(tensors, "router.weight", "fc1.weight", "fc1.bias")
+    layers = dict.fromkeys(_layers(tensors, "router.weight", "fc1.weight"), _LAYER)
     out: dict[str, Tensor] = {}
-    for name, tensor in _renamed(tensors, "router.weight", _LAYER).items():
-        match = _OURS.fullmatch(name)
-        if match is None:
-            out[name] = tensor
-        elif match[1].rpartition(".")[2] != "experts":
-            out |= _separate(match[1], match[2], tensor)
-        elif experts == "packed":
-            out[f"{match[1]}.{'gate_up' if match[2] == 'fc1' else 'down'}_proj"] = tensor
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _renamed(tensors, layers | dict.fromkeys(gpt_oss, _GPT_OSS)).items():
+        if match := _OURS.fullmatch(name):
+            found.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = tensor
         else:
-            for e, weight in enumerate(tensor):
-                out |= _separate(f"{match[1]}.{e}", match[2], weight)
+            out[name] = tensor
+    _check_beside("to_hf", found, out)
+    for home, own in found.items():
+        if home.rpartition(".")[2] != "experts":
+            out |= {k: t for name, weight in own.items() for k, t in _separate(home, name, weight).items()}  # fmt: skip
+        else:
+            out |= _experts(home, own, experts)
     return out
 
 
-def _separate(prefix: str, fc: str, weight: Tensor) -> dict[str, Tensor]:
-    """The projections of one MLP.   fc1 (2F, D) -> gate and up (F, D)"""
-    if fc == "fc2":
-        return {f"{prefix}.down_proj.weight": weight}
-    if weight.shape[0] % 2:
+def _experts(home: str, own: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
+    """The experts of one layer."""
+    biased = not own.keys().isdisjoint(_BIASES.values())
+    if biased and form == "separate":
         raise FuseOpsError(
-            f"to_hf: {prefix}.fc1 is [gate | up], two halves, got shape {tuple(weight.shape)}."
+            f"to_hf: {home} has biases, as gpt-oss', whose gate and up alternate: they have no separate form, take "
+            "experts='packed'."
         )
-    gate, up = weight.chunk(2)
-    return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    if form == "packed":
+        names = {ours: theirs for theirs, ours in (_FCS | _BIASES).items()}
+        return {f"{home}.{names[name]}": _turned(t, biased) for name, t in own.items()}
+    separate = (
+        _separate(f"{home}.{e}", name, weight)
+        for name, weights in own.items()
+        for e, weight in enumerate(weights)
+    )
+    return {name: t for each in separate for name, t in each.items()}
+
+
+def _separate(prefix: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The projections of one MLP.   fc1 (2F, D) -> gate and up (F, D)"""
+    fc, _, kind = name.partition(".")
+    if fc == "fc2":
+        return {f"{prefix}.down_proj.{kind}": tensor}
+    if tensor.shape[0] % 2:
+        raise FuseOpsError(
+            f"to_hf: {prefix}.fc1 is [gate | up], two halves, got shape {tuple(tensor.shape)}."
+        )
+    gate, up = tensor.chunk(2)
+    return {f"{prefix}.gate_proj.{kind}": gate, f"{prefix}.up_proj.{kind}": up}

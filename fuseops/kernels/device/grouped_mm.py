@@ -13,7 +13,7 @@ RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
 
 
-class Descriptor(TensorDescriptor):  # type: ignore[misc]
+class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
     flat = None
@@ -25,7 +25,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
 
 def describe(t, block):
     """A descriptor of a tensor as it is."""
-    return Descriptor(t, t.shape, t.stride(), block)
+    return HostDescriptor(t, t.shape, t.stride(), block)
 
 
 def describe_ragged(t, block):
@@ -35,7 +35,7 @@ def describe_ragged(t, block):
     rows = 1 << 30
     stride = t.stride(0)
     strides = [2**34 - stride, stride, stride, 1]
-    return Descriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
+    return HostDescriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
     ahead = known & ((size > own) | ((size == own) & (groups < group)))
     tl.store(tiles_ptr + 2 + tl.sum(ahead.to(tl.int32), axis=0), group)
     entries = tiles_ptr + 2 + E
-    for level in tl.static_range(2):
+    for level in tl.static_range(3):
         bound = R // (64 << level) + E
         blocks = tl.cdiv(size, 64 << level)
         first = tl.sum(tl.where(groups < group, blocks, 0), axis=0)
@@ -89,7 +89,8 @@ def group_tiles_kernel(offs_ptr, tiles_ptr, R, E, BLOCK_E: tl.constexpr):
             mask = (k + step < count) & (first + k + step < bound)
             tl.store(entries + first + k + step, group + (k + step) * MAX_GROUPS, mask=mask)
         if group == E - 1:
-            tl.store(tiles_ptr + level, tl.minimum(first + count, bound))
+            counted = tiles_ptr + level if level < 2 else entries + bound
+            tl.store(counted, tl.minimum(first + count, bound))
             for k in range(first + count, bound, 256):
                 tl.store(entries + k + step, 0 * step, mask=k + step < bound)
         entries += bound

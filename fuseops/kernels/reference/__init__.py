@@ -25,6 +25,10 @@ from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .dropout import dropout_mask as dropout_mask
+from .fp8 import dequantize as dequantize
+from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_wgrad as fp8_wgrad
+from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_dswiglu as grouped_dswiglu
 from .grouped import grouped_mm as grouped_mm

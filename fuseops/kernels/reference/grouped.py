@@ -34,7 +34,7 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     sizes = offs.diff(prepend=offs.new_zeros(1))
     table = [sizes.sort(descending=True, stable=True).indices]
     counts = []
-    for block in (64, 128):
+    for block in (64, 128, 256):
         entries = [
             group | mine << 11
             for group, size in enumerate(sizes.tolist())
@@ -43,7 +43,8 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
         unused = [0] * (rows // block + len(offs) - len(entries))
         table.append(offs.new_tensor(entries + unused))
         counts.append(len(entries))
-    return torch.cat([offs.new_tensor(counts), *table]).to(torch.int32)
+    head, last = offs.new_tensor(counts).split([2, 1])
+    return torch.cat([head, *table, last]).to(torch.int32)
 
 
 def grouped_mm(

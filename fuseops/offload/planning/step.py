@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import as_if_on
 from fuseops.observe.fakes import faked
@@ -27,7 +28,7 @@ from fuseops.ops.op import Op as FuseOp
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
 from .profile import DRY_RUN, RECORDED, Profile
-from .recompute import Seen, recomputations
+from .recompute import SeenStep, recomputations
 from .record import Recorder, Seconds
 from .roofline import DRY_ERROR, Roofline
 
@@ -35,7 +36,7 @@ Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
 
 
-class Step(NamedTuple):
+class ProfiledStep(NamedTuple):
     """What is profiled: one forward and backward.
 
     layers  id of a module -> its path; the units of the schedule
@@ -57,13 +58,19 @@ class Step(NamedTuple):
         side: Mapping[str, Any],
         between: Callable[[], None] = lambda: None,
     ) -> None:
-        """Forward and backward; `between` is called between them."""
+        """Forward and backward; `between` is called between them.
+
+        Of the output only what the backward begins at lives on, as in `model(...).loss.backward()`.
+        """
         out = self.model(*args, **side)
         between()
-        if self.loss is not None:
-            self.loss(out).backward()  # type: ignore[no-untyped-call]
-            return
-        loss = getattr(out, "loss", None)
+        ends = self._ends(out)
+        del out
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+    def _ends(self, out: Any) -> list[Tensor]:
+        """Where the backward begins."""
+        loss = getattr(out, "loss", None) if self.loss is None else self.loss(out)
         tensors = [loss] if isinstance(loss, Tensor) else list(tensors_in(out))
         ends = [t for t in tensors if t.requires_grad]
         if not ends:
@@ -71,10 +78,10 @@ class Step(NamedTuple):
                 f"a step of {type(self.model).__name__} has no backward: no output needs a "
                 "gradient. Pass loss=, or an input or parameters that require gradients."
             )
-        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        return ends
 
 
-def record(step: Step) -> Profile:
+def record(step: ProfiledStep) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
     that adds to them.
@@ -82,7 +89,7 @@ def record(step: Step) -> Profile:
     cuda = any(p.is_cuda for p in step.model.parameters())
     forward: list[int] = []  # how many ops it has
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
         recorder = _recorder(step, meter, None)
         with recorder.running():
@@ -90,7 +97,7 @@ def record(step: Step) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -122,7 +129,7 @@ def record(step: Step) -> Profile:
     )
 
 
-def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
+def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
     """One step on fake tensors: bytes are exact, times are estimates (roofline.py).
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
@@ -134,7 +141,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
     rows = _Rows(split)
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         rows.used = 0
         with faked(step.model, lambda t: _fake(t, mode)):
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
@@ -145,7 +152,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
                 step.run(args, side)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -161,7 +168,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
 
 
 def _recorder(
-    step: Step, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
+    step: ProfiledStep, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
 ) -> Recorder:
     return Recorder(
         *(step.model, dict(step.layers), meter),
@@ -171,7 +178,7 @@ def _recorder(
     )
 
 
-def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
+def _assumed(step: ProfiledStep, hardware: Hardware, seen: SeenStep, rows: _Rows) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
         f"recorded steps lay within {DRY_ERROR:.0%}"
@@ -196,7 +203,7 @@ def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterato
 # --- a real step
 
 
-def _timed(step: Step, new: list[Tensor], cuda: bool) -> tuple[float, float]:
+def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, float]:
     """Seconds of a forward and of a backward as users run them: step after step, so that the host is
     ahead of a CUDA device. From an idle one the forward takes longer, by what the host needs first.
     """
@@ -226,7 +233,7 @@ def _median(starts: list[Any], ends: list[Any]) -> float:
     )
 
 
-def _leaves(step: Step) -> list[Tensor]:
+def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
@@ -245,7 +252,7 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _untouched(step: Step, cuda: bool) -> Iterator[None]:
+def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
     """Gradients wherever they go, buffers, what else modules hold and random states come back."""
     kept = [t.grad for t in _leaves(step) if t.grad is not None]
     written = (*kept, *step.model.buffers(), *main_grads(step.model))
@@ -292,12 +299,16 @@ def _fake_copy(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class _Rows:
-    """Answers how many rows a selection finds, from the declared split."""
+    """Answers what fake tensors do not know: how many rows a selection finds, from the declared split, and what a
+    grouped product of float32 gives, of which torch has a kernel and a shape for bfloat16 only.
+    """
 
     def __init__(self, split: Sequence[int] | None) -> None:
         self.split, self.used = split, 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return args[0].new_empty(_grouped_shape(*args[:2], *args[2:3], **kwargs))
         if func is not torch.ops.aten.nonzero.default or not self.split:
             return func(*args, **kwargs)
         rows = self.split[self.used % len(self.split)]
@@ -305,11 +316,22 @@ class _Rows:
         return args[0].new_empty((rows, args[0].dim()), dtype=torch.int64)
 
 
+def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> tuple[int, ...]:
+    """Of `_grouped_mm`: a matrix a group where neither operand has an axis of rows (or columns) of its own."""
+    if a.dim() == b.dim() == 2:
+        groups = 0 if offs is None else offs.numel()
+        return groups, a.shape[0], b.shape[1]
+    if a.dim() == b.dim():
+        return a.shape[0], a.shape[1], b.shape[2]
+    return a.shape[-2], b.shape[-1]
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What fake tensors cannot know, in words of this package."""
+    """What fake tensors cannot know, in words of this package, and in no log lines of torch."""
     try:
-        yield
+        with torch_private.quiet_fake_tensors():
+            yield
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"DataDependentOutputException", "DynamicOutputShapeException"}:
@@ -324,7 +346,7 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _bordered(step: Step) -> Iterator[None]:
+def _bordered(step: ProfiledStep) -> Iterator[None]:
     """A hook on every layer, as a scheduler has: no fusion goes from one to another."""
     with ExitStack() as undo:
         for module in step.model.modules():

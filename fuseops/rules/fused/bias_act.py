@@ -21,8 +21,8 @@ class BiasAct(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        act: Any = self.members[1]
+        h, form = saved[1]
         if "bias" not in calls[0].needs:
-            return Grads(K.act_bwd(dy, saved[1].x, act.kind)), Grads()
-        dx, dbias = K.act_bwd_bias(dy, saved[1].x, act.kind)
+            return Grads(K.act_bwd(dy, h, *form)), Grads()
+        dx, dbias = K.act_bwd_bias(dy, h, *form)
         return Grads(dx, {"bias": dbias}), Grads()

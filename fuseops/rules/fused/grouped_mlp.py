@@ -16,6 +16,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
@@ -51,6 +52,7 @@ class GroupedMLPSaved(NamedTuple):
     fc2: Tensor | None
     bias1: Tensor | None
     bias2: Tensor | None
+    form: Form | None  # of the activation in the forward
 
 
 class GroupedMLP(FusedOp):
@@ -68,22 +70,21 @@ class GroupedMLP(FusedOp):
         "fc2": "2.weight",
         "bias1": "0.bias",
         "bias2": "2.bias",
+        "form": "1.form",
     }
 
     def __init__(self, *members: Op[Any]) -> None:
         super().__init__(*members)
-        fc1, act, fc2 = cast("tuple[Any, ...]", members)
-        self.kind: str = act.kind
-        self.options: tuple[Any, ...] = act.options
+        fc1, act, fc2 = members
         self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
-        a = ("h", "offs", "probs") if self.scaled else ("h", "offs")
+        a = ("h", "offs", "form", "probs") if self.scaled else ("h", "offs", "form")
         dh = (*a, "fc2")
         self.saves_for: Mapping[str, tuple[str, ...]] = {
             "x": (*dh, "fc1"),
             "0.weight": (*dh, "x"),
             "0.bias": (*dh, *(("probs",) if self.scale1 else ())),
             "0.probs": (*dh, "bias1"),
-            "1.probs": ("h", "offs", "fc2"),
+            "1.probs": ("h", "offs", "form", "fc2"),
             "2.weight": a,
             "2.bias": ("offs", "probs") if self.scale2 else ("offs",),
             "2.probs": ("offs", "bias2"),
@@ -120,14 +121,13 @@ class GroupedMLP(FusedOp):
         probs = next((m["probs"] for m in t if "probs" in m), None)
         return GroupedMLPSaved(
             *(x, None, probs, fc1["offs"], fc1["weight"], fc2["weight"]),
-            *(fc1.get("bias"), fc2.get("bias")),
+            *(fc1.get("bias"), fc2.get("bias"), form_of(self.members[1])),
         )
 
     def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
         """What the backward through fc2 and the activation reads, but for dy and h."""
-        return dswiglu.Operands(
-            self.kind, self.options, s.probs if self.scaled else None, s.fc2, s.offs
-        )
+        form: Form = s.form  # type: ignore[assignment]
+        return dswiglu.Operands(form, s.probs if self.scaled else None, s.fc2, s.offs)
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
         """fc1."""
@@ -146,7 +146,7 @@ class GroupedMLP(FusedOp):
             tiles = tiles_of(call, offs, rows)
             return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h)
         h = self.hidden(s, call, index)
-        return h if need_h else None, self.activation(h, s.probs)
+        return h if need_h else None, self.activation(h, s)
 
     def _in_epilogue(
         self,
@@ -158,7 +158,8 @@ class GroupedMLP(FusedOp):
         need_h: bool,
     ) -> bool:
         """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
-        if self.kind != "swiglu" or any(self.options) or s.bias1 is not None:
+        kind, *options = s.form  # type: ignore[misc]
+        if kind != "swiglu" or any(options) or s.bias1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
@@ -174,11 +175,12 @@ class GroupedMLP(FusedOp):
         scale = s.probs if self.scale2 else None
         return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, call)[0]  # type: ignore[arg-type]
 
-    def activation(self, h: Tensor, probs: Tensor | None) -> Tensor:
+    def activation(self, h: Tensor, s: GroupedMLPSaved) -> Tensor:
+        form: Form = s.form  # type: ignore[assignment]
         if not self.scaled:
-            return K.act_fwd(h, self.kind, *self.options)
-        check_probs(type(self.members[1]).__name__, h, probs)  # type: ignore[arg-type]
-        return K.scaled_act_fwd(h, probs, self.kind, *self.options)  # type: ignore[arg-type]
+            return K.act_fwd(h, *form)
+        check_probs(type(self.members[1]).__name__, h, s.probs)  # type: ignore[arg-type]
+        return K.scaled_act_fwd(h, s.probs, *form)  # type: ignore[arg-type]
 
     def gradients(
         self,
@@ -218,10 +220,10 @@ class GroupedMLP(FusedOp):
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)  # type: ignore[arg-type]
         elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
-            dh, dprobs, a = self._activation_bwd(da, h, s.probs, *wanted)  # type: ignore[arg-type]
+            dh, dprobs, a = self._activation_bwd(da, h, s, *wanted)  # type: ignore[arg-type]
             del da
         if "weight" in last.needs and a is None:
-            a = self.activation(h, s.probs)  # type: ignore[arg-type]
+            a = self.activation(h, s)  # type: ignore[arg-type]
         del h
         if "weight" in last.needs:
             dw2 = _weight(replaced(fc2, x=a), dy, last, None, dy_index)
@@ -241,20 +243,22 @@ class GroupedMLP(FusedOp):
         self,
         da: Tensor,
         h: Tensor,
-        probs: Tensor | None,
+        s: GroupedMLPSaved,
         need_dh: bool,
         need_dprobs: bool,
         need_a: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dh, dprobs and the activation, in one pass over h."""
+        kind, *options = s.form  # type: ignore[misc]
+        probs = s.probs
         if not need_dh:
-            return None, K.act_dprobs(da, h, self.kind, *self.options), None
+            return None, K.act_dprobs(da, h, kind, *options), None
         if not self.scaled:
             if not need_a:
-                return K.act_bwd(da, h, self.kind, *self.options), None, None
+                return K.act_bwd(da, h, kind, *options), None, None
             probs = torch.ones(h.shape[:-1], device=h.device)  # exact
         dh, dprobs, a = K.scaled_act_bwd(
-            da, h, probs, self.kind, need_dprobs, need_a, *self.options  # type: ignore[arg-type]
+            da, h, probs, kind, need_dprobs, need_a, *options  # type: ignore[arg-type]
         )  # fmt: skip
         return dh, dprobs, a if need_a else None
 

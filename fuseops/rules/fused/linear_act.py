@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.ops.activations import ActivationSaved
+from fuseops.ops.activations import ActivationSaved, form_of
 from fuseops.ops.linear import BiasSaved, LinearSaved, linear
 from fuseops.ops.op import Call, FusedOp, Out
 
@@ -17,11 +17,11 @@ class LinearAct(FusedOp):
     recipes = True
 
     def fwd(self, x: Any, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
-        act: Any = self.members[-1]
+        form = form_of(self.members[-1])
         weight = t[0]["weight"]
         bias = t[1]["bias"] if len(t) == 3 else t[0]["bias"]
         h, kept = linear(x, weight, bias, calls[0])
-        saved: list[Any] = [LinearSaved(kept, weight), ActivationSaved(h)]
+        saved: list[Any] = [LinearSaved(kept, weight), ActivationSaved(h, form)]
         if len(t) == 3:
             saved.insert(1, BiasSaved())
-        return Out(K.act_fwd(h, act.kind), tuple(saved))
+        return Out(K.act_fwd(h, *form), tuple(saved))

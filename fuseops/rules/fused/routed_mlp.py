@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Space
+from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.permute import Combine
@@ -33,6 +34,7 @@ class RoutedMLPSaved(NamedTuple):
     fc2: Tensor | None
     bias1: Tensor | None
     bias2: Tensor | None
+    form: Form | None  # of the activation in the forward
     index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     pos: Tensor | None
 
@@ -112,7 +114,9 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
-        s, taken = without_h(GroupedMLPSaved(*held.pop()[: len(GroupedMLPSaved._fields)]))
+        fields: tuple[Any, ...] = held.pop()[: len(GroupedMLPSaved._fields)]
+        s, taken = without_h(GroupedMLPSaved._make(fields))
+        del fields  # it names h
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:

@@ -1,0 +1,173 @@
+"""FP8 GEMMs beside ours in bf16, torch's grouped ones in bf16 and in FP8 (scales of rows), and dense cuBLAS per tensor.
+
+    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json
+
+Operands are quantized before: GEMM alone, with the tile table made inside every call. Each candidate makes the GEMMs
+of a training step of an expert MLP (fc1 and fc2 forward, their input and weight gradients) one after another and over
+again for `--settle` seconds to warm up and as long again, in turn, so that each runs at the clock that the power of its
+own kernels leaves it. Ratios are a peer's time over ours, round by round, with the interval of their median.
+`into` has weight gradients that are added to float32 ones; `splits` Zipf's law and two empty groups; `tiles` every
+tile that there is. Three groups of every kind are compared with float32 before; scales change 64-fold from block to
+block. TFLOP/s count the rows inside groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from fp8_problems import Operands, candidates, flops_of, operands, wrong
+from grouped_parts import entry
+from grouped_problems import SHAPES, SPLITS, split
+
+from fuseops.kernels import fp8_paths
+from fuseops.kernels.configs import forced
+
+PARTS = ("settled", "into", "splits", "tiles")
+Mixes = dict[str, dict[str, measure.Call]]
+
+
+class Run:
+    """What was found so far; each part is printed and written at once, until the time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begun = options, time.perf_counter()
+        self.report: dict[str, Any] = {
+            "environment": measure.environment(), "wrong": {}, "failed": {}, "skipped": [],
+            **{part: {} for part in PARTS},
+        }  # fmt: skip
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    def shapes(self) -> None:
+        for shape in (name for name in SHAPES if name in self.options.shapes):
+            if self.seconds() > self.options.budget:
+                self.report["skipped"].append(shape)
+                continue
+            try:
+                self.shape(shape)
+            except Exception as error:  # reported, not hidden
+                self.report["failed"][shape] = f"{type(error).__name__}: {error}"[:500]
+                print(shape, self.report["failed"][shape], flush=True)
+            self.write()
+            torch.cuda.empty_cache()
+
+    def shape(self, shape: str) -> None:
+        groups, rows, d, f, _ = SHAPES[shape]
+        sizes = {"fc1": (groups, rows, 2 * f, d), "fc2": (groups, rows, d, f)}
+        for kind_of_split in SPLITS if "splits" in self.options.parts else SPLITS[:1]:
+            offs = split(kind_of_split, groups, rows)
+            t = {layer: operands(*each, offs) for layer, each in sizes.items()}
+            for layer in t:
+                bad = wrong(t[layer])
+                self.report["wrong"] |= {
+                    f"{shape}/{layer}/{k}/{kind_of_split}": bad[k] for k in bad
+                }
+            name = partial("{}/{}/{}/{}".format, shape)
+            if kind_of_split != SPLITS[0]:
+                mixes = self.mixes(t, "wgrad", ("fp8", "bf16"), kind_of_split, name)
+                self.note("splits", mixes, t)
+                continue
+            if "settled" in self.options.parts:
+                self.note("settled", self.mixes(t, "wgrad", None, kind_of_split, name), t)
+            if "into" in self.options.parts:
+                self.note("into", self.mixes(t, "wgrad_into", None, kind_of_split, name), t)
+            if "tiles" in self.options.parts:
+                self.note("tiles", self.tiles(t, kind_of_split, name), t)
+
+    def mixes(
+        self, t: dict[str, Operands], last: str, only: Any, kind_of_split: str, name: Any
+    ) -> Mixes:
+        """The step of each candidate that has all of its GEMMs, or, of torch's in FP8, those that it has."""
+        mixes: Mixes = {}
+        for layer, each in t.items():
+            for kind in ("fwd", "dgrad", last):
+                for candidate, call in candidates(kind, each).items():
+                    if only is None or candidate in only:
+                        mixes.setdefault(candidate, {})[name(layer, kind, kind_of_split)] = call
+        return {candidate: mix for candidate, mix in mixes.items() if self.runs(candidate, mix)}
+
+    def runs(self, candidate: str, mix: dict[str, measure.Call]) -> bool:
+        try:
+            measure.run(mix)
+            torch.cuda.synchronize()
+        except Exception as error:  # reported, not hidden
+            self.report["failed"][f"{candidate} {next(iter(mix))}"] = (
+                f"{type(error).__name__}: {error}"[:300]
+            )
+            return False
+        return True
+
+    def tiles(self, t: dict[str, Operands], kind_of_split: str, name: Any) -> Mixes:
+        """Each tile for all GEMMs of the step."""
+        ours = self.mixes(t, "wgrad", ("fp8",), kind_of_split, name)["fp8"]
+        every = fp8_paths.MM.candidates((1, 256, 256), 1)
+
+        def under(number: int, call: measure.Call) -> None:
+            with forced(fp8_paths.MM, every[number]), forced(fp8_paths.WGRAD, every[number]):
+                call()
+
+        words = {number: f"{c['BLOCK_M']}x{c['BLOCK_N']}" for number, c in enumerate(every)}
+        return {
+            words[number]: {part: partial(under, number, call) for part, call in ours.items()}
+            for number in words
+        }
+
+    def note(self, part: str, mixes: Mixes, t: dict[str, Operands]) -> None:
+        us = measure.mixes_in_turn(mixes, self.options.rounds, self.options.settle)
+        for name, each in us.items():
+            flops = flops_of(t[name.split("/")[1]])
+            if part == "tiles":
+                medians = measure.medians(each)
+                record: Any = {tile: round(flops / m / 1e6, 1) for tile, m in medians.items()}
+            else:
+                renamed = {
+                    "fuseops" if peer == "fp8" else peer: times for peer, times in each.items()
+                }
+                record = entry(renamed, flops)
+            self.report[part][name] = record
+            print(f"{self.seconds():.0f} s", part, name, short(record), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
+
+
+def short(record: dict[str, Any]) -> str:
+    rates = record.get("tflops", record)
+    ratios = {name: r["ratio"] for name, r in record.get("ratios", {}).items()}
+    return " ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) + (
+        "  times " + " ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        if ratios
+        else ""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="*", default=tuple(SHAPES), choices=tuple(SHAPES))
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle", type=float, default=0.2, help="seconds of a mix in a round")
+    parser.add_argument(
+        "--budget", type=float, default=200.0, help="seconds; no new shape after it"
+    )
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    run = Run(options)
+    run.shapes()
+    run.write()
+    print(json.dumps({key: run.report[key] for key in ("wrong", "failed", "skipped")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""GEMMs of FP8 operands, dense or over rows sorted by group.
+
+Maths: y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]);  dw[e] (+)= dy[:, columns of e] @ x[:, columns of e].T,
+where each operand is its codes times their scales. With blocks and squares the tensor cores sum 128 products, with
+about 14 bits, and float32 sums take them in, scaled; "row" and "tensor" are scaled at the store. Fixed order: bits
+repeat. Rounded once at the store.
+Shapes: x (R, K), weight (E, N, K) or, without offs, (N, K); y (R, N); offs (E,) int32 row ends on the device. Codes are
+contiguous along K, which is what is summed. The gradient of x is `fp8_mm` of dy and the transposed codes of the weight.
+
+    scaling     scale of rows          scale of the weight                       scale of columns (N, C)
+    block       (ceil(K/128), R)       (E, ceil(N/128), ceil(K/128))             (ceil(C/128), N)
+    square      -                      -                                         (ceil(N/128), ceil(C/128))
+    row         (R,)                   (E, N)                                    -
+    tensor      () or (E,)             () or (E,)                                () or (E,)
+
+Columns, of a weight gradient, are the transpose of rows: those of group e begin at (offs[e-1] // 128 + e) * 128, so
+C = (R // 128 + E) * 128, and what belongs to no row up to the next multiple of 128 is zero. Without offs, C is R.
+Dtypes: codes e4m3, or e5m2; scales float32, of blocks and squares powers of two; y and dw bf16, fp16 or float32.
+Padding rows (at or beyond offs[-1]) give zero and are never read into a result; an empty group gives zero.
+Hardware: `fp8_paths` says which kernel runs; without one, operands are dequantized and the kernels of `grouped`
+multiply them. No look at `offs` on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
+from fuseops.kernels.fp8_launch import launch_mm, launch_wgrad
+from fuseops.kernels.fp8_paths import OUTPUTS
+from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into
+from fuseops.kernels.grouped_launch import table_size
+from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import require
+
+
+def _mm_fake(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scaling: str,
+    offs: Tensor | None = None, tiles: Tensor | None = None, bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16, fast: bool = False,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+
+
+def _wgrad_fake(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, scaling: str,
+    offs: Tensor | None = None, tiles: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    groups = () if offs is None else offs.shape
+    return x.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
+
+
+def _mm_flops(x: Any, x_scale: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """Every row counts once, padding too: the counter sees shapes."""
+    return int(2 * x[0] * x[1] * weight[-2])
+
+
+def _wgrad_flops(dy: Any, dy_scale: Any, x: Any, *_: Any, **__: Any) -> int:
+    return int(2 * dy[0] * dy[1] * x[0])
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _codes(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return _meta(*shape, dtype=dtype)
+
+
+def _mm_cases() -> Iterator[tuple[Any, ...]]:
+    e, rows, n, k = 8, 16384, 4096, 2048
+    offs, tiles = _meta(e, dtype=torch.int32), _meta(table_size(rows, e), dtype=torch.int32)
+    x, w, vectors, squares = (
+        _codes(rows, k),
+        _codes(e, n, k),
+        _meta(k // 128, rows),
+        (n // 128, k // 128),
+    )
+    bias = _meta(e, n, dtype=torch.bfloat16)
+    blocks = x, vectors, w, _meta(e, *squares), "block"
+    for dtype in OUTPUTS:
+        yield *blocks, offs, tiles, None, dtype
+    yield *blocks, offs, tiles, bias
+    yield _codes(rows, k, dtype=torch.float8_e5m2), *blocks[1:], offs, tiles
+    dense = x, vectors, w[0], _meta(*squares), "block"
+    yield dense
+    yield *dense, None, None, bias[0]
+    for fast in (False, True):
+        yield x, _meta(), w, _meta(e), "tensor", offs, tiles, None, torch.bfloat16, fast
+        yield x, _meta(), w[0], _meta(), "tensor", None, None, None, torch.bfloat16, fast
+        yield x, _meta(), w[0], _meta(), "tensor", None, None, bias[0], torch.bfloat16, fast
+        yield x, _meta(rows), w, _meta(e, n), "row", offs, tiles, None, torch.bfloat16, fast
+
+
+def _wgrad_cases() -> Iterator[tuple[Any, ...]]:
+    e, columns, n, k = 8, 17408, 4096, 2048
+    offs, tiles = _meta(e, dtype=torch.int32), _meta(4096, dtype=torch.int32)
+    dy, x, blocks = _codes(n, columns), _codes(k, columns), columns // 128
+    squares = dy, _meta(n // 128, blocks), x, _meta(k // 128, blocks), "square"
+    yield *squares, offs, tiles
+    yield squares
+    yield dy, _meta(blocks, n), x, _meta(blocks, k), "block", offs, tiles
+    yield dy, _meta(e), x, _meta(e), "tensor", offs, tiles
+    yield dy, _meta(), x, _meta(), "tensor"
+    yield _codes(n, columns, dtype=torch.float8_e5m2), *squares[1:], offs, tiles
+
+
+def _into_cases() -> Iterator[tuple[Any, ...]]:
+    for dy, dy_scale, x, x_scale, scaling, *where in _wgrad_cases():
+        offs, tiles = (*where, None, None)[:2]
+        main_grad = _meta(*_wgrad_fake(dy, dy_scale, x, x_scale, scaling, offs).shape)
+        operands = main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles
+        yield *operands, True
+        if scaling == "square":
+            yield *operands, False
+
+
+@kernel_op(
+    twin=reference.fp8_mm, fake=_mm_fake, flops=_mm_flops, traces_twin=False, cases=_mm_cases
+)
+def fp8_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
+) -> Tensor:
+    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   -> (R, N) of `dtype`
+
+    tiles: `group_tiles(offs, R)`, made here if not given.
+    fast: "row" and "tensor" are summed in the tensor cores alone, instead of 128 products at a time.
+    """
+    if offs is not None and tiles is None:
+        tiles = group_tiles(offs, x.shape[0])
+    return launch_mm(
+        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
+        dtype=dtype, fast=fast, otherwise=_multiplied, check=checked_mm,
+    )  # fmt: skip
+
+
+@kernel_op(
+    twin=reference.fp8_wgrad,
+    fake=_wgrad_fake,
+    flops=_wgrad_flops,
+    traces_twin=False,
+    cases=_wgrad_cases,
+)
+def fp8_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """dy[:, columns of e] @ x[:, columns of e].T.   (N, C), (K, C) -> (E, N, K), or (N, K) without offs
+
+    tiles: `group_tiles(offs, R)`, made here if not given.
+    """
+    dw = _wgrad_fake(dy, dy_scale, x, x_scale, scaling, offs, None, dtype)
+    _launch_wgrad(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, False)
+    return dw
+
+
+@kernel_op(
+    twin=reference.fp8_wgrad_into,
+    fake=lambda *args, **kwargs: None,
+    flops=lambda main_grad, *args, **kwargs: _wgrad_flops(*args, **kwargs),
+    mutates=("main_grad",),
+    traces_twin=False,
+    cases=_into_cases,
+)
+def fp8_wgrad_into(
+    main_grad: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    """Add `fp8_wgrad` to the float32 `main_grad` unrounded, or overwrite it."""
+    require(
+        main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+        f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
+        "expected a contiguous float32 buffer.",
+    )
+    _launch_wgrad(main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate)
+
+
+def _launch_wgrad(
+    dw: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None,
+    tiles: Tensor | None,
+    accumulate: bool,
+) -> None:
+    if offs is not None and tiles is None:
+        tiles = group_tiles(offs, dy.shape[-1])
+    launch_wgrad(
+        dw, dy, dy_scale, x, x_scale, scaling, offs, tiles,
+        accumulate=accumulate, otherwise=_gradient, check=checked_wgrad,
+    )  # fmt: skip
+
+
+# --- other hardware, and sizes that no descriptor takes
+
+
+def _multiplied(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None,
+    tiles: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`fp8_mm` of dequantized operands."""
+    inner = _exact(scaling, dtype)
+    left = dequantized_rows(x, x_scale, scaling, offs, inner)
+    right = dequantize(weight, weight_scale, weight_scaling(scaling), inner)
+    if offs is not None:
+        bias = None if bias is None else bias.to(inner)
+        return grouped_mm(left, right, offs, tiles, bias).to(dtype)
+    return torch.nn.functional.linear(left, right, None if bias is None else bias.to(inner)).to(
+        dtype
+    )
+
+
+def _gradient(
+    dw: Tensor,
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None,
+    tiles: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """`fp8_wgrad` of dequantized operands, in dw."""
+    by_tensor = scaling == "tensor"
+    inner = _exact("square" if by_tensor else scaling, dw.dtype)
+    left, right = (
+        codes.to(inner) if by_tensor else dequantize(codes, scale, scaling, inner)
+        for codes, scale in ((dy, dy_scale), (x, x_scale))
+    )
+    if offs is None:
+        ends = torch.full((1,), dy.shape[1], dtype=torch.int32, device=dy.device)
+    else:  # where the columns of a group end: zeros stand between them and those of the next
+        number = torch.arange(1, len(offs) + 1, dtype=torch.int32, device=offs.device)
+        ends = (offs // 128 + number) * 128
+    total = dw.new_empty(len(ends), *dw.shape[-2:], dtype=torch.float32)
+    grouped_wgrad_into(total, left.t(), right.t(), ends, None, False)
+    if by_tensor:
+        total *= (dy_scale * x_scale).reshape(-1, 1, 1)
+    total = total.view(dw.shape)
+    if accumulate:
+        dw += total
+    else:
+        dw.copy_(total)
+
+
+def _exact(scaling: str, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype codes times scales, and the rounding of their product, are what the kernel's would be."""
+    pow2 = scaling in ("block", "square")
+    return torch.bfloat16 if pow2 and dtype in (torch.bfloat16, torch.float32) else torch.float32

@@ -1,0 +1,137 @@
+"""Which kernel takes the operands of an FP8 GEMM, with which tiles, and what stands in the way of the better one.
+
+Paths, best first:
+* cooperative: Gluon, sm_90, K a multiple of 16, N of 8, a tested Triton;
+* dequantize: everything else. Codes times scales that are powers of two are exact in bf16, and the kernels of
+  `fuseops.kernels.grouped` multiply them; other scales, and results of another dtype than bf16, go through float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels.configs import Config, Space, versions
+from fuseops.kernels.grouped_paths import GEMM, GLUON_TESTED
+from fuseops.kernels.launch import current_arch
+from fuseops.kernels.registry import INTERPRET
+from fuseops.torch_private import is_fake
+from fuseops.words import dtype_name
+
+TESTED = (*GLUON_TESTED, "3.9")  # run with 3.6, compiled without any stack with 3.9
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _tile(m: int, n: int, stages: int, band: int = 2048) -> Config:
+    """GROUP makes bands of so many rows."""
+    return {"BLOCK_M": m, "BLOCK_N": n, "GROUP": band // m, "STAGES": stages}
+
+
+TALL, WIDE, SQUARE = _tile(256, 128, 3), _tile(128, 256, 3), _tile(128, 128, 5)
+
+
+def _mm_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [TALL, WIDE, SQUARE]
+
+
+def _mm_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Tall tiles waste more at the ends of groups, wide ones at the end of N."""
+    groups, n, _ = dims
+    if 0 < n % 256 <= 128:
+        return TALL if rows >= 1024 * groups else SQUARE
+    return TALL if rows >= 1024 * groups else WIDE
+
+
+def _fast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [_tile(128, 256, 4)]
+
+
+def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    return [TALL, WIDE, SQUARE]
+
+
+def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    _, n, k = dims
+    if 0 < n % 256 <= 128:
+        return WIDE if k % 256 == 0 or k % 256 > 128 else SQUARE
+    return TALL
+
+
+def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """With scales of rows and of columns, wide tiles do not fit into registers."""
+    return [TALL, _tile(128, 128, 4)]
+
+
+def _vector_into_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Nor tall ones, with sums to add to."""
+    return [SQUARE]
+
+
+MM = Space("fp8_mm", _mm_candidates, _mm_default, dims=GEMM)
+MM_FAST = Space("fp8_mm_fast", _fast_candidates, dims=GEMM)
+WGRAD = Space("fp8_wgrad", _wgrad_candidates, _wgrad_default, dims=GEMM)
+WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
+WGRAD_VECTORS_INTO = Space("fp8_wgrad_vectors_into", _vector_into_candidates, dims=GEMM)
+
+
+def path_of(*reasons: str | None) -> str:
+    """ "cooperative", or "dequantize" with the first reason, as in "dequantize (K is 72, not a multiple of 16)"."""
+    why = next((reason for reason in reasons if reason is not None), None)
+    return "cooperative" if why is None else f"dequantize ({why})"
+
+
+def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which kernel `fp8_mm` of x (R, K) and weight (E, N, K) or (N, K) takes, and why not a better one."""
+    n, k = weight.shape[-2:]
+    return path_of(
+        *_device(x.device),
+        _codes("x", x),
+        _codes("the weight", weight),
+        _sizes(k, n, dtype),
+        "the weight has too many rows" if weight.numel() // max(k, 1) >= 1 << 31 else None,
+        None if x.numel() and weight.numel() else "an operand is empty",
+    )
+
+
+def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
+    return path_of(
+        *_device(x.device),
+        _codes("dy", dy),
+        _codes("x", x),
+        _sizes(dy.shape[1], x.shape[0], dtype),
+        None if x.numel() and dy.numel() else "an operand is empty",
+    )
+
+
+def _device(device: torch.device) -> tuple[str | None, ...]:
+    return _hardware(current_arch(device))
+
+
+@functools.cache
+def _hardware(arch: int) -> tuple[str | None, ...]:
+    triton = ".".join(versions()["triton"].split(".")[:2])
+    return (
+        "the interpreter runs no Gluon" if INTERPRET else None,
+        f"sm_{arch}, the kernel is for sm_90" if arch != 90 else None,
+        None if triton in TESTED else f"not tested with triton {triton}",
+    )
+
+
+def _codes(name: str, codes: Tensor) -> str | None:
+    if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return f"{name} is {dtype_name(codes.dtype)}"
+    if not is_fake(codes) and codes.data_ptr() % 16:
+        return f"{name} is not 16-byte aligned"
+    return None
+
+
+def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:
+    """k: what is summed over; n: columns of the result."""
+    if k % 16:
+        return f"K is {k}, not a multiple of 16"
+    if n % 8 and dtype != torch.float32:
+        return f"rows of the result are {n} numbers, not a multiple of 8"
+    return None

@@ -1,0 +1,203 @@
+"""A level-1 op's backward is autograd over its `fwd`, run again on the op as it was in the forward."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ops_state import attributes, check_in_flight, other_values
+from torch import Tensor, nn
+
+import fuseops as fo
+from fuseops.ops.op import Op
+from fuseops.testing.catalogue import exported
+from fuseops.testing.strategies import op_cases
+
+some = settings(max_examples=settings.default.max_examples // 5)
+# not Dropout, which draws, and not those that take side inputs without naming them
+NAMING = [op for op in exported() if op is not fo.ops.Dropout and not op.signature.any_side]
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*(shape or (3, 4)), dtype=torch.float64, requires_grad=True)
+
+
+def level1(op: type[Op]) -> type[Op]:
+    """An op of the catalogue with its `fwd` alone."""
+    return type(f"{op.__name__}Alone", (op,), {"fwd": op.fwd, "bwd": Op.bwd})
+
+
+@pytest.mark.parametrize("op", NAMING, ids=lambda op: op.__name__)
+@some
+@given(data=st.data())
+def test_the_backward_runs_the_op_as_it_was(op: type[Op], data: st.DataObject) -> None:
+    case = data.draw(op_cases(op, kinds=["normal"], layouts=["contiguous"]))
+    case.model.__class__ = level1(op)
+    for name in attributes(case.model):
+        case.model.__class__ = op  # the catalogue knows that one
+        value = data.draw(st.sampled_from(list(other_values(case.model, name))))
+        case.model.__class__ = level1(op)
+        check_in_flight(case, case.model, name, value)
+
+
+class Inner(nn.Module):
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor if self.training else x
+
+
+class WithInner(fo.Op):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_modules_inside_of_it_are_as_they_were_too() -> None:
+    model, x = fo.Sequential(WithInner()), ones()
+    y = model(x)
+    model.eval()
+    model[0].inner.factor = 7.0
+    assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].eq(2).all()
+    assert torch.autograd.grad(y.sum(), x)[0].eq(2).all()
+
+
+# --- random numbers
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+own, drawer = torch.Generator(), np.random.default_rng(0)
+closed = random.Random(0)
+
+
+class Draws(fo.Op):
+    """Draws in the way of `draw`, once it is told to."""
+
+    draw: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+        self.generator, self.random = torch.Generator(), random.Random(0)
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return self.draw(x) if self.on else x
+
+
+def made(closed: random.Random) -> Any:
+    return lambda self, x: x * closed.random()
+
+
+WAYS = {
+    "torch": lambda self, x: torch.rand_like(x) * x,
+    "a method": lambda self, x: x.bernoulli(),
+    "a generator of its own": lambda self, x: x * torch.rand(3, 4, generator=self.generator),
+    "a generator of the module": lambda self, x: x * torch.rand(3, 4, generator=own),
+    "random": lambda self, x: x * random.random(),
+    "a method of random": lambda self, x: x * random.choice([1.0, 2.0]),
+    "random, in a helper": lambda self, x: helper(x),
+    "random, in an inner function": lambda self, x: (lambda: x * random.random())(),
+    "a Random of its own": lambda self, x: x * self.random.random(),
+    "a Random that is closed over": made(closed),
+    "numpy": lambda self, x: x * np.random.rand(),
+    "a generator of numpy": lambda self, x: x * drawer.random(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_numbers_are_found_in_every_call(way: str) -> None:
+    class Noise(Draws):
+        draw = WAYS[way]
+
+    model, x = fo.Sequential(Noise()), ones()
+    model(x).sum().backward()
+    model[0].on = True
+    with torch.no_grad():
+        model(x)  # no backward will run it again
+    with pytest.raises(fo.FuseOpsError, match=r"Noise\.fwd draws random numbers, and has no bwd"):
+        model(x)
+
+
+def test_numbers_that_others_draw_do_not_matter() -> None:
+    class Doubled(Draws):
+        def draw(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model, x = fo.Sequential(Doubled(), fo.ops.Dropout(0.5)), ones()
+    model[0].on = True
+    model(x).sum().backward()
+
+
+# --- tensors of self
+
+
+class Scaled(fo.Op):
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        w = torch.ones((), dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("w", w) if buffer else setattr(self, "w", w)
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_tensor_that_was_written_before_the_backward_reads_it_is_refused(buffer: bool) -> None:
+    model, x = fo.Sequential(Scaled(buffer)), ones()
+    y = model(x)
+    model[0].count.add_(1)  # nobody reads it
+    model[0].w = 3 * model[0].w  # another tensor
+    assert torch.autograd.grad(y.sum(), x)[0].eq(1).all()
+    y = model(x)
+    model[0].w.mul_(2)
+    with pytest.raises(RuntimeError, match="'w' of Scaled was modified in place"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_tensor_that_fwd_writes_is_refused_by_name(by_keyword: bool) -> None:
+    class Running(fo.Op):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        if by_keyword:
+
+            def fwd(self, x: Tensor, *, mean: Tensor) -> Tensor:
+                return x - mean.add_(x.detach().mean())
+        else:
+
+            def fwd(self, x: Tensor) -> Tensor:
+                return x - self.mean.add_(x.detach().mean())
+
+    model, x = fo.Sequential(Running()), ones()
+    with torch.no_grad():
+        model(x)
+    assert model[0].mean == 1
+    with pytest.raises(fo.FuseOpsError, match=r"Running\.fwd writes in place to its 'mean'"):
+        model(x)
+
+
+def test_an_attribute_that_fwd_sets_is_set_once() -> None:
+    class Counting(fo.Op):
+        calls = 0
+
+        def fwd(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    model, x = fo.Sequential(Counting()), ones()
+    y = model(x)
+    model(x)
+    assert torch.autograd.grad(y.sum(), x)[0].eq(1).all()
+    assert model[0].calls == 2
