@@ -26,9 +26,11 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
-@functools.lru_cache
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(K.accumulator(dtype)).eps
+# a table: the call of a cached function is a warning of dynamo's
+EPSILONS = {
+    dtype: torch.finfo(K.accumulator(dtype)).eps
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 class RMSNormSaved(NamedTuple):
@@ -55,7 +57,7 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
-        return _epsilon(dtype) if self.eps is None else self.eps
+        return EPSILONS[dtype] if self.eps is None else self.eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
