@@ -26,13 +26,6 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
-# a table: the call of a cached function is a warning of dynamo's
-EPSILONS = {
-    dtype: torch.finfo(K.accumulator(dtype)).eps
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-
-
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
@@ -57,7 +50,9 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
-        return EPSILONS[dtype] if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
