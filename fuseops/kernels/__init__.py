@@ -3,7 +3,7 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, cross_entropy, norm, permute, quantize, router,
+    launchers       activation, add_mm, bias, casts, cross_entropy, norm, permute, quantize, rope, router,
                     router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
@@ -68,6 +68,7 @@ from .reference import quantize_operand as quantize_operand
 from .reference import quantize_weight as quantize_weight
 from .reference import scaled_mm as scaled_mm
 from .registry import reference_only as reference_only
+from .rope import apply_rope as apply_rope
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss

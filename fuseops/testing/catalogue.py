@@ -29,6 +29,7 @@ class OpEntry(NamedTuple):
         "keeps"  # the last axis: "keeps" it, "maps" it to any other, "halves" it, or "ends" a chain
     )
     flat: bool = False  # takes (rows, width) only
+    heads: bool = False  # takes (..., tokens, heads, width) only
     routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"
 
     def before(self, after: int) -> int:
@@ -45,16 +46,17 @@ def register(
     *,
     width: str = "keeps",
     flat: bool = False,
+    heads: bool = False,
     routing: str = "",
 ) -> None:
     """Add an op of your own, so that the strategies draw it.
 
     make: gets what is `Wanted` and returns an instance.  width: what it does to the last axis.
-    flat: it takes inputs of shape (rows, width) only.
+    flat: it takes inputs of shape (rows, width) only.  heads: of shape (..., tokens, heads, width) only.
     routing: it takes part in the routing of tokens to experts, and its input has a row for each of the "tokens" or of
     their "copies".
     """
-    _entries[op] = OpEntry(op, make, width, flat, routing)
+    _entries[op] = OpEntry(op, make, width, flat, heads, routing)
 
 
 def entry(op: type) -> OpEntry:
@@ -174,6 +176,7 @@ register(ops.Dispatch,      lambda w: ops.Dispatch(w.groups, w.choose(None, 0.5)
 register(ops.Permute,       lambda w: ops.Permute(w.top_k), flat=True, routing="tokens")
 register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="copies")
 register(ops.InjectLoss,    lambda w: ops.InjectLoss())
+register(ops.RoPE,          lambda w: ops.RoPE(w.choose(False, True)), heads=True)
 register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)
