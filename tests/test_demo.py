@@ -143,7 +143,7 @@ def test_the_same_seed_gives_the_same_losses() -> None:
     def losses(seed: int) -> tuple[list[float], bytes]:
         torch.manual_seed(seed)
         model = ByteModel(SMALL)
-        schedule = train.Schedule(steps=3, batch=2)
+        schedule = train.LearningRate(steps=3, batch=2)
         history = train.train(
             model, text, data.windows(text, 32)[:2], schedule, seed, lambda *_: None
         )

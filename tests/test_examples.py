@@ -29,6 +29,9 @@ def test_an_example_runs(example: Path) -> None:
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert EXPECTED.get(example.stem, "") in ran.stdout
+    if example.stem == "quickstart":
+        losses = [float(line.split()[-1]) for line in ran.stdout.splitlines() if "loss" in line]
+        assert len(losses) == 2 and losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,7 @@ def test_an_example_runs(example: Path) -> None:
         ("hf_qwen3_moe", 90),
         ("moe_layer", 80),
         ("offload_any_model", 40),
+        ("quickstart", 41),
     ],
 )
 def test_an_example_is_short(name: str, limit: int) -> None:

@@ -245,3 +245,45 @@ def test_fully_sharded_experts_compute_what_whole_ones_do(
 ) -> None:
     """In place on the output, too: were that a view, torch would drop the hook that gathers the weights again."""
     on_two_ranks(MOE_RANK, tmp_path, compiled, *shape)
+
+
+SPREAD_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+import fuseops as fo
+
+rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+
+class Local(fo.ops.Dispatch):
+    mesh = init_device_mesh("cpu", (2,))
+
+torch.manual_seed(rank)
+moe = fo.MoE(6, 4, 8, 2, bias=True, dispatch=Local(4))
+with torch.no_grad():
+    moe["router"].weight.fill_(1.0)
+model = torch.nn.Sequential(moe)
+dcp.save(model.state_dict(), checkpoint_id=folder + "/spread")
+before = {n: p.detach().clone() for n, p in model.named_parameters()}
+with torch.no_grad():
+    for p in model.parameters():
+        p.zero_()
+state = model.state_dict()
+dcp.load(state, checkpoint_id=folder + "/spread")
+model.load_state_dict(state)
+assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+whole = fo.MoE(6, 4, 8, 2, bias=True)
+state = whole.state_dict()
+dcp.load(state := {"0." + n: t for n, t in state.items()}, checkpoint_id=folder + "/spread")
+assert torch.equal(state["0.fc1.weight"][4 * rank : 4 * rank + 4], before["0.fc1.weight"])
+model.load_state_dict(before)  # tensors of this rank are taken as they are
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_experts_of_other_ranks_are_not_lost_in_a_checkpoint(tmp_path: Path) -> None:
+    on_two_ranks(SPREAD_RANK, tmp_path, tmp_path)

@@ -228,6 +228,16 @@ def test_a_large_folder_says_where_everything_is(folder: str) -> None:
     assert not missing, f"give {sorted(missing)} a place in the docstring of {init}"
 
 
+def test_classes_have_names_of_their_own() -> None:
+    where: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(at(file, node))
+    twice = [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1]
+    assert not twice, "one word for two things:\n" + "\n".join(twice)
+
+
 def test_test_files_have_names_of_their_own() -> None:
     # pytest imports them by their bare names: of two of one name it collects none.
     names = Counter(file.stem for file in (ROOT / "tests").rglob("test_*.py"))

@@ -12,7 +12,7 @@ from fuseops.layers.sequential import Residual, Sequential
 from .target import Target
 
 
-class Attention(nn.Module):
+class ExampleAttention(nn.Module):
     """Causal attention over one packed buffer of queries, keys and values."""
 
     def __init__(self, heads: int) -> None:
@@ -37,7 +37,7 @@ class Stack(nn.Module):
                     "attn": Residual(
                         ops.RMSNorm(width),
                         ops.Linear(width, 3 * width, bias=False),
-                        Attention(heads),
+                        ExampleAttention(heads),
                         ops.Linear(width, width, bias=False),
                     ),
                     "mlp": Residual(

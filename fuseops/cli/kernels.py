@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         r for r in every if args.kernel in r["kernel"] and r["arch"] == (args.arch or r["arch"])
     ]
+    if not every:
+        raise UsageError(
+            f"{aot.TABLE.name} is not here: it is part of a checkout, not of the wheel."
+        )
     if not rows:
         names = ", ".join(sorted({r["kernel"] for r in every}))
         raise UsageError(f"no kernel's name contains {args.kernel!r}. There are {names}.")

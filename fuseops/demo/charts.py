@@ -10,7 +10,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 16, 28, 40
 BAR, GAP, LABELS = 26, 16, 190
 
 
-class Curve(NamedTuple):
+class Line(NamedTuple):
     """A line through (x, y) points; `kind` is its CSS class."""
 
     label: str
@@ -42,7 +42,7 @@ def smooth(values: Sequence[float], window: int = 15) -> list[tuple[float, float
     return points
 
 
-def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> str:
+def curves(lines: Sequence[Line], x_label: str, y_label: str) -> str:
     """Lines over one pair of axes, with a legend."""
     points = [p for line in lines for p in line.points]
     x_high = max(max(x for x, _ in points), 1.0)

@@ -28,7 +28,7 @@ class Results(NamedTuple):
     chosen: tuple[Tensor, ...]  # experts of every token
 
 
-class Difference(NamedTuple):
+class StepDifference(NamedTuple):
     """The largest difference between two results, in units of the largest value of its tensor."""
 
     where: str
@@ -40,7 +40,7 @@ class Checked(NamedTuple):
     """What was found. An empty `failures` is a pass."""
 
     fused_spans: int
-    fusion: Difference
+    fusion: StepDifference
     tolerance: float
     offloaded_bytes: int
     offload_unequal: tuple[str, ...]  # tensors that are not equal bit for bit
@@ -74,14 +74,14 @@ def forward_backward(
     return Results(tensors, tuple(routed.chosen for routed in out.routed))
 
 
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> StepDifference:
     """The worst over all tensors; NaN is worse than any number."""
-    worst = Difference("", 0.0, 0.0)
+    worst = StepDifference("", 0.0, 0.0)
     for name, reference in expected.items():
         absolute = (found[name].double() - reference.double()).abs().max().item()
         scale = reference.double().abs().max().clamp_min(1e-30).item()
         if not absolute / scale <= worst.relative:
-            worst = Difference(name, absolute / scale, absolute)
+            worst = StepDifference(name, absolute / scale, absolute)
         if worst.relative != worst.relative:
             break
     return worst

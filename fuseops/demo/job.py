@@ -21,7 +21,7 @@ from .data import Corpus, batch, bigram_log_probs, bigram_loss, read_corpus, win
 from .defaults import DEFAULT_STEPS
 from .model import ByteModel, Config
 from .progress import Voice
-from .train import History, Schedule, evaluate, printable, sample, train
+from .train import History, LearningRate, evaluate, printable, sample, train
 
 SCHEMA_VERSION = 1
 MARGIN = 0.15  # nats a byte that the model must be below the bigram model
@@ -116,7 +116,7 @@ def _work(
 ) -> tuple[Outcome, list[Any]]:
     start = time.perf_counter()
     torch.manual_seed(args.seed)
-    config, schedule = Config(), Schedule(args.steps)
+    config, schedule = Config(), LearningRate(args.steps)
     model = ByteModel(config).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     judged = windows(corpus.held_out, config.context)
@@ -156,7 +156,7 @@ def _work(
 
 
 def _batch(
-    text: Tensor, schedule: Schedule, config: Config, seed: int, device: torch.device
+    text: Tensor, schedule: LearningRate, config: Config, seed: int, device: torch.device
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return batch(text, schedule.batch, config.context, generator).to(device)
@@ -209,9 +209,9 @@ def verdict_lines(o: Outcome) -> Iterator[str]:
     yield f"        {o.seconds:.0f} s, of which {o.history.seconds:.0f} s training"
 
 
-def _report(o: Outcome, found: list[Any]) -> report.Report:
+def _report(o: Outcome, found: list[Any]) -> report.Page:
     busiest = max(max(shares) for shares in o.history.shares)
-    return report.Report(
+    return report.Page(
         title="fuseops demo",
         facts=[
             ("text", f"{o.corpus.files} files of {o.corpus.root}, {len(o.corpus.train)} bytes"),

@@ -9,7 +9,7 @@ from fuseops.explain import FusionPlan
 from fuseops.explain.html import document
 from fuseops.words import size
 
-from .charts import Bar, Curve, bars, curves, smooth
+from .charts import Bar, Line, bars, curves, smooth
 from .plans import drawings
 from .train import History
 
@@ -37,7 +37,7 @@ MORE_STYLE = """
 """
 
 
-class Report(NamedTuple):
+class Page(NamedTuple):
     """What the page shows."""
 
     title: str
@@ -51,7 +51,7 @@ class Report(NamedTuple):
     sample: str
 
 
-def write(report: Report, folder: Path) -> Path:
+def write(report: Page, folder: Path) -> Path:
     """Write the page.  -> its absolute path"""
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / "report.html").resolve()
@@ -59,12 +59,12 @@ def write(report: Report, folder: Path) -> Path:
     return path
 
 
-def page(report: Report) -> str:
+def page(report: Page) -> str:
     """The whole document."""
     return document(report.title, "".join(_sections(report)), MORE_STYLE)
 
 
-def _sections(report: Report) -> Iterator[str]:
+def _sections(report: Page) -> Iterator[str]:
     yield _section("Checked", _verdicts(report.verdicts) + _table(report.facts))
     yield _section("Loss", _loss(report))
     yield _section("Saved for the backward", _saved(report.saved))
@@ -91,14 +91,14 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     return f'<table style="margin-top:18px">{"".join(cells)}</table>'
 
 
-def _loss(report: Report) -> str:
+def _loss(report: Page) -> str:
     steps = len(report.history.train)
     judged = [*report.history.held_out]
     return curves(
         [
-            Curve("training text", "train", smooth(report.history.train)),
-            Curve("a part of the held-out text", "judged", judged),
-            Curve(
+            Line("training text", "train", smooth(report.history.train)),
+            Line("a part of the held-out text", "judged", judged),
+            Line(
                 f"byte bigrams, held-out text: {report.bigram:.3f}",
                 "bigram",
                 [(0, report.bigram), (steps, report.bigram)],

@@ -13,7 +13,7 @@ from .model import ByteModel, nats, objective
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """How it learns."""
 
     steps: int
@@ -46,7 +46,12 @@ Watcher = Callable[[int, History], None]
 
 
 def train(
-    model: ByteModel, text: Tensor, judged: Tensor, schedule: Schedule, seed: int, watch: Watcher
+    model: ByteModel,
+    text: Tensor,
+    judged: Tensor,
+    schedule: LearningRate,
+    seed: int,
+    watch: Watcher,
 ) -> History:
     """Train in place. The same seed gives the same losses on the same machine.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fuseops.observe.observer import Call, Seen
+from fuseops.observe.observer import SeenTensor, SequentialCall
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     temporaries: int = 0
 
 
-def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
+def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPlan:
     """The public plan of a call."""
     mine = tuple(t for owner, t in saved if _within(owner, call))
     parts = list(_parts(call, {t.name for t in mine}))
@@ -55,7 +55,7 @@ def plan_from(call: Call, saved: Sequence[tuple[Any, SavedTensor]]) -> FusionPla
     )
 
 
-def _parts(call: Call, kept: set[str]) -> Iterator[_Part]:
+def _parts(call: SequentialCall, kept: set[str]) -> Iterator[_Part]:
     offset, runs = 0, iter(call.runs)
     for name, piece in call.pieces:
         if not isinstance(piece, Run):
@@ -89,7 +89,7 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
     )
 
 
-def _within(owner: Call | None, call: Call) -> bool:
+def _within(owner: SequentialCall | None, call: SequentialCall) -> bool:
     while owner is not None and owner is not call:
         owner = owner.parent
     return owner is call
@@ -117,7 +117,7 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"
 
 
-def _notes_on(call: Call) -> Iterator[str]:
+def _notes_on(call: SequentialCall) -> Iterator[str]:
     nodes = [seg for plan, _ in call.runs for seg in plan.segments if seg.kind == "node"]
     settings = scopes.resolve(call.module._settings)
     for name, child, *_ in runner_of(call.module).planned:
@@ -135,7 +135,9 @@ def _notes_on(call: Call) -> Iterator[str]:
         yield "a saved-tensors hook of the model took what this saves (a checkpoint, or a scope)"
 
 
-def _largest_output(run: Run, plan: RunPlan, x: Seen | None, path: str, kept: set[str]) -> int:
+def _largest_output(
+    run: Run, plan: RunPlan, x: SeenTensor | None, path: str, kept: set[str]
+) -> int:
     """Bytes of the largest output of a forward span that the next op does not save as its x."""
     if x is None:
         return 0

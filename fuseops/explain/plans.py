@@ -23,7 +23,7 @@ from fuseops.kernels import registry
 from fuseops.observe.gemms import Launches
 from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
-from fuseops.observe.saved import Ledger, storages, tensors_by_owner
+from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
 from fuseops.observe.untouched import held, put_back
 from fuseops.ops import names
 from fuseops.ops.op import Op
@@ -109,7 +109,7 @@ def _observe(
 ) -> list[FusionPlan]:
     paths = _paths(model)
     observer = Observer(model, paths)
-    ledger = Ledger(observer.where)
+    ledger = SavedLedger(observer.where)
     with ExitStack() as undo:
         undo.enter_context(_forked_random(model, args, kwargs))
         buffers = undo.enter_context(_copied_buffers(model))

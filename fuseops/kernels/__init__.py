@@ -4,7 +4,7 @@ Each runs its kernel where there is one for the tensors at hand, and plain diffe
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
     launchers       activation, add_mm, bias, casts, cross_entropy, norm, operands, permute, quantize,
-                    router, router_losses, routing, wide_mm
+                    rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -70,6 +70,7 @@ from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
 from .reference import scaled_mm as scaled_mm
 from .registry import reference_only as reference_only
+from .rope import apply_rope as apply_rope
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from fuseops import torch_private
 from fuseops.kernels.plans import Again, planning
-from fuseops.kernels.recorder import Launch, Recorder, noting, thread
+from fuseops.kernels.recorder import Launch, LaunchRecorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
 from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
@@ -172,9 +172,9 @@ def again_of(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -
 
 
 @contextmanager
-def recording(arch: int) -> Iterator[Recorder]:
+def recording(arch: int) -> Iterator[LaunchRecorder]:
     """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
-    with noting(Recorder(arch)) as recorder, planning():
+    with noting(LaunchRecorder(arch)) as recorder, planning():
         yield recorder
 
 

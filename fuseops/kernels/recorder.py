@@ -21,7 +21,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-class Recorder:
+class LaunchRecorder:
     """Collects launches instead of running them.
 
     stands_for: the device whose architecture and multiprocessors launchers see; None where `arch` and `num_sms` say.
@@ -37,14 +37,14 @@ class Recorder:
 
 
 class _Thread(threading.local):
-    recorder: Recorder | None = None
+    recorder: LaunchRecorder | None = None
 
 
 thread = _Thread()  # an autograd thread may launch while another one records
 
 
 @contextmanager
-def noting(recorder: Recorder) -> Iterator[Recorder]:
+def noting(recorder: LaunchRecorder) -> Iterator[LaunchRecorder]:
     """Inside, launches of this thread are noted and not run."""
     outer, thread.recorder = thread.recorder, recorder
     try:

@@ -55,7 +55,7 @@ _library = torch.library.Library("fuseops", "FRAGMENT")
 _watched: list[Call] | None = None
 
 
-class _Thread(threading.local):
+class _RegistryThread(threading.local):
     """What this thread asked for."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Thread(threading.local):
         self.as_arch = 0
 
 
-thread = _Thread()
+thread = _RegistryThread()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
-from fuseops.kernels.recorder import Launch, Recorder, ReplayError, noting
+from fuseops.kernels.recorder import Launch, LaunchRecorder, ReplayError, noting
 from fuseops.kernels.triton_private import Launcher
 
 ALIGNED = 16
@@ -28,7 +28,7 @@ NOT_REPLAYED = object()
 MOST_KEPT = 1024  # tensor maps of an operand: of all layers of a model
 
 
-class Place(NamedTuple):
+class OperandPlace(NamedTuple):
     """Where a tensor lies: in which operand or allocation, and how."""
 
     slot: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 class Described(NamedTuple):
     """An operand of a launch that is a tensor descriptor of a place."""
 
-    place: Place
+    place: OperandPlace
     descriptor: Any
 
     def over(self, t: Any) -> Any:
@@ -49,7 +49,7 @@ class Described(NamedTuple):
         return type(d)(t, d.shape, d.strides, d.block_shape)
 
 
-class Address:
+class OperandAddress:
     """What a descriptor is encoded from."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class Encoded(dict[int, Any]):
         self.launcher, self.number, self.described, self.dtype = launcher, number, described, dtype
 
     def encode(self, address: int) -> list[Any]:
-        descriptor = self.described.over(Address(address, self.dtype))
+        descriptor = self.described.over(OperandAddress(address, self.dtype))
         return self.launcher.encoded(descriptor, self.number)
 
     def __missing__(self, address: int) -> Any:
@@ -108,7 +108,7 @@ class Replay:
     def _rehearse(
         self, launcher: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
     ) -> None:
-        stage, recorder = _Stage(tensors), Recorder(stands_for=self.device)
+        stage, recorder = _Stage(tensors), LaunchRecorder(stands_for=self.device)
         metas = iter(stage.operands)
         with torch.no_grad(), noting(recorder), stage:
             out = launcher(*(next(metas) if isinstance(v, Tensor) else v for v in args))
@@ -196,11 +196,11 @@ class _Stage(TorchDispatchMode):
             raise ReplayError(f"it calls {name}")
         return out
 
-    def place(self, t: Any) -> Place:
+    def place(self, t: Any) -> OperandPlace:
         slot = self.slots.get(torch_private.storage_id(t))
         if slot is None:
             raise ReplayError("a tensor is none of its operands and allocations")
-        return Place(slot, t.storage_offset(), tuple(t.shape), t.stride())
+        return OperandPlace(slot, t.storage_offset(), tuple(t.shape), t.stride())
 
     def operand(self, value: Any) -> Any:
         """Of a launch: a place at the start of an operand or allocation, or a number."""
@@ -218,8 +218,8 @@ class _Stage(TorchDispatchMode):
 
 
 def _returned(
-    allocations: Sequence[Allocation], outputs: Sequence[Place], operands: int
-) -> tuple[list[Allocation], list[Place] | None]:
+    allocations: Sequence[Allocation], outputs: Sequence[OperandPlace], operands: int
+) -> tuple[list[Allocation], list[OperandPlace] | None]:
     """Allocations that have the shape in which they are returned, and where outputs lie in them: None where they are
     all of them, in order.
     """
@@ -233,7 +233,7 @@ def _returned(
         whole = torch.Size(shape).numel() == torch.Size(found[slot].shape).numel()
         if whole and _contiguous(shape) == strides and [p.slot for p in moved].count(slot) == 1:
             found[slot] = Allocation(shape, strides, found[slot].dtype)
-    plain = [Place(k, 0, a.shape, a.strides) for k, a in enumerate(found)]
+    plain = [OperandPlace(k, 0, a.shape, a.strides) for k, a in enumerate(found)]
     return found, None if moved == plain else moved
 
 
@@ -241,7 +241,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _view(tensors: Sequence[Tensor], place: Place) -> Tensor:
+def _view(tensors: Sequence[Tensor], place: OperandPlace) -> Tensor:
     t = tensors[place.slot]
     if t.shape == place.shape and t.stride() == place.strides:
         return t
@@ -250,7 +250,7 @@ def _view(tensors: Sequence[Tensor], place: Place) -> Tensor:
 
 def _argument(value: Any, tensors: Sequence[Tensor]) -> Any:
     """An operand of a launch, as the launcher gives it."""
-    if type(value) is Place:
+    if type(value) is OperandPlace:
         return _view(tensors, value)
     return value.over(_view(tensors, value.place)) if type(value) is Described else value
 
@@ -266,7 +266,7 @@ def _flat(launcher: Launcher, args: Sequence[Any], tensors: Sequence[Tensor]) ->
         numbers.append(value)
 
     for value in args:
-        if type(value) is Place:
+        if type(value) is OperandPlace:
             places.append(("pointer", value.slot))
         elif type(value) is Described:
             t = tensors[value.place.slot]

@@ -22,13 +22,13 @@ class Watcher(Protocol):
     def module_entered(self, module: nn.Module) -> None: ...
 
 
-class _Thread(threading.local):
+class _ModulesThread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []  # open scopes, innermost last
         self.running: list[nn.Module] = []  # outermost first
 
 
-thread = _Thread()
+thread = _ModulesThread()
 
 
 def _entered(module: nn.Module, args: Any) -> None:

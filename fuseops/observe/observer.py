@@ -28,25 +28,25 @@ from .saved import Where
 Ops = tuple[Op[Any], ...]
 
 
-class Seen(NamedTuple):
+class SeenTensor(NamedTuple):
     """What is remembered of a tensor."""
 
     shape: tuple[int, ...]
     itemsize: int
 
 
-class Call:
+class SequentialCall:
     """One call of a Sequential."""
 
-    def __init__(self, module: Composed, path: str, parent: Call | None) -> None:
+    def __init__(self, module: Composed, path: str, parent: SequentialCall | None) -> None:
         self.module, self.path, self.parent = module, path, parent
         self.pieces: Sequence[tuple[str, Run | nn.Module]] = tuple(runner_of(module).pieces)
         self.wanted = sum(isinstance(piece, Run) for _, piece in self.pieces)
-        self.runs: list[tuple[RunPlan, Seen | None]] = []
-        self.nested: list[Call] = []
+        self.runs: list[tuple[RunPlan, SeenTensor | None]] = []
+        self.nested: list[SequentialCall] = []
         self.packed = 0
         self.gemms: list[str] = []  # what ran, in words
-        self.x: Seen | None = None
+        self.x: SeenTensor | None = None
 
     def continues_with(self, ops: Ops) -> bool:
         """Is the next run of this call the one of these ops?"""
@@ -57,7 +57,7 @@ class Call:
 class _Frame(NamedTuple):
     module: nn.Module
     path: str
-    call: Call | None
+    call: SequentialCall | None
 
 
 class Observer:
@@ -65,10 +65,10 @@ class Observer:
 
     def __init__(self, root: nn.Module, paths: Mapping[int, str]) -> None:
         self.paths = paths
-        self.calls: list[Call] = []  # those inside no other
+        self.calls: list[SequentialCall] = []  # those inside no other
         self.alone: dict[str, Op[Any]] = {}  # ops called outside of any Sequential
         self._frames: list[_Frame] = []
-        self._running: Call | None = None  # whose run of ops began last
+        self._running: SequentialCall | None = None  # whose run of ops began last
         self._thread = threading.get_ident()
         self._owners = {
             tuple(map(id, piece.ops)): module
@@ -136,8 +136,8 @@ class Observer:
         if called and module in frame.module.children():  # not the parametrization of an op
             frame.call.x = _seen(output)  # type: ignore[union-attr]
 
-    def _called(self, module: Composed, path: str, parent: Call | None) -> Call:
-        call = Call(module, path, parent)
+    def _called(self, module: Composed, path: str, parent: SequentialCall | None) -> SequentialCall:
+        call = SequentialCall(module, path, parent)
         (self.calls if parent is None else parent.nested).append(call)
         return call
 
@@ -155,7 +155,7 @@ class Observer:
         if call is not None:
             call.runs.append((plan, call.x))
 
-    def _unannounced(self, ops: Ops, call: Call | None) -> Call | None:
+    def _unannounced(self, ops: Ops, call: SequentialCall | None) -> SequentialCall | None:
         """The call of a Sequential whose `forward` was called as a method, which no hook sees."""
         siblings = self.calls if call is None else call.nested
         if siblings and siblings[-1].continues_with(ops):
@@ -164,6 +164,6 @@ class Observer:
         return None if owner is None else self._called(owner, self.paths.get(id(owner), ""), call)
 
 
-def _seen(x: Any) -> Seen | None:
+def _seen(x: Any) -> SeenTensor | None:
     x = x[0] if isinstance(x, tuple) and x else x
-    return Seen(tuple(x.shape), x.element_size()) if isinstance(x, Tensor) else None
+    return SeenTensor(tuple(x.shape), x.element_size()) if isinstance(x, Tensor) else None

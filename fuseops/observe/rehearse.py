@@ -31,7 +31,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     with faked(model, lambda t: _fake(t, mode)):
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (args, dict(kwargs)))
         inputs = _tensors((args, kwargs))
-        meter = Meter()
+        meter = PeakMeter()
         meter.ignore((*inputs, *model.parameters(), *model.buffers()))
         kept: set[int] = set()
 
@@ -64,7 +64,7 @@ def unseen() -> tuple[str, ...]:
     return ()
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages that ops made and that live, and the most there were."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "record", "tensor")
 
-    record: Record
+    record: PackedTensor
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -46,7 +46,7 @@ class Where(NamedTuple):
     alone: str | None
 
 
-class Record:
+class PackedTensor:
     """One tensor that was packed."""
 
     __slots__ = ("grad_fn", "handle", "known", "where")
@@ -57,12 +57,12 @@ class Record:
         self.grad_fn = "unknown"
 
 
-class Ledger:
+class SavedLedger:
     """Records what is packed while its hooks are on."""
 
     def __init__(self, where: Callable[[bool], Where]) -> None:
         self.where = where
-        self.records: list[Record] = []
+        self.records: list[PackedTensor] = []
         self._visiting: str | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -73,7 +73,7 @@ class Ledger:
         known = names.take(tensor)
         # detached: a saved output that is returned as it is makes a reference cycle
         handle = Handle(tensor.detach())
-        handle.record = record = Record(handle, self.where(known is not None), known)
+        handle.record = record = PackedTensor(handle, self.where(known is not None), known)
         self.records.append(record)
         return handle
 
@@ -122,7 +122,7 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 def tensors_by_owner(
-    ledger: Ledger, parameters: Mapping[int, str], buffers: Mapping[int, str]
+    ledger: SavedLedger, parameters: Mapping[int, str], buffers: Mapping[int, str]
 ) -> list[tuple[Any, SavedTensor]]:
     """Every saved tensor that lives, in save order, with the call it belongs to.
 
@@ -144,7 +144,7 @@ def tensors_by_owner(
     return found
 
 
-def _names(record: Record, ordinals: Counter[tuple[str, str]]) -> list[str]:
+def _names(record: PackedTensor, ordinals: Counter[tuple[str, str]]) -> list[str]:
     path = record.where.path
     if record.known is None:
         key = (path, record.grad_fn)

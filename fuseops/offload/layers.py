@@ -26,10 +26,10 @@ from fuseops.ops.names import SavedName
 from . import marks, records
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
-from .reasons import HELD_ANYWAY, Facts, mark_on, why_keep
+from .reasons import HELD_ANYWAY, TensorFacts, mark_on, why_keep
 from .records import Handle, Kept, Label, Moved, Mover, Record, Staying, Watch
 from .report import KEPT, MOVED, SHARED, Entry
-from .schedule import Call, Decision
+from .schedule import Decision, LayerRun
 from .scopes import Scope, recompute
 from .storages import StorageMap
 
@@ -42,7 +42,7 @@ class Running:
     """A layer whose forward runs. call None: the schedule stands aside."""
 
     module: nn.Module
-    call: Call | None
+    call: LayerRun | None
     labels: Labels
     inputs: list[str]  # planned names of what the checkpoint of a layer will save
     quota: Quota = field(default_factory=Quota)
@@ -61,7 +61,7 @@ class Judged(NamedTuple):
     saved: SavedName | None  # its id stands for it and for the modules that save it
 
 
-class _Thread(threading.local):
+class _LayersThread(threading.local):
     def __init__(self) -> None:
         self.running: list[Running] = []
 
@@ -81,7 +81,7 @@ class LayerScope(Scope):
         self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
-        self._thread_calls = _Thread()
+        self._thread_calls = _LayersThread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
@@ -242,7 +242,7 @@ class LayerScope(Scope):
         return Kept(t, label, self._ledger, running.staying)
 
     def _share(self, t: Tensor, named: Named, record: Record) -> Handle:
-        call = cast(Call, self._now.call)  # the hook pair is there only then
+        call = cast(LayerRun, self._now.call)  # the hook pair is there only then
         self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
         record.mover.share(call, record.item)
         return Moved(t, Label(named.name, named.op), record, call, self._ledger)
@@ -250,7 +250,7 @@ class LayerScope(Scope):
     def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
         named = as_named(known)
         mark = mark_on(t, named)
-        reason = why_keep(t, named, Facts(self._owned, mark, self.mover.on_gpu))
+        reason = why_keep(t, named, TensorFacts(self._owned, mark, self.mover.on_gpu))
         why = "marked offload"
         if reason is None and mark != marks.OFFLOAD:
             reason, why = self._by_policy(t, named), "policy"
@@ -263,7 +263,7 @@ class LayerScope(Scope):
     def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
         label, entry = found.label, found.entry
         if entry.decision == MOVED:
-            call, watch = cast(Call, self._now.call), Watch(t, entry, self._ledger)
+            call, watch = cast(LayerRun, self._now.call), Watch(t, entry, self._ledger)
             record = self.mover.save(call, t, marks.ready(t), watch)
             if not isinstance(record, str):
                 self.names[label.name] = "offload"
@@ -297,7 +297,7 @@ class _Begin:
 
     __slots__ = ("call", "mover")
 
-    def __init__(self, mover: Mover, call: Call) -> None:
+    def __init__(self, mover: Mover, call: LayerRun) -> None:
         self.mover, self.call = mover, call
 
     def __call__(self, grads: Any) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 
-class Key(NamedTuple):
+class OrderKey(NamedTuple):
     """One call of a layer in a step."""
 
     layer: str
@@ -20,7 +20,7 @@ class Boundary(NamedTuple):
     """A forward or a backward begins."""
 
     way: Literal["forward", "backward"]
-    key: Key
+    key: OrderKey
 
 
 class Order:
@@ -43,10 +43,10 @@ class Order:
         self._ordinals.clear()
         self._follows = True
 
-    def key(self, layer: str) -> Key:
+    def key(self, layer: str) -> OrderKey:
         """The key of the next call of a layer."""
         ordinal, self._ordinals[layer] = self._ordinals[layer], self._ordinals[layer] + 1
-        return Key(layer, ordinal)
+        return OrderKey(layer, ordinal)
 
     def passed(self, boundary: Boundary) -> None:
         """A boundary of the running step."""
@@ -66,7 +66,7 @@ class Order:
         at = len(self._running)
         return self.recorded[at : at + count] if self.predicts else ()
 
-    def distance(self, key: Key) -> int | None:
+    def distance(self, key: OrderKey) -> int | None:
         """How many boundaries after its forward the backward of a call begins, if that is known."""
         forward = self._places.get(Boundary("forward", key))
         backward = self._places.get(Boundary("backward", key))

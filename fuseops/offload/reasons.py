@@ -85,7 +85,7 @@ def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:
     return False
 
 
-class Facts(NamedTuple):
+class TensorFacts(NamedTuple):
     """What a scope knows when it decides."""
 
     owned: Owned
@@ -93,7 +93,7 @@ class Facts(NamedTuple):
     on_gpu: bool  # the scope has seen CUDA tensors
 
 
-def why_keep(t: Tensor, named: Named, facts: Facts) -> str | None:
+def why_keep(t: Tensor, named: Named, facts: TensorFacts) -> str | None:
     """Why a plain tensor is not moved, or None. A mark lifts all but the hard reasons."""
     owned, nbytes = facts.owned.why(t, named.is_param), t.untyped_storage().nbytes()
     if owned == PARAMETER:

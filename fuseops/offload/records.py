@@ -37,8 +37,8 @@ from .lanes.cuda import CudaLanes
 from .lanes.devices import RealLanes
 from .lanes.protocol import Buf, Event
 from .report import Entry, Ledger
-from .schedule import Call, Item, Schedule
-from .storages import Layout, as_bytes, layout_of, tensor_in
+from .schedule import Item, LayerRun, Schedule
+from .storages import StridedLayout, as_bytes, layout_of, tensor_in
 
 
 class Label(NamedTuple):
@@ -75,20 +75,20 @@ class Mover:
         self.schedule, self.arena = schedule, lanes.arena
         self.on_gpu = isinstance(lanes, CudaLanes)
         self._lock = threading.RLock()
-        self._dead: deque[tuple[Call, Item | None, bool]] = deque()
+        self._dead: deque[tuple[LayerRun, Item | None, bool]] = deque()
 
-    def enter(self, layer: str) -> Call:
+    def enter(self, layer: str) -> LayerRun:
         """The forward of a layer begins."""
         with self._lock:
             self.tidy()
             return self.schedule.enter(layer)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: LayerRun) -> None:
         """It ends."""
         with self._lock:
             self.schedule.leave(call)
 
-    def backward(self, call: Call) -> None:
+    def backward(self, call: LayerRun) -> None:
         """Its backward begins."""
         with self._lock:
             self.tidy()
@@ -104,7 +104,7 @@ class Mover:
             self.tidy()
             self.schedule.close()
 
-    def save(self, call: Call, t: Tensor, ready: Event | None, watch: Watch) -> "Record | str":
+    def save(self, call: LayerRun, t: Tensor, ready: Event | None, watch: Watch) -> "Record | str":
         """Have the storage of t leave; or why it stays."""
         with self._lock:
             storage, lanes = t.untyped_storage(), self.schedule.lanes
@@ -118,30 +118,30 @@ class Mover:
             _thread.records[storage_key(storage)] = record
             return record
 
-    def share(self, call: Call, item: Item) -> None:
+    def share(self, call: LayerRun, item: Item) -> None:
         """One more saved tensor lies in a storage that leaves."""
         with self._lock:
             self.schedule.share(call, item)
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: LayerRun) -> None:
         """Something that a call saved stays."""
         with self._lock:
             self.schedule.keep(call)
 
-    def by_hand(self, what: Literal["offload", "release", "reload"], call: Call) -> None:
+    def by_hand(self, what: Literal["offload", "release", "reload"], call: LayerRun) -> None:
         """One step of a manual schedule."""
         with self._lock:
             self.tidy()
             getattr(self.schedule, what)(call)
 
-    def read(self, item: Item, again: bool, layout: Layout, record: "Record") -> Tensor:
+    def read(self, item: Item, again: bool, layout: StridedLayout, record: "Record") -> Tensor:
         """The tensor, for the current compute stream."""
         with self._lock:
             tensor = record.view(self.schedule, layout)
             self.schedule.used(item, again=again)
             return tensor
 
-    def died(self, call: Call, item: Item | None, read: bool) -> None:
+    def died(self, call: LayerRun, item: Item | None, read: bool) -> None:
         """A handle is gone. Called by finalizers, so it takes no lock."""
         self._dead.append((call, item, read))
 
@@ -161,7 +161,7 @@ class Record:
         *("call", "item", "mover", "name", "nbytes", "origin", "watch"),
     )
 
-    def __init__(self, t: Tensor, watch: Watch, item: Item, call: Call, mover: Mover) -> None:
+    def __init__(self, t: Tensor, watch: Watch, item: Item, call: LayerRun, mover: Mover) -> None:
         self.name, self.nbytes = item.name, item.nbytes
         self.watch, self.item, self.call, self.mover = watch, item, call, mover
         self._base = weakref.ref(base_of(t))
@@ -179,7 +179,7 @@ class Record:
             return False
         return self._base() is base_of(t) or share_version_counter(t, self.watch.guard)
 
-    def view(self, schedule: Schedule, layout: Layout) -> Tensor:
+    def view(self, schedule: Schedule, layout: StridedLayout) -> Tensor:
         """A tensor of that layout. While somebody on this stream has the bytes, over the same."""
         storage = None if self._live is None else self._live.storage()
         stream = schedule.lanes.compute()
@@ -192,12 +192,12 @@ class Record:
         return tensor_in(storage, layout, self._start)
 
 
-class _Thread(threading.local):
+class _RecordsThread(threading.local):
     def __init__(self) -> None:
         self.records: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
 
 
-_thread = _Thread()
+_thread = _RecordsThread()
 
 
 def find(t: Tensor) -> Record | None:
@@ -213,7 +213,7 @@ class Staying:
 
     __slots__ = ("call", "mover")
 
-    def __init__(self, mover: Mover, call: Call) -> None:
+    def __init__(self, mover: Mover, call: LayerRun) -> None:
         self.mover, self.call = mover, call
         mover.keep(call)
 
@@ -243,9 +243,11 @@ class Moved:
 
     __slots__ = ("__weakref__", "call", "label", "layout", "ledger", "read", "record")
 
-    def __init__(self, t: Tensor, label: Label, record: Record, call: Call, ledger: Ledger) -> None:
+    def __init__(
+        self, t: Tensor, label: Label, record: Record, call: LayerRun, ledger: Ledger
+    ) -> None:
         self.record, self.call, self.label, self.ledger = record, call, label, ledger
-        self.layout: Layout = layout_of(t)
+        self.layout: StridedLayout = layout_of(t)
         self.read = False
 
     def restore(self) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Literal, cast
 
 from .lanes.arena import aligned
 from .lanes.protocol import Buf, Event, Lanes, NoRoomError
-from .order import Boundary, Key, Order
+from .order import Boundary, Order, OrderKey
 from .transfers import Bundle as Bundle
-from .transfers import Call as Call
 from .transfers import Item as Item
+from .transfers import LayerRun as LayerRun
 from .transfers import Stats as Stats
 
 SMALL = 4 << 20  # bytes; smaller storages of a call travel together
@@ -61,16 +61,16 @@ class Schedule:
         self.order = Order()
         self.stats = Stats()
         self.lock = threading.RLock()
-        self._live: dict[Key, Call] = {}
+        self._live: dict[OrderKey, LayerRun] = {}
         self._leaving: deque[Bundle] = deque()  # sources not let go yet, by due boundary
         self._now = 0  # boundaries passed
-        self._last: Call | None = None  # entered last in the running forward
+        self._last: LayerRun | None = None  # entered last in the running forward
         self._layers: dict[str, int] = {}  # layers in the order of their first call
         self._complete = True
 
     # --- boundaries
 
-    def enter(self, layer: str) -> Call:
+    def enter(self, layer: str) -> LayerRun:
         """The forward of a layer begins."""
         self.closed = False
         if not self._live:
@@ -82,14 +82,14 @@ class Schedule:
         if last is not None and place <= self._layers[last.key.layer]:
             last = None  # another micro-batch, or the layer again: a chain of its own
             self._keep(self._last)
-        call = Call(self.order.key(layer), last, self.lanes.compute())
+        call = LayerRun(self.order.key(layer), last, self.lanes.compute())
         self._live[call.key] = self._last = call
         self._pass("forward", call)
         distance = self.order.distance(call.key) if self.keep_last else None
         call.soon = distance is not None and distance <= self.lag + self.ahead
         return call
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: LayerRun) -> None:
         """The forward of a layer ends, in whatever way."""
         self._send_small(call)
         if self.lag == 0:
@@ -99,7 +99,7 @@ class Schedule:
             self._fetch_ahead(call)  # it shares storages of earlier calls, which may be gone
         self._forget(call)
 
-    def backward(self, call: Call) -> None:
+    def backward(self, call: LayerRun) -> None:
         """The backward of a layer begins (again, if its graph was retained)."""
         if call.backward:
             return
@@ -107,7 +107,7 @@ class Schedule:
         self.stats.misses += self._fetch_ahead(call)  # ahead no more
         self._pass("backward", call)
 
-    def _pass(self, way: Literal["forward", "backward"], call: Call) -> None:
+    def _pass(self, way: Literal["forward", "backward"], call: LayerRun) -> None:
         self.order.passed(Boundary(way, call.key))
         self._now += 1
         if self.manual:
@@ -128,7 +128,7 @@ class Schedule:
 
     def save(
         self,
-        call: Call,
+        call: LayerRun,
         name: str,
         source: Buf,
         ready: Event | None = None,
@@ -154,7 +154,7 @@ class Schedule:
             call.items.append(item)
         return item
 
-    def share(self, call: Call, item: Item) -> None:
+    def share(self, call: LayerRun, item: Item) -> None:
         """A saved tensor of `call` lies in the storage of an item, which may be another call's."""
         call.handles += 1
         item.handles += 1
@@ -162,11 +162,11 @@ class Schedule:
         if item not in call.items:
             call.items.append(item)
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: LayerRun) -> None:
         """A saved tensor that stays: its call lives until it is dropped."""
         call.handles += 1
 
-    def _send_small(self, call: Call) -> None:
+    def _send_small(self, call: LayerRun) -> None:
         if self.manual:
             return
         items = [item for item in call.small if item.handles]
@@ -249,7 +249,7 @@ class Schedule:
 
     # --- coming back
 
-    def _bundles(self, call: Call) -> Iterator[Bundle]:
+    def _bundles(self, call: LayerRun) -> Iterator[Bundle]:
         seen: set[int] = set()
         for item in reversed(call.items):  # a backward reads what was saved last first
             bundle = item.bundle
@@ -257,7 +257,7 @@ class Schedule:
                 seen.add(id(bundle))
                 yield bundle
 
-    def _fetch_ahead(self, call: Call) -> int:
+    def _fetch_ahead(self, call: LayerRun) -> int:
         """Bring back what a call will read; -> how many transfers that took."""
         count = 0
         for bundle in () if self.manual else self._bundles(call):
@@ -315,7 +315,7 @@ class Schedule:
             self.lanes.free(bundle.target)
             bundle.target = None
 
-    def drop(self, call: Call, item: Item | None = None, *, read: bool = True) -> None:
+    def drop(self, call: LayerRun, item: Item | None = None, *, read: bool = True) -> None:
         """A saved tensor of `call` is gone. read: a backward had read it."""
         call.handles -= 1
         if item is not None:
@@ -346,13 +346,13 @@ class Schedule:
         bundle.host.after = bundle.arrived
         self.lanes.free(bundle.host)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: LayerRun) -> None:
         if not call.alive and self._live.get(call.key) is call:
             del self._live[call.key]
             self._complete = self._complete and (call.backward or not call.items)
             call.previous = None
 
-    def _keep(self, call: Call | None) -> None:
+    def _keep(self, call: LayerRun | None) -> None:
         """The last group of a micro-batch: its backward may be the next of all."""
         if call is not None and call.alive and not self.order.predicts and self.keep_last:
             for bundle in self._bundles(call):
@@ -360,7 +360,7 @@ class Schedule:
 
     # --- by hand
 
-    def offload(self, call: Call) -> None:
+    def offload(self, call: LayerRun) -> None:
         """Start the copies of what a call saved (manual schedules)."""
         items, call.small = [i for i in call.small if i.handles], []
         large = [i for i in items if i.nbytes >= self.small]
@@ -370,18 +370,18 @@ class Schedule:
         if rest:
             self._send(rest, rest[0].source if len(rest) == 1 else None, None)
 
-    def release(self, call: Call) -> None:
+    def release(self, call: LayerRun) -> None:
         """Let go of the device bytes of what `offload` sent."""
         for bundle in [b for b in self._leaving if any(i.bundle is b for i in call.items)]:
             self._leaving.remove(bundle)
             self._release(bundle)
 
-    def reload(self, call: Call) -> None:
+    def reload(self, call: LayerRun) -> None:
         """Bring back what was released."""
         for bundle in self._bundles(call):
             if bundle.released and bundle.target is None:
                 self._reload(bundle)
 
-    def calls(self, layer: str) -> list[Call]:
+    def calls(self, layer: str) -> list[LayerRun]:
         """The living calls of a layer, oldest first."""
         return [call for key, call in self._live.items() if key.layer == layer]

@@ -27,7 +27,7 @@ from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
 from .report import MISSED, Entry, Report
-from .schedule import Call, Decision, Schedule
+from .schedule import Decision, LayerRun, Schedule
 
 NOT_CALLED = "not called, or only inside a compiled region, which runs no hooks: compile the layers"
 
@@ -209,7 +209,7 @@ class Scheduler:
 
     # --- by hand
 
-    def offload_layer(self, layer: str | Call) -> Call:
+    def offload_layer(self, layer: str | LayerRun) -> LayerRun:
         """Start to copy out what a call of a layer saved. layer: a path, which means its newest call,
         or what this returned.
         """
@@ -217,22 +217,22 @@ class Scheduler:
         self._scope.mover.by_hand("offload", call)
         return call
 
-    def release_layer(self, layer: str | Call) -> Call:
+    def release_layer(self, layer: str | LayerRun) -> LayerRun:
         """Let go of the device bytes that `offload_layer` copied. A path means the newest call."""
         call = self._call(layer, newest=True)
         self._scope.mover.by_hand("release", call)
         return call
 
-    def reload_layer(self, layer: str | Call) -> Call:
+    def reload_layer(self, layer: str | LayerRun) -> LayerRun:
         """Bring them back. A path means the oldest call that lives."""
         call = self._call(layer, newest=False)
         self._scope.mover.by_hand("reload", call)
         return call
 
-    def _call(self, layer: str | Call, newest: bool) -> Call:
+    def _call(self, layer: str | LayerRun, newest: bool) -> LayerRun:
         if not self._manual:
             raise FuseOpsError("only Scheduler(manual=True) is driven layer by layer.")
-        if isinstance(layer, Call):
+        if isinstance(layer, LayerRun):
             return layer
         if layer not in self.layers:
             raise FuseOpsError(f"no layer {layer!r}; there are {', '.join(self.layers)}.")

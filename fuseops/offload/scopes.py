@@ -27,10 +27,10 @@ from .arguments import whole_number
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
-from .reasons import HELD_ANYWAY, PARAMETER, Facts, Owned, mark_on, why_keep, why_not_plain
+from .reasons import HELD_ANYWAY, PARAMETER, Owned, TensorFacts, mark_on, why_keep, why_not_plain
 from .records import Handle, Kept, Label, Moved, Mover, Watch
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
-from .schedule import Call, Schedule
+from .schedule import LayerRun, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
@@ -190,7 +190,10 @@ class _ToHost(Scope):
     def _decide(self, t: Tensor, named: Named) -> Handle:
         self._on_gpu = self._on_gpu or t.is_cuda
         mark = mark_on(t, named)
-        reason, why = why_keep(t, named, Facts(self._owned, mark, self._on_gpu)), "marked offload"
+        reason, why = (
+            why_keep(t, named, TensorFacts(self._owned, mark, self._on_gpu)),
+            "marked offload",
+        )
         if reason is None and mark != marks.OFFLOAD:
             why = f"min_bytes={self._min_bytes} reached"
             reason = too_small(t.untyped_storage().nbytes(), self._min_bytes)
@@ -211,7 +214,7 @@ class _ToHost(Scope):
         finally:
             mover.leave(call)
 
-    def _save(self, t: Tensor, named: Named, why: str, mover: Mover, call: Call) -> Handle:
+    def _save(self, t: Tensor, named: Named, why: str, mover: Mover, call: LayerRun) -> Handle:
         nbytes = t.untyped_storage().nbytes()
         entry = self._entry(t, named, MOVED, why, nbytes)
         record = mover.save(call, t, marks.ready(t), Watch(t, entry, self._ledger))

@@ -42,7 +42,7 @@ class StorageMap(Generic[V]):
         self._limit = 2 * len(self._entries) + 64
 
 
-class Layout(NamedTuple):
+class StridedLayout(NamedTuple):
     """How a tensor lies in its storage."""
 
     size: tuple[int, ...]
@@ -53,13 +53,13 @@ class Layout(NamedTuple):
     neg: bool
 
 
-def layout_of(t: Tensor) -> Layout:
-    return Layout(
+def layout_of(t: Tensor) -> StridedLayout:
+    return StridedLayout(
         tuple(t.size()), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg()
     )
 
 
-def tensor_in(storage: torch.UntypedStorage, layout: Layout, start: int = 0) -> Tensor:
+def tensor_in(storage: torch.UntypedStorage, layout: StridedLayout, start: int = 0) -> Tensor:
     """The tensor of that layout in the part of `storage` that begins at byte `start`."""
     t = torch.empty(0, dtype=layout.dtype, device=storage.device)
     t.set_(storage, layout.offset + start // t.itemsize, layout.size, layout.stride)

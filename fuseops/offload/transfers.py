@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from .lanes.protocol import Buf, Event
-from .order import Key
+from .order import OrderKey
 
 
 @dataclass(eq=False, slots=True)
@@ -55,11 +55,11 @@ class Bundle:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class LayerRun:
     """The token of one call of one layer."""
 
-    key: Key
-    previous: "Call | None"  # entered before it in the same forward
+    key: OrderKey
+    previous: "LayerRun | None"  # entered before it in the same forward
     owner: Hashable  # the compute lane that it runs on
     items: list[Item] = field(default_factory=list)
     small: list[Item] = field(default_factory=list)  # wait for the end of the call

@@ -1,7 +1,7 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure, cross_entropy
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, cross_entropy
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs)
 grouped weights   packing (one Parameter a group), grouped_state_dict
@@ -34,6 +34,7 @@ from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
 from .permute import Dispatch as Dispatch
 from .permute import Permute as Permute
+from .rope import RoPE as RoPE
 from .router import Router as Router
 from .structure import Add as Add
 from .structure import Identity as Identity

@@ -49,13 +49,13 @@ class Frame:
         return self.names[position]
 
 
-class _Thread(threading.local):
+class _NamesThread(threading.local):
     observers: int = 0
     frame: Frame | None = None
     outermost: Any = None  # the Sequential whose forward runs, for names relative to it
 
 
-thread = _Thread()
+thread = _NamesThread()
 
 
 @contextmanager

@@ -26,11 +26,6 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
-@functools.lru_cache
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(K.accumulator(dtype)).eps
-
-
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
@@ -55,7 +50,9 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def epsilon(self, dtype: torch.dtype) -> float:
         """The eps that an x of `dtype` gets."""
-        return _epsilon(dtype) if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)

@@ -156,7 +156,7 @@ class Inside:
         self.debug: Any = None  # a run.debug.Debug, inside `fo.debug()`
 
 
-class _Thread(threading.local):
+class _ScopesThread(threading.local):
     """One `Inside` a thread. Dynamo guards on attributes of that, but (in torch 2.11) not on a thread-local's own."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _Thread(threading.local):
 
 
 process = _Process()
-_thread = _Thread()
+_thread = _ScopesThread()
 
 
 def current() -> Inside:

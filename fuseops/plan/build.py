@@ -10,7 +10,7 @@ from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.recipes import Roles
 
 from .chain import Chain, outside_reads
-from .cover import Candidate, Cover
+from .cover import Cover, Site
 from .facts import NOTHING, Facts, kept_fields, needs_of
 from .records import Miss, Operand, Span
 from .segment import Args, Segment, Slot, Step
@@ -59,7 +59,7 @@ def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
 _DEFINES = {"forward": ("fwd",), "backward": ("bwd",), "joint": ("fwd", "bwd", "Saved")}
 
 
-def _unit(c: Candidate, ops: Sequence[Op[Any]]) -> _Unit:
+def _unit(c: Site, ops: Sequence[Op[Any]]) -> _Unit:
     target = c.rule.build(*ops[c.start : c.stop])
     if not isinstance(target, FusedOp):
         raise FuseOpsError(

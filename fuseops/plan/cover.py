@@ -14,7 +14,7 @@ from .records import Miss
 Reason = str | None
 
 
-class Candidate(NamedTuple):
+class Site(NamedTuple):
     """A place where the pattern of a rule matches; positions in the run."""
 
     rule: Rule
@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
 class Scan(NamedTuple):
     """What can be said of a run before any shape is known."""
 
-    candidates: tuple[Candidate, ...]  # in the order that the cover tries them
+    candidates: tuple[Site, ...]  # in the order that the cover tries them
     # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
     near: tuple[Miss, ...]
     offset: int  # of the run in its Sequential
@@ -38,27 +38,25 @@ class Scan(NamedTuple):
 class Cover(NamedTuple):
     """The chosen spans of a run."""
 
-    joint: tuple[Candidate, ...]
-    forward: tuple[Candidate, ...]
-    backward: tuple[Candidate, ...]
+    joint: tuple[Site, ...]
+    forward: tuple[Site, ...]
+    backward: tuple[Site, ...]
     misses: tuple[Miss, ...]
 
     @property
-    def chosen(self) -> tuple[Candidate, ...]:
+    def chosen(self) -> tuple[Site, ...]:
         return self.joint + self.forward + self.backward
 
 
 def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
     """Match every rule everywhere."""
-    candidates: list[Candidate] = []
+    candidates: list[Site] = []
     near: list[Miss] = []
     for rule in rules:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
-        candidates += [Candidate(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
+        candidates += [Site(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
         near += [
-            Candidate(rule, i, i + max(matches[i].prefix, 1)).miss(
-                matches[i].obstacle.why, place.offset
-            )
+            Site(rule, i, i + max(matches[i].prefix, 1)).miss(matches[i].obstacle.why, place.offset)
             for i in _nearest(matches)
         ]
     return Scan(tuple(candidates), tuple(near), place.offset)
@@ -97,11 +95,11 @@ def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
 
 
 def _leftmost(
-    able: Sequence[Candidate], kind: str, size: int, taken: Sequence[Candidate]
-) -> tuple[Candidate, ...]:
+    able: Sequence[Site], kind: str, size: int, taken: Sequence[Site]
+) -> tuple[Site, ...]:
     free_from, chosen = 0, []
     blocked = {i for c in taken for i in range(c.start, c.stop)}
-    by_start: dict[int, list[Candidate]] = {}
+    by_start: dict[int, list[Site]] = {}
     for c in able:
         if c.rule.kind == kind and blocked.isdisjoint(range(c.start, c.stop)):
             by_start.setdefault(c.start, []).append(c)
@@ -113,10 +111,10 @@ def _leftmost(
 
 
 def _overlaps(
-    able: Sequence[Candidate],
-    joint: tuple[Candidate, ...],
-    forward: tuple[Candidate, ...],
-    backward: tuple[Candidate, ...],
+    able: Sequence[Site],
+    joint: tuple[Site, ...],
+    forward: tuple[Site, ...],
+    backward: tuple[Site, ...],
     offset: int,
 ) -> list[Miss]:
     kinds = {"joint": joint, "forward": joint + forward, "backward": joint + backward}

@@ -18,7 +18,7 @@ Tokens = tuple[int, int, int]  # process, model, scopes
 FIXED, MISSING = object(), object()
 
 
-class Key(NamedTuple):
+class PlanKey(NamedTuple):
     """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
 
     ops: tuple[Any, ...]  # op_facts of every op
@@ -76,13 +76,13 @@ def hooked() -> bool:
 
 def key_of(
     chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
-) -> Key:
+) -> PlanKey:
     """The key of a call."""
     grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
         for op in chain.ops:
             _ = op.forward, op.fwd, op.bwd
-    return Key(
+    return PlanKey(
         tuple(
             [
                 op_facts(op, names, grad)
@@ -110,7 +110,7 @@ def key_of(
 class Glance:
     """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only."""
 
-    def __init__(self, chain: Chain, key: Key) -> None:
+    def __init__(self, chain: Chain, key: PlanKey) -> None:
         """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
         self.key = key
         self.ops: list[tuple[Any, ...]] = []

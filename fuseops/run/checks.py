@@ -12,7 +12,7 @@ from fuseops.kernels.registry import check_all_meta
 from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
-from fuseops.plan.key import Key
+from fuseops.plan.key import PlanKey
 from fuseops.plan.segment import Segment, Step
 from fuseops.words import dtype_name
 
@@ -131,7 +131,7 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
             return
 
 
-def check_meta(chain: Chain, key: Key) -> None:
+def check_meta(chain: Chain, key: PlanKey) -> None:
     """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
     found = [("x", key.device.type == "meta")]
     found += [(repr(name), meta) for name, _, meta, _ in key.sides]

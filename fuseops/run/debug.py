@@ -18,7 +18,7 @@ from fuseops.ops.splits import bad_ends, before, complaint
 from . import bridge, run
 
 
-class Report(NamedTuple):
+class SplitReport(NamedTuple):
     """The outcome of one check, on its way to the host."""
 
     where: str
@@ -38,7 +38,7 @@ class Debug:
     """The checks of one scope."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[SplitReport] = []
 
     def splits(self, offs: Tensor, rows: int) -> None:
         """Check the ends of groups on their device.  Raises ShapeError for an earlier check that failed by now."""
@@ -58,7 +58,7 @@ class Debug:
         host = torch.tensor([groups, 0, 0], pin_memory=True).copy_(found, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(offs.device))
-        self.reports.append(Report(where, rows, host, groups, arrived))
+        self.reports.append(SplitReport(where, rows, host, groups, arrived))
 
     def raise_what_arrived(self, wait: bool = False) -> None:
         """Raise ShapeError for the first check that failed."""

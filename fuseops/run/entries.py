@@ -11,7 +11,7 @@ from fuseops.ops.scopes import Said
 from fuseops.plan.build import RunPlan
 from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
-from fuseops.plan.key import Attributes, Glance, Key
+from fuseops.plan.key import Attributes, Glance, PlanKey
 
 MOST = 64  # keys
 MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
@@ -19,7 +19,7 @@ log = logging.getLogger("fuseops.fusion")
 _told = False  # that entries are forgotten, once a process
 
 
-class Entry(NamedTuple):
+class KnownPlans(NamedTuple):
     """All plans of one key; they differ in the outcome of conditions only."""
 
     held: tuple[Said | None, ...]  # what the tokens of the key stand for
@@ -37,13 +37,13 @@ class Last(NamedTuple):
     """
 
     glance: Glance
-    entry: Entry
+    entry: KnownPlans
     # of the ops that conditions read; None: ask conditions at each call
     attributes: Attributes | None
     plans: dict[torch.Size, RunPlan]
 
 
-class Entries(dict[Key, Entry]):
+class Entries(dict[PlanKey, KnownPlans]):
     """The latest entries, at most `MOST`. What is forgotten is planned anew."""
 
     def __init__(self, name: str) -> None:
@@ -51,14 +51,14 @@ class Entries(dict[Key, Entry]):
         super().__init__()
         self.name = name
 
-    def latest(self, key: Key) -> Entry | None:
+    def latest(self, key: PlanKey) -> KnownPlans | None:
         """The entry of this key, which is the latest one now."""
         entry = self.pop(key, None)
         if entry is not None:
             self[key] = entry
         return entry
 
-    def put(self, key: Key, entry: Entry) -> Entry:
+    def put(self, key: PlanKey, entry: KnownPlans) -> KnownPlans:
         """Keep this one; the oldest goes where there is no room."""
         if len(self) >= MOST:
             self.pop(next(iter(self)), None)

@@ -7,13 +7,15 @@ from typing import Any
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
-from fuseops.plan.key import Key
+from fuseops.plan.key import PlanKey
 from fuseops.torch_private import is_dtensor
 
 from .splice import opaque_reason
 
 
-def mode_of(name: str, op: Op[Any], key: Key, settings: Settings, alone: bool) -> tuple[str, str]:
+def mode_of(
+    name: str, op: Op[Any], key: PlanKey, settings: Settings, alone: bool
+) -> tuple[str, str]:
     """ "" (in a node), "plain" or "call", and why; the reason says so where the recipe is not heeded.
 
     Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
@@ -27,7 +29,7 @@ def mode_of(name: str, op: Op[Any], key: Key, settings: Settings, alone: bool) -
     return mode, why
 
 
-def _mode(op: Op[Any], key: Key, settings: Settings, alone: bool) -> tuple[str, str]:
+def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[str, str]:
     why = None
     if not alone:
         why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)

@@ -32,7 +32,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Attributes, Glance, Key, Tokens, key_of
+from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
@@ -42,7 +42,7 @@ from . import bridge, buffers, checks, traced
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
-from .entries import MOST_SHAPES, Entries, Entry, Last
+from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
 from .modes import mode_of
 from .traced import TABLE
@@ -93,7 +93,7 @@ class Run:
             return None
         return plan
 
-    def _plan_in(self, entry: Entry, x: Tensor) -> RunPlan:
+    def _plan_in(self, entry: KnownPlans, x: Tensor) -> RunPlan:
         self._check_shape(x)
         reasons = self.reasons(entry, x) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
@@ -121,7 +121,7 @@ class Run:
 
     def _entry_of(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
-    ) -> Entry:
+    ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
         last = self.last  # once: another thread may put its own there
         if (
@@ -137,7 +137,7 @@ class Run:
             self.last = Last(Glance(self.chain, key), entry, self._attributes(entry), {})
         return entry
 
-    def _attributes(self, entry: Entry) -> Attributes | None:
+    def _attributes(self, entry: KnownPlans) -> Attributes | None:
         """Of the ops that conditions may read; None where a user's may read more."""
         candidates = entry.scan.candidates
         if any(c.rule not in BUILTIN_RULES for c in candidates):
@@ -149,7 +149,7 @@ class Run:
         self.numbers.append(TABLE.add(item))
         return self.numbers[-1]
 
-    def reasons(self, entry: Entry, x: Tensor) -> tuple[str | None, ...]:
+    def reasons(self, entry: KnownPlans, x: Tensor) -> tuple[str | None, ...]:
         """Why each candidate of an entry may not fire in this call, None where it may."""
         shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
 
@@ -162,7 +162,7 @@ class Run:
         return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
 
     def _conditions(
-        self, entry: Entry, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
+        self, entry: KnownPlans, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
     ) -> Conditions:
         facts, shape, out = entry.facts, shapes[start], shapes[stop]
         return Conditions(
@@ -178,9 +178,9 @@ class Run:
             training=self.ops[start].training,
         )
 
-    def entry(self, key: tuple[Any, ...]) -> Entry:
+    def entry(self, key: tuple[Any, ...]) -> KnownPlans:
         """The entry of a key, from the cache or new."""
-        key = Key(*key)
+        key = PlanKey(*key)
         if key in self.entries:
             return self.entries[key]
         check_dtype(self.ops, self.names, key.dtype)
@@ -210,16 +210,18 @@ class Run:
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
         held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
-        return self.entries.put(key, Entry(held, scanned, facts, needs_of(self.chain, facts), {}))
+        return self.entries.put(
+            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {})
+        )
 
-    def _wanted(self, key: Key) -> Iterator[tuple[int, str]]:
+    def _wanted(self, key: PlanKey) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
         for i, (facts, wanted) in enumerate(zip(key.ops, self.chain.parameters, strict=True)):
             for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
                 if parameter is not None and parameter[0]:
                     yield i, name
 
-    def plan_of(self, entry: Entry, reasons: tuple[str | None, ...]) -> RunPlan:
+    def plan_of(self, entry: KnownPlans, reasons: tuple[str | None, ...]) -> RunPlan:
         """The plan of an entry, given the outcome of its conditions, from the cache or new."""
         answers = tuple(reason is None for reason in reasons)
         if answers in entry.plans:

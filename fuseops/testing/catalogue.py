@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
     top_k: int = 2  # of an op that routes tokens
 
 
-class Entry(NamedTuple):
+class OpEntry(NamedTuple):
     """An op class and how to draw one."""
 
     op: type[Op[Any]]
@@ -29,6 +29,7 @@ class Entry(NamedTuple):
         "keeps"  # the last axis: "keeps" it, "maps" it to any other, "halves" it, or "ends" a chain
     )
     flat: bool = False  # takes (rows, width) only
+    heads: bool = False  # takes (..., tokens, heads, width) only
     routing: str = ""  # of an op that reads or writes a Routing of tokens: what its rows are, "tokens" or "copies"
 
     def before(self, after: int) -> int:
@@ -36,7 +37,7 @@ class Entry(NamedTuple):
         return {"keeps": after, "maps": 1, "halves": 2 * after, "ends": 1}[self.width]
 
 
-_entries: dict[type, Entry] = {}
+_entries: dict[type, OpEntry] = {}
 
 
 def register(
@@ -45,19 +46,20 @@ def register(
     *,
     width: str = "keeps",
     flat: bool = False,
+    heads: bool = False,
     routing: str = "",
 ) -> None:
     """Add an op of your own, so that the strategies draw it.
 
     make: gets what is `Wanted` and returns an instance.  width: what it does to the last axis.
-    flat: it takes inputs of shape (rows, width) only.
+    flat: it takes inputs of shape (rows, width) only.  heads: of shape (..., tokens, heads, width) only.
     routing: it takes part in the routing of tokens to experts, and its input has a row for each of the "tokens" or of
     their "copies".
     """
-    _entries[op] = Entry(op, make, width, flat, routing)
+    _entries[op] = OpEntry(op, make, width, flat, heads, routing)
 
 
-def entry(op: type) -> Entry:
+def entry(op: type) -> OpEntry:
     """The entry of an op class.  Raises FuseOpsError where there is none."""
     if op not in _entries:
         raise FuseOpsError(
@@ -67,7 +69,7 @@ def entry(op: type) -> Entry:
     return _entries[op]
 
 
-def catalogue() -> dict[type, Entry]:
+def catalogue() -> dict[type, OpEntry]:
     """Every op that can be drawn."""
     return dict(_entries)
 
@@ -174,6 +176,7 @@ register(ops.Dispatch,      lambda w: ops.Dispatch(w.groups, w.choose(None, 0.5)
 register(ops.Permute,       lambda w: ops.Permute(w.top_k), flat=True, routing="tokens")
 register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="copies")
 register(ops.InjectLoss,    lambda w: ops.InjectLoss())
+register(ops.RoPE,          lambda w: ops.RoPE(w.choose(False, True)), heads=True)
 register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)

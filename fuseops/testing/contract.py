@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor | None]
 Named = Mapping[str, Tensor | None]
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     """An op and its inputs in float64, apart from each other: parameters come by keyword only."""
 
     op: Op[Any]  # as given
@@ -100,7 +100,7 @@ def _double(t: Tensor) -> Tensor:
     return t.detach().to(torch.float64) if t.is_floating_point() else t.detach()
 
 
-def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> Case:
+def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> OpCase:
     x, *rest = mapped(inputs, _double)
     given = dict(mapped(side, _double))
     for routing in rest:
@@ -121,7 +121,7 @@ def _case(op: Op[Any], inputs: tuple[Any, ...], side: dict[str, Any]) -> Case:
     missing = [name for name in sides if name not in given]
     if missing:
         raise TypeError(f"{type(op).__name__} reads {list(sides)}: pass {missing} by name.")
-    return Case(wide, hollow, x, keywords | {name: given[name] for name in sides}, sides)
+    return OpCase(wide, hollow, x, keywords | {name: given[name] for name in sides}, sides)
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
@@ -140,7 +140,7 @@ def _keep(op: Op[Any], needs: frozenset[str]) -> frozenset[str]:
 # --- running the two methods
 
 
-def _fwd(op: Op[Any], case: Case, needs: frozenset[str], keywords: Tensors, x: Any = None) -> Out:
+def _fwd(op: Op[Any], case: OpCase, needs: frozenset[str], keywords: Tensors, x: Any = None) -> Out:
     extra: dict[str, Any] = {}
     if op.signature.fwd_call:
         extra["call"] = _call(op, needs, _keep(op, needs))
@@ -168,7 +168,7 @@ def _patterns(out: Out) -> list[frozenset[str]]:
     return list(_subsets(("y", *_published(out))))[::-1]
 
 
-def _reference(case: Case, pattern: frozenset[str]) -> Vjp:
+def _reference(case: OpCase, pattern: frozenset[str]) -> Vjp:
     leaves: Tensors = {"x": case.x, **case.keywords}
     leaves = {
         name: t if t is None else t.clone().requires_grad_(name in case.needs)
@@ -206,7 +206,7 @@ def _reference(case: Case, pattern: frozenset[str]) -> Vjp:
 # --- what is checked
 
 
-def _check_fwd(case: Case, out: Out) -> None:
+def _check_fwd(case: OpCase, out: Out) -> None:
     """fwd is pure: it reads no parameter from self, writes to no input, and a level-1 one draws no numbers."""
     op, name = case.op, type(case.op).__name__
     before = _versions((case.x, case.keywords))
@@ -246,7 +246,7 @@ def _check_unwritten(who: str, tree: Any, before: list[int]) -> None:
             )
 
 
-def _saved(op: Op[Any], case: Case, needs: frozenset[str]) -> Any:
+def _saved(op: Op[Any], case: OpCase, needs: frozenset[str]) -> Any:
     """All that fwd saves under these needs; None for every field where it saves nothing."""
     saved = _fwd(op, case, needs, case.keywords).saved
     if saved is None:
@@ -289,7 +289,7 @@ def _fails(op: Op[Any], saved: Any, vjp: Vjp, needs: frozenset[str]) -> str | No
     return None if found is None else str(found)
 
 
-def _check_subset(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
+def _check_subset(case: OpCase, needs: frozenset[str], vjp: Vjp) -> None:
     op, hollow = case.op, case.hollow
     name, asked = type(op).__name__, ", ".join(sorted(needs))
     everything = _saved(hollow, case, needs)
@@ -331,7 +331,7 @@ def _missing(
     ]
 
 
-def _check_every_field_matters(case: Case, need: str, vjp: Vjp, results: frozenset[str]) -> None:
+def _check_every_field_matters(case: OpCase, need: str, vjp: Vjp, results: frozenset[str]) -> None:
     for field in (case.op.saves_for or {}).get(need, ()):
         if field in case.op.recomputes or not _does_without(field, case, need, vjp):
             continue
@@ -344,13 +344,13 @@ def _check_every_field_matters(case: Case, need: str, vjp: Vjp, results: frozens
             )
 
 
-def _with_normal_x(case: Case) -> Case:
+def _with_normal_x(case: OpCase) -> OpCase:
     generator = torch.Generator().manual_seed(SEED + 1)
     x = torch.randn(case.x.shape, generator=generator, dtype=torch.float64)
     return case._replace(x=x.to(case.x)) if case.x.is_floating_point() else case
 
 
-def _does_without(field: str, case: Case, need: str, vjp: Vjp) -> bool:
+def _does_without(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:
     """Whether the gradient is right without this field, and with other numbers in it."""
     op, needs = case.hollow, frozenset({need})
     saved = _only(_saved(op, case, needs), _keep(op, needs))
@@ -361,7 +361,7 @@ def _does_without(field: str, case: Case, need: str, vjp: Vjp) -> bool:
     return not any(_fails(op, saved._replace(**{field: t}), vjp, needs) for t in others)
 
 
-def _check_module(case: Case, needs: frozenset[str], vjp: Vjp) -> None:
+def _check_module(case: OpCase, needs: frozenset[str], vjp: Vjp) -> None:
     """The op, called as a module with just these gradients wanted."""
     op = copy.deepcopy(case.op)
     given = {

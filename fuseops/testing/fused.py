@@ -16,7 +16,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.run.sides import check_module
 
 from .compare import Difference, difference, last_place, tolerance
-from .step import Fired, Step, training_step
+from .step import Fired, StepResult, training_step
 from .trees import tensors
 
 UNFUSED = (("fusion", False), ("strict", False))
@@ -118,7 +118,7 @@ def compared(
 ) -> tuple[Found, tuple[Fired, ...]]:
     """One pass of `assert_fused_matches_unfused`: what differs, and the rules that fired."""
 
-    def unfused(shake: int = 0) -> Step:
+    def unfused(shake: int = 0) -> StepResult:
         with scopes.scope(UNFUSED):
             unit = last_place([*model.parameters(), *(t for _, t in tensors((inputs, side), ""))])
             return training_step(model, inputs, side, all_inputs=all_inputs, shake=shake, unit=unit)
@@ -151,7 +151,7 @@ def _state(model: nn.Module, keys: list[str], parameters: dict[str, Any]) -> Fou
     return [d for d in found if d is not None]
 
 
-def _between(got: Step, expected: Step, tol: float) -> Found:
+def _between(got: StepResult, expected: StepResult, tol: float) -> Found:
     mine = {**got.outputs, **got.grads, **got.buffers}
     theirs = {**expected.outputs, **expected.grads, **expected.buffers}
     names = dict.fromkeys((*theirs, *mine))
@@ -159,7 +159,7 @@ def _between(got: Step, expected: Step, tol: float) -> Found:
     return [d for d in found if d is not None]
 
 
-def _beyond_noise(found: Found, expected: Step, shaken: Iterable[Step]) -> Found:
+def _beyond_noise(found: Found, expected: StepResult, shaken: Iterable[StepResult]) -> Found:
     """Those that rounding does not explain: compared to what a last place of the inputs changes."""
     noise = dict.fromkeys((d.name for d in found), 0.0)
     for step in shaken:

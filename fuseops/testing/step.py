@@ -33,7 +33,7 @@ class Fired(NamedTuple):
         return f"{self.rule} on {first if first == last else f'{first}..{last}'} ({self.kind})"
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What a training step gave: named tensors, in an order of their own."""
 
     outputs: dict[str, Tensor]
@@ -129,7 +129,7 @@ def training_step(
     all_inputs: bool,
     shake: int = 0,
     unit: float = 0.0,
-) -> Step:
+) -> StepResult:
     """Forward and backward with random output gradients, always the same ones.
 
     all_inputs: every floating input wants a gradient, not only those that ask for one.
@@ -158,7 +158,7 @@ def training_step(
         grads |= {f"gradient of {n}": t.grad for n, t in _inputs(args, kwargs) if t.requires_grad}
         buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
     detached = {name: t.detach() for name, t in outputs.items()}
-    return Step(detached, grads, buffers, tuple(fired))
+    return StepResult(detached, grads, buffers, tuple(fired))
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -193,6 +193,10 @@ def side_tensors(
     known["probs"] = torch.rand(row, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, 3, x.shape[:-1], generator=generator)
     known["targets"] = targets.where(torch.rand(x.shape[:-1], generator=generator) < 0.8, -100)
+    known["targets"].view(-1)[:1] = 1  # one counts, or nothing of the loss is looked at
+    if x.dim() > 2:
+        angles = torch.rand((*x.shape[-3:-2], x.shape[-1] // 2), generator=generator)
+        known |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
     known["router_loss"] = torch.rand((), generator=generator, dtype=torch.float64).to(dtype)
     return {n: known[n] if n in known else filled(x.shape, x.dtype, "normal", seed) for n in names}
 
@@ -241,7 +245,9 @@ def op_cases(
     made = _instance(draw, op, width, 1, groups, top_k).to(dtype)
     split, rows = _rows([made], split)
     shapes: list[tuple[int, ...]] = [(rows, width)]
-    if not found.flat:
+    if found.heads:
+        shapes = [(rows, 2, width), (2, rows, 1, width)]
+    elif not found.flat:
         shapes += [(2, split.rows, width), (draw(row_counts()), width)]
         shapes += [] if "probs" in made.reads else [(width,)]
     x = draw(tensors(draw(st.sampled_from(shapes)), dtype, kinds, layouts))
@@ -333,7 +339,7 @@ def _next(
         ops = [
             t
             for t, e in catalogue().items()
-            if t.__name__ not in PLACED and not e.routing and e.width != "ends"
+            if t.__name__ not in PLACED and not e.routing and e.width != "ends" and not e.heads
         ]
         types = (draw(st.sampled_from(ops)),)
     if width % _before(types)[0]:

@@ -141,6 +141,23 @@ def test_a_dry_run_changes_nothing() -> None:
     assert not [m for m in model.modules() if "forward" in m.__dict__]
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GPT-OSS", "Gemma 2"])
+def test_what_is_recognised_depends_on_no_default(name: str) -> None:
+    """A default device or dtype, autocast, a model without data: the same report. Random states stay as they are."""
+    expected, state = hf.apply(stock(name), dry_run=True), torch.get_rng_state()
+    with torch.device("meta"):
+        assert hf.apply(stock(name), dry_run=True) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hf.apply(stock(name).bfloat16(), dry_run=True) == expected
+    assert hf.apply(stock(name).to("meta"), dry_run=True) == expected
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert hf.apply(stock(name), dry_run=True) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_the_report_says_why_not() -> None:
     model: Any = stock("Llama")
     one, two = (layer.mlp for layer in model.model.layers)

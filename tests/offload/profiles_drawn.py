@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fuseops.offload.planning.cost_model import CostModel
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.places import RELEASE, SEND
-from fuseops.offload.planning.profile import LayerCall, Op, Profile, Recompute, Saved
+from fuseops.offload.planning.profile import LayerCall, Profile, ProfiledOp, Recompute, Saved
 
 MB = 1_000_000
 LINK = Hardware(  # 10 GB/s each way: 0.1 ms a MB
@@ -80,7 +80,7 @@ def finished(
             mine = tuple(n for n, s in enumerate(saved) if s.call == k)
             took = sum(s for _, s in ops[call.enter : call.leave])
             recompute.append(Recompute(call.layer, "module", mine, took))
-    done = tuple(Op(name, s, r) for (name, s), r in zip(ops, resident, strict=True))
+    done = tuple(ProfiledOp(name, s, r) for (name, s), r in zip(ops, resident, strict=True))
     return Profile("drawn", "recorded", done, tuple(saved), tuple(calls), tuple(recompute))
 
 

@@ -22,7 +22,7 @@ from fuseops.offload.planning.pipeline import (
 )
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import Settings, simulate
+from fuseops.offload.planning.simulate import LinkSettings, simulate
 
 BASE = 100 * MB
 
@@ -101,7 +101,7 @@ def test_every_rank_runs_on_the_schedule_in_order(pipeline: Pipeline, layers: in
     """Law 19 for pipelines: whatever leaves, every access is ordered; and bytes add up."""
     for rank in range(pipeline.ranks):
         profile = profile_of_rank(profile_for(pipeline, layers), pipeline, rank)
-        done = simulate(profile, range(len(profile.saved)), LINK, Settings(lag=1, small=0))
+        done = simulate(profile, range(len(profile.saved)), LINK, LinkSettings(lag=1, small=0))
         assert done.levels[-1].nbytes == profile.ops[-1].resident
         assert done.peak <= profile.peak
 
@@ -109,13 +109,13 @@ def test_every_rank_runs_on_the_schedule_in_order(pipeline: Pipeline, layers: in
 def test_planning_lowers_the_peak_of_the_rank_that_has_most() -> None:
     pipeline = Pipeline(4, 8)
     profile = profile_for(pipeline, layers=4, size=2 * MB)
-    plans = plan_pipeline(profile, LINK, pipeline, settings=Settings(lag=1, small=0))
+    plans = plan_pipeline(profile, LINK, pipeline, settings=LinkSettings(lag=1, small=0))
     before = [plan.before.peak for plan in plans]
     assert before == sorted(before, reverse=True)
     assert plans[0].after.peak < 0.8 * before[0]
     assert all(plan.after.stall == 0 for plan in plans)
     budget = Limits(int(before[0] * 0.8))
-    tight = plan_pipeline(profile, LINK, pipeline, budget, Settings(lag=1, small=0))
+    tight = plan_pipeline(profile, LINK, pipeline, budget, LinkSettings(lag=1, small=0))
     assert all(plan.fits for plan in tight) and tight[-1].after.moved == 0 < tight[0].after.moved
 
 

@@ -22,7 +22,7 @@ from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.roofline import Roofline
-from fuseops.offload.planning.step import Step, dry_run, layers_of, record
+from fuseops.offload.planning.step import ProfiledStep, dry_run, layers_of, record
 
 H200 = replace(Hardware.h200(), arch=0)  # ops as on the CPU, where steps are recorded
 D = 32
@@ -57,21 +57,23 @@ class Model(nn.Module):
         return self.head(x * self.scale)
 
 
-def step_of(model: nn.Module, *args: Any, layers: tuple[str, ...] | None = None) -> Step:
-    return Step(model, args, {}, layers_of(model, layers), None, offload.Policy(min_bytes=256))
+def step_of(model: nn.Module, *args: Any, layers: tuple[str, ...] | None = None) -> ProfiledStep:
+    return ProfiledStep(
+        model, args, {}, layers_of(model, layers), None, offload.Policy(min_bytes=256)
+    )
 
 
 @pytest.fixture
-def step() -> Step:
+def step() -> ProfiledStep:
     return step_of(Model(), torch.randn(2, 16, D))
 
 
 @pytest.fixture(params=["dry", "recorded"])
-def profile(request: pytest.FixtureRequest, step: Step) -> Profile:
+def profile(request: pytest.FixtureRequest, step: ProfiledStep) -> Profile:
     return dry_run(step, H200) if request.param == "dry" else record(step)
 
 
-def test_a_dry_run_sees_what_a_recorded_step_sees(step: Step) -> None:
+def test_a_dry_run_sees_what_a_recorded_step_sees(step: ProfiledStep) -> None:
     dry, real = dry_run(step, H200), record(step)
     assert [op.resident for op in dry.ops] == [op.resident for op in real.ops]
     assert [op.name for op in dry.ops] == [op.name for op in real.ops]
@@ -81,7 +83,7 @@ def test_a_dry_run_sees_what_a_recorded_step_sees(step: Step) -> None:
 
 
 def test_forward_and_backward_take_what_they_take_unrecorded(
-    step: Step, monkeypatch: pytest.MonkeyPatch
+    step: ProfiledStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which of the two is how long decides how much a link carries before the peak."""
     monkeypatch.setattr(planned_step, "_timed", lambda *_: (3.0, 1.0))
@@ -102,7 +104,7 @@ def test_a_forward_is_timed_by_itself() -> None:
     assert 0.03 <= facts["forward_seconds"] < facts["step_seconds"]
 
 
-def test_names_are_those_that_a_scheduler_sees(step: Step, profile: Profile) -> None:
+def test_names_are_those_that_a_scheduler_sees(step: ProfiledStep, profile: Profile) -> None:
     policy = offload.Policy(min_bytes=256)
     with offload.Scheduler(step.model, "blocks.*", policy=policy) as scheduler:
         step.model(*step.args).sum().backward()
@@ -147,7 +149,9 @@ def test_what_others_hold_is_told_from_what_autograd_alone_holds() -> None:
     model = nn.ModuleList([Keeps()])
     model.forward = lambda x: model[0](x).sum()  # type: ignore[method-assign]
     x = torch.randn(64, requires_grad=True)
-    profile = record(Step(model, (x,), {}, {id(model[0]): "0"}, None, offload.Policy(min_bytes=0)))
+    profile = record(
+        ProfiledStep(model, (x,), {}, {id(model[0]): "0"}, None, offload.Policy(min_bytes=0))
+    )
     kept, result = profile.saved
     end = len(profile.ops)
     assert (kept.held, kept.freed) == (end, end)
@@ -180,7 +184,7 @@ def test_gradients_that_exist_are_there_from_the_start() -> None:
     assert extra == sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_kernels_of_the_machine_are_one_op_each(step: Step) -> None:
+def test_kernels_of_the_machine_are_one_op_each(step: ProfiledStep) -> None:
     """Their temporaries are inside them, as on CUDA; what they save is the same."""
     here, there = dry_run(step, H200), dry_run(step, Hardware.h200())
     assert any(op.name.startswith("fuseops.") for op in there.ops)
@@ -190,7 +194,7 @@ def test_kernels_of_the_machine_are_one_op_each(step: Step) -> None:
     assert [s.nbytes for s in there.saved] == [s.nbytes for s in here.saved]
 
 
-def test_attention_is_counted_whatever_kernel_runs(step: Step) -> None:
+def test_attention_is_counted_whatever_kernel_runs(step: ProfiledStep) -> None:
     fast, slow = (dry_run(step, replace(H200, attention_rate=r, launch=0.0)) for r in (1e-6, 1e-7))
     for way in ("", "_backward"):
         times = [
@@ -209,7 +213,7 @@ def test_the_output_of_attention_has_one_name_whatever_kernel_makes_it(profile: 
     assert "blocks.0.0.1.ScaledDotProductAttentionBackward0.0" in {s.name for s in profile.saved}
 
 
-def test_a_dry_run_of_transformers_says_that_its_masks_may_differ(step: Step) -> None:
+def test_a_dry_run_of_transformers_says_that_its_masks_may_differ(step: ProfiledStep) -> None:
     theirs = type("Block", (nn.Tanh,), {"__module__": "transformers.models.any"})
     model = nn.Sequential(nn.Linear(2, 2), theirs())
     dry = dry_run(step_of(model, torch.randn(3, 2)), H200)
@@ -255,7 +259,7 @@ def test_a_recording_leaves_what_modules_count_as_it_was() -> None:
         assert before.sum() == 12 and torch.equal(moe["router"].tokens_per_expert, before)
 
 
-def test_a_model_without_memory_is_profiled_too(step: Step) -> None:
+def test_a_model_without_memory_is_profiled_too(step: ProfiledStep) -> None:
     with torch.device("meta"):
         model, x = Model(), torch.randn(2, 16, D)
     meta = dry_run(step_of(model, x), H200)
@@ -299,14 +303,16 @@ class Experts(nn.Module):
         return x
 
 
-def experts_step() -> Step:
+def experts_step() -> ProfiledStep:
     model = Experts()
     args = (
         torch.randn(24, D, requires_grad=True),
         torch.tensor([10, 24], dtype=torch.int32),
         torch.rand(24),
     )
-    return Step(model, args, {}, layers_of(model, None), None, offload.Policy(min_bytes=256))
+    return ProfiledStep(
+        model, args, {}, layers_of(model, None), None, offload.Policy(min_bytes=256)
+    )
 
 
 @pytest.mark.parametrize("run", [record, lambda step: dry_run(step, H200)])
@@ -426,7 +432,7 @@ def test_recorded_ops_do_not_carry_the_time_of_their_launch() -> None:
     x = torch.ones(4, 8, device="cuda")
     model = nn.Sequential(Short(), Short())
     profile = record(
-        Step(model, (x,), {}, layers_of(model, ("*",)), None, offload.Policy(min_bytes=1))
+        ProfiledStep(model, (x,), {}, layers_of(model, ("*",)), None, offload.Policy(min_bytes=1))
     )
     short = [op.seconds for op in profile.ops if "mul" in op.name]
     assert len(short) >= 40 and sorted(short)[len(short) // 2] < 20e-6

@@ -29,7 +29,7 @@ from fuseops.offload.lanes.simulated import SimulatedLanes
 from fuseops.offload.planning.hardware import Curve, Hardware
 from fuseops.offload.planning.plan import OffloadPlan, plan_profile
 from fuseops.offload.planning.planner import Limits
-from fuseops.offload.planning.simulate import Cost, Settings, simulate
+from fuseops.offload.planning.simulate import Cost, LinkSettings, simulate
 from fuseops.offload.planning.trace import trace
 
 D = 64
@@ -266,7 +266,7 @@ def test_the_decisions_run_as_they_are(record: bool) -> None:
 def test_a_plan_chooses_its_lag_and_the_scheduler_follows_it() -> None:
     """A copy takes 7.5 ms, and begins when 6.7 ms of two layers are left."""
     profile = profile_of(12, 1, lambda layer, n: 75 * MB, lambda layer: 4e-3)
-    plans = {lag: plan_profile(profile, LINK, settings=Settings(lag=lag)) for lag in (2, 3, 4)}
+    plans = {lag: plan_profile(profile, LINK, settings=LinkSettings(lag=lag)) for lag in (2, 3, 4)}
     chosen = plan_profile(profile, LINK)
     assert plans[2].bytes_of("offload") < max(p.bytes_of("offload") for p in plans.values())
     assert chosen.bytes_of("offload") == max(p.bytes_of("offload") for p in plans.values())
@@ -392,7 +392,7 @@ def test_predicted_bytes_are_those_that_live(
     model, x = Model(4), torch.randn(256, D)
     free = offload.plan(model, x, hardware=SLOW, min_bytes=1 << 10, layers="blocks.*")
     peak = None if share is None else int(free.before.peak * share)
-    settings = Settings(small=small)
+    settings = LinkSettings(small=small)
     plan = plan_profile(free.profile, SLOW, Limits(peak), settings, layers=free.layers)
     live = LiveBytes()
     live.add([*model.parameters(), x])

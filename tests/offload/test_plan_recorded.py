@@ -30,7 +30,7 @@ from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.roofline import DRY_ERROR
 from fuseops.offload.planning.simulate import simulate
-from fuseops.offload.planning.step import Step, dry_run, layers_of
+from fuseops.offload.planning.step import ProfiledStep, dry_run, layers_of
 
 RECORDED = Path(__file__).parent / "recorded"
 LINK = Hardware.h200().with_link(55.0)
@@ -113,7 +113,7 @@ def test_a_dry_run_is_as_near_to_the_recorded_step_as_it_says(kind: str, name: s
         model = made.Stack(shape).to(torch.bfloat16)
     policy = offload.Policy(min_bytes=1 << 20)
     layers = layers_of(model, ("blocks.*",))
-    dry = dry_run(Step(model, (rows,), {}, layers, None, policy), Hardware.h200())
+    dry = dry_run(ProfiledStep(model, (rows,), {}, layers, None, policy), Hardware.h200())
     share = len(real.calls) / blocks
     assert dry.seconds * share == pytest.approx(real.seconds, rel=DRY_ERROR)
     assert any(f"{DRY_ERROR:.0%}" in text for text in dry.assumed)

@@ -19,7 +19,7 @@ from fuseops.offload.planning.hardware import Hardware
 from fuseops.offload.planning.plan import plan_profile
 from fuseops.offload.planning.planner import NOTHING, Limits, Solution, judge, solve
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import Settings, simulate
+from fuseops.offload.planning.simulate import LinkSettings, simulate
 
 
 def subsets(values: Iterable[int]) -> Iterator[tuple[int, ...]]:
@@ -42,7 +42,7 @@ def exhaustive(model: CostModel, limits: Limits) -> Solution:
 
 def both(profile: Profile, lag: int, tight: float, host: float | None) -> tuple[Solution, Solution]:
     """What the planner found and what is best. tight: 0 the lowest peak there is, 1 no limit."""
-    model = CostModel(profile, LINK, Settings(lag=lag, ahead=1, small=0))
+    model = CostModel(profile, LINK, LinkSettings(lag=lag, ahead=1, small=0))
     lowest = exhaustive(model, Limits(0)).prediction.peak
     limits = Limits(
         int(lowest + tight * (profile.peak - lowest)),
@@ -97,7 +97,7 @@ def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None
     assert len(profile.saved) == 10_000
     limits = Limits(None if share is None else int(profile.peak * share))
     for _ in range(8):  # the first of a few, of processor time: others on the machine are no fault
-        model = CostModel(profile, LINK, Settings())
+        model = CostModel(profile, LINK, LinkSettings())
         start = time.process_time()
         assert solve(model, limits).fits
         if (took := time.process_time() - start) < 1.0:
@@ -107,7 +107,7 @@ def test_law_23_ten_thousand_tensors_take_less_than_a_second(share: float | None
 
 def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
     profile = transformer(24, 10)
-    model = CostModel(profile, LINK, Settings())
+    model = CostModel(profile, LINK, LinkSettings())
     found = solve(model, Limits())
     assert found.prediction.stall == 0 and not found.choice.drop
     forward = profile.clock[max(call.leave for call in profile.calls)]
@@ -117,14 +117,14 @@ def test_without_a_budget_nothing_stalls_and_the_link_is_used() -> None:
 
 def test_a_budget_that_holds_anyway_moves_nothing() -> None:
     profile = transformer(8, 4)
-    found = solve(CostModel(profile, LINK, Settings()), Limits(profile.peak))
+    found = solve(CostModel(profile, LINK, LinkSettings()), Limits(profile.peak))
     assert found.key.moved == 0 and found.key.seconds == profile.seconds
 
 
 def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
     """40 MB a layer take 4 ms on the link, 1 ms to compute again."""
     profile = profile_of(8, 1, lambda layer, n: 40 * MB, lambda layer: 1e-3, groups=True)
-    found = solve(CostModel(profile, LINK, Settings(small=0)), Limits(profile.peak - 100 * MB))
+    found = solve(CostModel(profile, LINK, LinkSettings(small=0)), Limits(profile.peak - 100 * MB))
     assert found.fits and found.choice.drop
     assert found.prediction.seconds <= profile.seconds + 3.01e-3
 
@@ -133,9 +133,9 @@ def test_recomputation_is_chosen_where_the_link_is_slower() -> None:
 def test_a_little_more_than_is_free_stalls_a_little_and_recomputes_nothing(more: int) -> None:
     """A layer takes 15 ms to compute again; a MB more takes 0.1 ms on the link."""
     profile = transformer(24, 10)
-    model = CostModel(profile, LINK, Settings())
+    model = CostModel(profile, LINK, LinkSettings())
     free = solve(model, Limits()).prediction.peak
-    found = solve(CostModel(profile, LINK, Settings()), Limits(free - more * MB))
+    found = solve(CostModel(profile, LINK, LinkSettings()), Limits(free - more * MB))
     assert found.fits and not found.choice.drop
     assert found.prediction.stall <= 2e-3 + 2e-4 * more
 
@@ -149,39 +149,39 @@ def test_a_layer_is_not_recomputed_twice() -> None:
     ]
     profile = replace(profile, recompute=(*profile.recompute, *fields))
     for share in (0.9, 0.7, 0.5, 0.1):
-        model = CostModel(profile, LINK, Settings(lag=1))
+        model = CostModel(profile, LINK, LinkSettings(lag=1))
         drop = solve(model, Limits(int(profile.peak * share))).choice.drop
         assert not any(model.rivals[g] & drop for g in drop)
-    cheap = solve(CostModel(profile, LINK, Settings(lag=1)), Limits(profile.peak - 30 * MB))
+    cheap = solve(CostModel(profile, LINK, LinkSettings(lag=1)), Limits(profile.peak - 30 * MB))
     assert {profile.recompute[g].kind for g in cheap.choice.drop} <= {"op"}
 
 
 def test_the_host_budget_is_kept() -> None:
     profile = transformer(8, 4)
     total = sum(s.nbytes for s in profile.saved)
-    found = solve(CostModel(profile, LINK, Settings()), Limits(profile.peak // 2, total // 10))
+    found = solve(CostModel(profile, LINK, LinkSettings()), Limits(profile.peak // 2, total // 10))
     assert found.prediction.host <= total // 10 or not found.fits
-    free = solve(CostModel(profile, LINK, Settings()), Limits(None, total // 10))
+    free = solve(CostModel(profile, LINK, LinkSettings()), Limits(None, total // 10))
     assert 0 < free.prediction.host <= total // 10
 
 
 def test_the_same_profile_has_the_same_plan() -> None:
     profile, again = transformer(12, 6), Profile.from_json(transformer(12, 6).to_json())
     limits = Limits(profile.peak * 2 // 3)
-    first, second = (solve(CostModel(p, LINK, Settings()), limits) for p in (profile, again))
+    first, second = (solve(CostModel(p, LINK, LinkSettings()), limits) for p in (profile, again))
     assert first.choice == second.choice
 
 
 def test_micro_batches_share_a_decision() -> None:
     profile = profile_of(4, 2, lambda layer, n: MB, lambda layer: 1e-3, micro_batches=3)
-    model = CostModel(profile, LINK, Settings(lag=1))
+    model = CostModel(profile, LINK, LinkSettings(lag=1))
     names = [{profile.saved[k].name for k in item} for item in model.items]
     assert all(len(found) == 1 for found in names)
     assert len({next(iter(found)) for found in names}) == len(model.items)
     assert max(map(len, model.items)) == 3
 
 
-def free_by_hand(profile: Profile, hardware: Hardware, settings: Settings) -> int:
+def free_by_hand(profile: Profile, hardware: Hardware, settings: LinkSettings) -> int:
     """The most bytes of all choices whose simulated step has no stall: by trying every one."""
     movable = [k for item in CostModel(profile, hardware, settings).items for k in item]
     sizes = {chosen: sum(profile.saved[k].nbytes for k in chosen) for chosen in subsets(movable)}
@@ -210,7 +210,7 @@ def test_a_plan_without_a_budget_moves_all_that_the_link_carries_for_free(
     profile: Profile, spread: float, rate: float, lag: int, seed: int
 ) -> None:
     profile, hardware = noisy(profile, spread, seed), LINK.with_link(10 * rate)
-    schedule = Settings(lag=lag, small=0)
+    schedule = LinkSettings(lag=lag, small=0)
     plan = plan_profile(profile, hardware, settings=schedule)
     assert plan.after.stall <= 1e-6 and not plan.recomputed
     assert plan.bytes_of("offload") == plan.after.moved == plan.free
@@ -222,8 +222,8 @@ def test_what_leaves_for_free_is_close_to_what_a_link_could_carry(seed: int) -> 
     profile = noisy(transformer(24, 10, seed), 0.03, seed)
     hardware = LINK.with_link(random.Random(seed).uniform(3, 12))
     for lag in (2, 3, 4):
-        plan = plan_profile(profile, hardware, settings=Settings(lag=lag))
-        most = carried(CostModel(profile, hardware, Settings(lag=lag)))
+        plan = plan_profile(profile, hardware, settings=LinkSettings(lag=lag))
+        most = carried(CostModel(profile, hardware, LinkSettings(lag=lag)))
         assert 0.97 * most <= plan.free <= most
 
 
@@ -243,7 +243,7 @@ def test_what_others_hold_until_it_is_read_does_not_leave() -> None:
     profile = profile_of(6, 2, lambda layer, n: MB, lambda layer: 4e-3)
     first = profile.saved[0]
     saved = (first._replace(held=first.freed), *profile.saved[1:])
-    plan = plan_profile(replace(profile, saved=saved), LINK, settings=Settings(small=0))
+    plan = plan_profile(replace(profile, saved=saved), LINK, settings=LinkSettings(small=0))
     assert plan.decisions[first.name] == "keep"
     assert "held by another reference" in plan.tensors[0].reason
     assert plan.before.peak - plan.after.peak == plan.free

@@ -21,11 +21,11 @@ from fuseops.offload.lanes.simulated import (
 )
 from fuseops.offload.planning.cost_model import Choice, CostModel
 from fuseops.offload.planning.profile import Profile
-from fuseops.offload.planning.simulate import Cost, Settings, simulate
+from fuseops.offload.planning.simulate import Cost, LinkSettings, simulate
 from fuseops.offload.schedule import LAST_GROUP, Schedule
 
 settings_drawn = st.builds(
-    Settings,
+    LinkSettings,
     lag=st.integers(0, 3),
     ahead=st.integers(1, 2),
     small=st.sampled_from([0, 10 * MB, 100 * MB]),
@@ -34,7 +34,7 @@ settings_drawn = st.builds(
 
 
 @given(st.data(), profiles(micro_batches=1), settings_drawn)
-def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: Settings) -> None:
+def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: LinkSettings) -> None:
     chosen = data.draw(st.sets(st.sampled_from(range(len(profile.saved)))))
     done = simulate(profile, chosen, LINK, settings)
     moved = sum(profile.saved[k].nbytes for k in done.windows)
@@ -46,7 +46,9 @@ def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: Set
 
 
 @given(st.data(), profiles(micro_batches=3), settings_drawn)
-def test_law_19_holds_for_micro_batches(data: Any, profile: Profile, settings: Settings) -> None:
+def test_law_19_holds_for_micro_batches(
+    data: Any, profile: Profile, settings: LinkSettings
+) -> None:
     simulate(
         profile, data.draw(st.sets(st.sampled_from(range(len(profile.saved))))), LINK, settings
     )
@@ -61,7 +63,7 @@ def test_nothing_chosen_is_the_profile_itself() -> None:
 
 def test_what_leaves_is_away_between_release_and_reload() -> None:
     profile = profile_of(5, 1, lambda layer, n: MB, lambda layer: 1.0)  # a very fast link
-    done = simulate(profile, [0], LINK, Settings(lag=1, ahead=1, small=0))
+    done = simulate(profile, [0], LINK, LinkSettings(lag=1, ahead=1, small=0))
     away = [
         position
         for position, (op, level) in enumerate(zip(profile.ops, done.levels, strict=True))
@@ -74,14 +76,14 @@ def test_what_leaves_is_away_between_release_and_reload() -> None:
 
 def test_the_last_group_stays() -> None:
     profile = profile_of(4, 1, lambda layer, n: MB, lambda layer: 1.0)
-    done = simulate(profile, range(4), LINK, Settings(lag=1, ahead=1, small=0))
+    done = simulate(profile, range(4), LINK, LinkSettings(lag=1, ahead=1, small=0))
     assert done.stayed == {3: LAST_GROUP}
 
 
 def test_a_link_that_is_too_slow_stalls_by_what_is_missing() -> None:
     """One tensor of 10 ms on the link, given 1 ms: compute waits 9 at the release."""
     profile = profile_of(4, 1, lambda layer, n: 100 * MB, lambda layer: 1e-3, ops_per_layer=1)
-    done = simulate(profile, [0], LINK, Settings(lag=1, ahead=1, small=0))
+    done = simulate(profile, [0], LINK, LinkSettings(lag=1, ahead=1, small=0))
     release, arrival = done.stalls
     assert done.windows[0].slack == pytest.approx(-10e-3)
     assert release.end - release.start == pytest.approx(10e-3)
@@ -127,7 +129,7 @@ def test_law_21_no_wait_can_be_spared(small: int) -> None:
     )
 
     def run(forgotten: Edge | None) -> Forgetful:
-        lanes, settings = Forgetful(forgotten), Settings(lag=1, ahead=1, small=small)
+        lanes, settings = Forgetful(forgotten), LinkSettings(lag=1, ahead=1, small=small)
         simulate(profile, range(len(profile.saved)), LINK, settings, lanes=lanes)
         return lanes
 
@@ -172,7 +174,9 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
 
 
 @given(st.data(), profiles(groups=True), settings_drawn)
-def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings: Settings) -> None:
+def test_the_prediction_is_the_simulation(
+    data: Any, profile: Profile, settings: LinkSettings
+) -> None:
     """To the byte and the nanosecond where every tensor has a transfer of its own."""
     settings = settings._replace(small=0, lag=max(settings.lag, 1))
     model = CostModel(profile, LINK, settings)
@@ -201,7 +205,7 @@ def test_the_prediction_is_the_simulation(data: Any, profile: Profile, settings:
 
 @given(st.data(), profiles(micro_batches=1))
 def test_transfers_of_several_are_predicted_closely(data: Any, profile: Profile) -> None:
-    settings = Settings(lag=1, ahead=1, small=1000 * MB, bundle=10_000 * MB)
+    settings = LinkSettings(lag=1, ahead=1, small=1000 * MB, bundle=10_000 * MB)
     model = CostModel(profile, LINK, settings)
     if not model.items:
         return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fuseops as fo
 
@@ -35,6 +38,12 @@ class Exchange:
         return all_to_all_single_autograd(rows, self.sent, self.received, self.group)
 
 
+@cache
+def everybody() -> DeviceMesh:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
 class Leave(fo.Op):
     """The dispatch op: every copy of a token goes to its expert's rank, where it is a token of one expert."""
 
@@ -46,6 +55,11 @@ class Leave(fo.Op):
         super().__init__()
         self.experts = experts  # of all ranks
         self.num_experts = experts // dist.get_world_size()  # here
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Over whose ranks the experts are spread: `MoE.state_dict` says so to checkpoints."""
+        return everybody()
 
     def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> fo.Out:
         rows = fo.Routing.from_topk(experts, weights, num_experts=self.experts)

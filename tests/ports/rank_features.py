@@ -65,12 +65,14 @@ def whole(t: Tensor) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights. Split experts are what they are: shards of one tensor."""
-    local = split_weights(model)
-    return {
-        name: DTensor.from_local(whole(t), meshes()["all"], [Shard(0)]) if name in local else t
-        for name, t in model.state_dict().items()
-    }
+    """The model's weights. Split experts are what they are: shards of one tensor, as `fo.MoE` says by itself of those
+    that nobody else has sharded.
+    """
+    local, found = split_weights(model), model.state_dict()
+    for name, weight in local.items():
+        if isinstance(weight, DTensor) or not isinstance(found[name], DTensor):
+            found[name] = DTensor.from_local(whole(found[name]), meshes()["all"], [Shard(0)])
+    return found
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Hugging Face transformers: its models run by fuseops in place, and weights between its keys and fuseops'.
 
-apply, revert, Report     a model that you have, with one line: `hf.apply(model)`
+apply, revert, ApplyReport    a model that you have, with one line: `hf.apply(model)`
 to_fuseops, to_hf         state dicts, where fuseops' own layers stand in the model (weights)
 
 Importing this registers `experts_implementation="fuseops"` with transformers, where that is installed.
@@ -15,8 +15,8 @@ import importlib.util
 from . import experts as _experts
 from .applied import apply as apply
 from .applied import revert as revert
-from .report import Entry as Entry
-from .report import Report as Report
+from .report import ApplyReport as ApplyReport
+from .report import ReportEntry as ReportEntry
 from .weights import to_fuseops as to_fuseops
 from .weights import to_hf as to_hf
 

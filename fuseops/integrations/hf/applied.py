@@ -12,10 +12,10 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
 from . import experts, lent, loss, mlp, norm, recognise, router
-from .report import Entry, Report
+from .report import ApplyReport, ReportEntry
 
 
-class Part(NamedTuple):
+class AppliedPart(NamedTuple):
     """A kind of module that fuseops can stand in for.
 
     build is asked for what stands in (None: it computes something else), forward runs it; refused says why not even to
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     by: Callable[[Any], str]
 
 
-def apply(model: nn.Module, *, dry_run: bool = False) -> Report:
+def apply(model: nn.Module, *, dry_run: bool = False) -> ApplyReport:
     """Let fuseops run what it knows of a transformers model: experts, routers, MLPs, norms and the loss.
 
     Forwards are bound on the instances. Modules, their classes, parameters, names and layouts stay as they are, so
@@ -48,14 +48,14 @@ def apply(model: nn.Module, *, dry_run: bool = False) -> Report:
         stand_in = None if why else part.build(module)
         if stand_in is None:
             why = why or part.otherwise(module)
-            entries.append(Entry(path, part.name, type(module).__name__, None, why))
+            entries.append(ReportEntry(path, part.name, type(module).__name__, None, why))
             if not dry_run:
                 _unbind(module)
             continue
-        entries.append(Entry(path, part.name, type(module).__name__, part.by(stand_in)))
+        entries.append(ReportEntry(path, part.name, type(module).__name__, part.by(stand_in)))
         if not dry_run:
             _bind(module, part, stand_in)
-    return Report(type(model).__name__, tuple(entries), dry_run)
+    return ApplyReport(type(model).__name__, tuple(entries), dry_run)
 
 
 def revert(model: nn.Module) -> None:
@@ -64,7 +64,7 @@ def revert(model: nn.Module) -> None:
         _unbind(module)
 
 
-def _bind(module: nn.Module, part: Part, stand_in: nn.Module) -> None:
+def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
     if part is LOSS:
         module.__dict__["forward"] = loss.bind(module, stand_in)
         return
@@ -86,7 +86,7 @@ def bound(module: nn.Module) -> bool:
     return isinstance(own, functools.partial) and own.func in FORWARDS
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
+def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
     """Every module that looks like one of the parts, parents first."""
     for path, module in model.named_modules():
         said, children, own = vars(module), module._modules, module._parameters
@@ -102,7 +102,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
             yield path, NORM, module
 
 
-def _refused(part: Part, module: nn.Module) -> str | None:
+def _refused(part: AppliedPart, module: nn.Module) -> str | None:
     if type(module).__module__.startswith("transformers_modules."):
         return "remote code"
     if "forward" in module.__dict__ and not bound(module):
@@ -157,7 +157,7 @@ def _by_loss(second: Any) -> str:
     return "linear cross entropy" + (f", soft cap {soft_cap:g}" if soft_cap else "")
 
 
-EXPERTS = Part(
+EXPERTS = AppliedPart(
     "experts",
     experts.forward,
     _build_experts,
@@ -165,7 +165,7 @@ EXPERTS = Part(
     lambda module: "is none that fuseops knows",
     _by_experts,
 )
-ROUTER = Part(
+ROUTER = AppliedPart(
     "router",
     router.forward,
     router.build,
@@ -173,7 +173,7 @@ ROUTER = Part(
     lambda module: "gives something else than (logits, weights, experts) of a known top-k",
     _by_router,
 )
-MLP = Part(
+MLP = AppliedPart(
     "mlp",
     mlp.forward,
     mlp.build,
@@ -181,7 +181,7 @@ MLP = Part(
     _unknown_mlp,
     lambda op: f"one op, {op.kind}",
 )
-NORM = Part(
+NORM = AppliedPart(
     "norm",
     norm.forward,
     norm.build,
@@ -189,7 +189,7 @@ NORM = Part(
     lambda module: "computes something else than an RMSNorm over the last axis",
     _by_norm,
 )
-LOSS = Part(
+LOSS = AppliedPart(
     "loss",
     loss.forward,
     loss.build,

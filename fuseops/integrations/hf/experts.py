@@ -164,15 +164,15 @@ def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection
     bias = bool(experts.has_bias)
     op = Projection(groups, width, out, bias, scale_bias=scale_bias, device="meta")
     sources: dict[str, lent.Source] = {
-        "weight": Transposed(name) if experts.is_transposed else Named(name)
+        "weight": Transposed(name) if experts.is_transposed else NamedExperts(name)
     }
     if bias:
-        sources["bias"] = Named(f"{name}_bias")
+        sources["bias"] = NamedExperts(f"{name}_bias")
     lent.lend(op, experts, sources)
     return op
 
 
-class Named:
+class NamedExperts:
     """Reads a parameter by its name."""
 
     def __init__(self, name: str) -> None:
@@ -182,7 +182,7 @@ class Named:
         return getattr(owner, self.name)
 
 
-class Transposed(Named):
+class Transposed(NamedExperts):
     """Reads a parameter (E, in, out) as (E, out, in)."""
 
     def __call__(self, owner: Any) -> Any:

@@ -182,15 +182,16 @@ class _Outputs:
         return self.last_hidden_state if index == 0 else None
 
 
+@recognise.alone()
 def _fits(model: nn.Module, config: Any, soft_cap: float | None) -> bool:
     """Whether the loss, and who asks for logits, get what the head gives, capped or as it is."""
     hidden = recognise.drawn(2, 5, 4)
-    labels = torch.zeros(2, 5, dtype=torch.int64, device="cpu")
+    labels = torch.zeros(2, 5, dtype=torch.int64)
     seen: list[Any] = []
 
     def looks(logits: Any, *args: Any, **keywords: Any) -> Tensor:
         seen.append(logits)
-        return torch.zeros((), device="cpu")
+        return torch.zeros(())
 
     modules: dict[str, Any] = {name: _Decoder(hidden) for name in model._modules}
     probe = _second(model, config, modules | {HEAD: PassOn()})

@@ -13,7 +13,7 @@ from . import lent
 from .recognise import norm_of
 
 
-class RMSNorm(ops.RMSNorm):
+class LentRMSNorm(ops.RMSNorm):
     """An RMSNorm whose weight a module lends."""
 
     weight = lent.lent("weight")
@@ -34,13 +34,13 @@ def _weight(owner: Any) -> Any:
     return owner.weight
 
 
-def build(module: nn.Module) -> RMSNorm | None:
+def build(module: nn.Module) -> LentRMSNorm | None:
     """The op for this module, None where it computes something else."""
     found = norm_of(module)
     if found is None:
         return None
     weight: Any = module._parameters["weight"]
-    op = RMSNorm(weight.shape[0], eps=found.eps, device="meta")
+    op = LentRMSNorm(weight.shape[0], eps=found.eps, device="meta")
     lent.lend(op, module, {"weight": Plus(found.plus) if found.plus else _weight})
     return op
 

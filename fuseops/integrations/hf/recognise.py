@@ -9,6 +9,7 @@ the module's own, which may not be loaded yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -102,24 +103,39 @@ def twin(
         yield new
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """On the CPU, without autocast or a graph, and with random numbers of our own: whatever is set outside."""
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would reach other devices
+            yield
+
+
 def tried(run: Callable[..., Any], *args: Any) -> Any:
-    """What unknown code gives, on random numbers of our own; None for any error."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        torch.manual_seed(0)
-        try:
-            return run(*args)
-        except Exception:  # whatever it needs is not here, so it is not what we know
-            return None
+    """What unknown code gives; None for any error."""
+    try:
+        return run(*args)
+    except Exception:  # whatever it needs is not here, so it is not what we know
+        return None
 
 
 def drawn(*shape: int) -> Tensor:
-    """Random float32 numbers on the CPU, whatever the default device is."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), device="cpu")
+    """Random float32 numbers on the CPU, whatever the defaults are."""
+    source = torch.Generator("cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=source, device="cpu", dtype=torch.float32)
+
+
+def _scales(least: float, most: float) -> Tensor:
+    """A column of as many magnitudes as there are rows, on the CPU."""
+    exponents = torch.arange(ROWS, device="cpu", dtype=torch.float32) / (ROWS - 1)
+    return (10.0 ** (least + (most - least) * exponents))[:, None]
 
 
 # --- activations
 
 
+@alone()
 def activation_of(act_fn: Any) -> Gate | None:
     """The plain activation that a callable computes."""
     x = _wide_range(64)
@@ -130,6 +146,7 @@ def activation_of(act_fn: Any) -> Gate | None:
     return None
 
 
+@alone()
 def gate_of(experts: nn.Module) -> Gate | None:
     """What an experts module does between its two products: its `_apply_gate`, or `act_fn` without a gate."""
     if not getattr(experts, "has_gate", True):
@@ -162,8 +179,7 @@ def _numbers(module: nn.Module, word: str) -> list[float]:
 
 def _wide_range(columns: int) -> Tensor:
     """Rows from small to far beyond any clamp."""
-    scales = torch.logspace(-1, 4, ROWS, dtype=torch.float64)
-    return drawn(ROWS, columns).double() * scales[:, None]
+    return drawn(ROWS, columns).double() * _scales(-1, 4)
 
 
 # --- norms and MLPs
@@ -176,6 +192,7 @@ class Norm(NamedTuple):
     plus: float
 
 
+@alone()
 def norm_of(module: nn.Module) -> Norm | None:
     """The RMSNorm over the last axis that a module computes."""
     if module._modules or module._buffers or {*module._parameters} != {"weight"}:
@@ -184,8 +201,8 @@ def norm_of(module: nn.Module) -> Norm | None:
     eps = next((vars(module)[n] for n in ("variance_epsilon", "eps") if n in vars(module)), None)
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    small = torch.logspace(-4, 1, ROWS)[:, None]  # rows in which eps counts, and others
-    x, scale = drawn(ROWS, len(weight)) * small, drawn(len(weight))
+    x = drawn(ROWS, len(weight)) * _scales(-4, 1)  # eps counts in some of the rows
+    scale = drawn(len(weight))
     y = reference.rmsnorm_fwd(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
     found = [tried(type(m).forward, m, x.clone()) for m in twins]
@@ -198,6 +215,7 @@ def norm_of(module: nn.Module) -> Norm | None:
 GATED, PLAIN_MLP = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
+@alone()
 def mlp_of(module: nn.Module) -> Gate | None:
     """The activation of an MLP, gated or not, that computes down_proj(act(gate_proj(x)) * up_proj(x)) or
     down_proj(act(up_proj(x))).
@@ -238,6 +256,7 @@ class Route(NamedTuple):
     top_groups: int
 
 
+@alone()
 def route_of(router: nn.Module) -> Route | None:
     """The formula of a router that gives (logits, weights, experts) of its tokens."""
     said, weight = vars(router), router._parameters.get("weight")
@@ -261,7 +280,7 @@ def route_of(router: nn.Module) -> Route | None:
         found.append(tried(type(m).forward, m, x.clone()))
     if any(not isinstance(f, tuple) or len(f) != 3 for f in found):
         return None
-    logits = x @ parameters["weight"].t() + parameters.get("bias", torch.zeros(()))
+    logits = x @ parameters["weight"].t() + parameters.get("bias", 0.0)
     for route in _routes(said, top_k, experts):
         form = route.score, route.normalize, route.scale, correction, route.groups, route.top_groups
         weights, chosen, _ = reference.router_fwd(logits, top_k, *form)

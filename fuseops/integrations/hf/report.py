@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class ReportEntry(NamedTuple):
     """One module that fuseops might run.
 
     path    where it stands in the model
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     why: str | None = None
 
 
-class Report(NamedTuple):
+class ApplyReport(NamedTuple):
     """What was replaced in a model and what was not; `str()` gives a table.
 
     model    the name of its class
@@ -33,15 +33,15 @@ class Report(NamedTuple):
     """
 
     model: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ReportEntry, ...]
     dry_run: bool = False
 
     @property
-    def replaced(self) -> tuple[Entry, ...]:
+    def replaced(self) -> tuple[ReportEntry, ...]:
         return tuple(e for e in self.entries if e.by is not None)
 
     @property
-    def left(self) -> tuple[Entry, ...]:
+    def left(self) -> tuple[ReportEntry, ...]:
         return tuple(e for e in self.entries if e.by is None)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def _lines(entries: tuple[Entry, ...]) -> list[str]:
+def _lines(entries: tuple[ReportEntry, ...]) -> list[str]:
     """A line for all modules of one kind: how many, their class, where, by what or why not."""
     counted = Counter((e.part, e.module, _anywhere(e.path), e.by or e.why or "") for e in entries)
     rows = [(str(n), part, cls, at, said) for (part, cls, at, said), n in counted.items()]

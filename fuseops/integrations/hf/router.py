@@ -16,14 +16,14 @@ from . import lent
 from .recognise import Route, route_of
 
 
-class RouterSaved(NamedTuple):
+class LentRouterSaved(NamedTuple):
     x: Tensor | None  # (T, D)
     weight: Tensor | None  # the parameter itself
     logits: Tensor | None  # (T, E) float32
     experts: Tensor | None  # (T, K) int32
 
 
-class Router(Op[RouterSaved]):
+class LentRouter(Op[LentRouterSaved]):
     """y = x W^T (+ b) in float32; publishes `experts` (T, K) int32 and `weights` (T, K) float32, as `ops.Router`.
 
     x (T, D) -> (T, E). The choice is by the logits in float32, where stock models may round them first.
@@ -65,11 +65,11 @@ class Router(Op[RouterSaved]):
         form = r.score, r.normalize, r.scale, expert_bias, r.groups, r.top_groups
         weights, experts, _ = K.router_fwd(logits, r.top_k, *form)
         side = {"weights": weights, "experts": experts}
-        return Out(logits, RouterSaved(x, weight, logits, experts), side)
+        return Out(logits, LentRouterSaved(x, weight, logits, experts), side)
 
     def bwd(
         self,
-        saved: RouterSaved,
+        saved: LentRouterSaved,
         dy: Tensor | None,
         *,
         dside: dict[str, Tensor | None],
@@ -90,13 +90,13 @@ class Router(Op[RouterSaved]):
         return Grads(d.to(weight.dtype) @ weight if "x" in call.needs else None, params)  # type: ignore[union-attr, operator]
 
 
-def build(module: nn.Module) -> Router | None:
+def build(module: nn.Module) -> LentRouter | None:
     """The op for this module, None where it computes something else."""
     route = route_of(module)
     if route is None:
         return None
     weight: Any = module._parameters["weight"]
-    op = Router(route, weight.shape[1], weight.shape[0])
+    op = LentRouter(route, weight.shape[1], weight.shape[0])
     sources: dict[str, lent.Source] = {"weight": _weight}
     if module._parameters.get("bias") is not None:
         sources["bias"] = _bias

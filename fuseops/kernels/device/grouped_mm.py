@@ -13,7 +13,7 @@ RAGGED_ROWS = tl.constexpr(1 << 30)
 ZEROS = tl.constexpr(1024)
 
 
-class Descriptor(TensorDescriptor):  # type: ignore[misc]
+class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
     flat = None
@@ -25,7 +25,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
 
 def describe(t, block):
     """A descriptor of a tensor as it is."""
-    return Descriptor(t, t.shape, t.stride(), block)
+    return HostDescriptor(t, t.shape, t.stride(), block)
 
 
 def describe_ragged(t, block):
@@ -35,7 +35,7 @@ def describe_ragged(t, block):
     rows = 1 << 30
     stride = t.stride(0)
     strides = [2**34 - stride, stride, stride, 1]
-    return Descriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
+    return HostDescriptor(t, [0x7FFF0000, 0x7FFF0000, rows, t.shape[1]], strides, [1, 1, *block])
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from fuseops.offload.lanes.arena import aligned
 from .hardware import Hardware
 from .places import AGAIN, FETCH, LAST, RELEASE, SEND, Hole, Places
 from .profile import Profile
-from .simulate import Settings, again_at
+from .simulate import LinkSettings, again_at
 
 
 class Choice(NamedTuple):
@@ -53,7 +53,7 @@ class CostModel:
     stays   saved -> why it cannot move, of what may leave
     """
 
-    def __init__(self, profile: Profile, hardware: Hardware, settings: Settings) -> None:
+    def __init__(self, profile: Profile, hardware: Hardware, settings: LinkSettings) -> None:
         self.profile, self.hardware, self.settings = profile, hardware, settings
         places = Places(profile, settings)
         by_name: dict[str, list[int]] = defaultdict(list)

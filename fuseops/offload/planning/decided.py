@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .hardware import Hardware
 from .planner import Limits
 from .profile import Profile
-from .simulate import Settings, Simulation, Window
+from .simulate import LinkSettings, Simulation, Window
 
 SCHEMA_VERSION = 1
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
@@ -45,7 +45,7 @@ class Decided:
 
     profile: Profile
     hardware: Hardware
-    settings: Settings
+    settings: LinkSettings
     limits: Limits
     tensors: tuple[PlannedTensor, ...]
     before: Simulation

@@ -19,8 +19,8 @@ from fuseops.offload.arguments import one_of
 from .hardware import Hardware
 from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
-from .profile import LayerCall, Op, Profile, Saved
-from .simulate import DEFAULT, Settings
+from .profile import LayerCall, Profile, ProfiledOp, Saved
+from .simulate import DEFAULT, LinkSettings
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -179,7 +179,7 @@ def rank_profile(
     done = []
     for position, (name, seconds, temporary) in enumerate(ops):
         held += change[position]
-        done.append(Op(name, seconds, held + temporary))
+        done.append(ProfiledOp(name, seconds, held + temporary))
     note = (
         "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
     )
@@ -276,7 +276,7 @@ def plan_pipeline(
     hardware: Hardware,
     pipeline: Pipeline,
     limits: Limits = UNLIMITED,
-    settings: Settings = DEFAULT,
+    settings: LinkSettings = DEFAULT,
 ) -> tuple[OffloadPlan, ...]:
     """One plan a rank, each under the same limits.
 

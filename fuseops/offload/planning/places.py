@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from .profile import Profile, Saved
-from .simulate import Settings
+from .simulate import LinkSettings
 
 SEND, RELEASE, FETCH, READ, LAST, AGAIN = range(6)  # LAST: the last read
 
@@ -22,7 +22,7 @@ class Hole(NamedTuple):
 class Places:
     """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
 
-    def __init__(self, profile: Profile, settings: Settings) -> None:
+    def __init__(self, profile: Profile, settings: LinkSettings) -> None:
         self.profile, self.settings = profile, settings
         self.events: list[tuple[int, int, int]] = []  # kind, saved, position
         self.holes: dict[int, list[Hole]] = {}

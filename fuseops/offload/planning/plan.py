@@ -31,8 +31,8 @@ from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
-from .simulate import DEFAULT, Settings, Simulation, simulate
-from .step import Step, dry_run, layers_of
+from .simulate import DEFAULT, LinkSettings, Simulation, simulate
+from .step import ProfiledStep, dry_run, layers_of
 from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
@@ -134,7 +134,7 @@ def plan(
     if hardware is None:
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
-    step = Step(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
+    step = ProfiledStep(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
     profile = recorded(step) if record else dry_run(step, hardware, split)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
 
@@ -148,7 +148,7 @@ def plan_profile(
     profile: Profile,
     hardware: Hardware,
     limits: Limits = UNLIMITED,
-    settings: Settings | None = None,
+    settings: LinkSettings | None = None,
     *,
     layers: tuple[str, ...] = (),
 ) -> OffloadPlan:
@@ -213,7 +213,7 @@ def _plan_of(
     return replace(result, warnings=warnings)
 
 
-def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Settings) -> _Solved:
+def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: LinkSettings) -> _Solved:
     found = free = _free(profile, hardware, settings, limits.host)
     if limits.peak is not None:
         found = _within(CostModel(profile, hardware, settings), limits, hardware)
@@ -222,7 +222,9 @@ def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: Setti
     return found._replace(free=free.after.moved)
 
 
-def _free(profile: Profile, hardware: Hardware, settings: Settings, host: int | None) -> _Solved:
+def _free(
+    profile: Profile, hardware: Hardware, settings: LinkSettings, host: int | None
+) -> _Solved:
     """All that leaves without a stall. The simulation says what that is: it knows, as the model does
     not, that copies out and back at once are slower.
     """

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 UNLIMITED = Limits()
 
 
-class Key(NamedTuple):
+class SolutionKey(NamedTuple):
     """What makes a plan better: fitting, then little time, then little traffic; where no peak asks
     for any, much of it that costs no time: `moved` counts down.
     """
@@ -47,7 +47,7 @@ class Solution(NamedTuple):
 
     choice: Choice
     prediction: Prediction
-    key: Key
+    key: SolutionKey
 
     @property
     def fits(self) -> bool:
@@ -101,7 +101,7 @@ def judge(model: CostModel, limits: Limits, choice: Choice) -> Solution:
         if limit is not None
     )
     moved = -prediction.host if limits.peak is None else prediction.host
-    return Solution(choice, prediction, Key(excess, prediction.seconds, moved))
+    return Solution(choice, prediction, SolutionKey(excess, prediction.seconds, moved))
 
 
 class _Search:

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 DRY_RUN, RECORDED = "dry run", "recorded"
 
 
-class Op(NamedTuple):
+class ProfiledOp(NamedTuple):
     """One op of the step.
 
     seconds   on the device, measured or estimated
@@ -110,7 +110,7 @@ class Profile:
 
     model: str
     kind: str
-    ops: tuple[Op, ...]
+    ops: tuple[ProfiledOp, ...]
     saved: tuple[Saved, ...]
     calls: tuple[LayerCall, ...]
     recompute: tuple[Recompute, ...] = ()
@@ -205,7 +205,7 @@ class Profile:
         return cls(
             model=data["model"],
             kind=data["kind"],
-            ops=tuple(Op(*op) for op in data["ops"]),
+            ops=tuple(ProfiledOp(*op) for op in data["ops"]),
             saved=tuple(_saved(s) for s in data["saved"]),
             calls=tuple(LayerCall(**call) for call in data["calls"]),
             recompute=tuple(

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from fuseops.ops.op import FusedOp
 from fuseops.ops.op import Op as FuseOp
 
-from .profile import LayerCall, Op, Recompute, Saved
+from .profile import LayerCall, ProfiledOp, Recompute, Saved
 
 
-class Seen(NamedTuple):
+class SeenStep(NamedTuple):
     """A step as it was followed."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[ProfiledOp, ...]
     saved: tuple[Saved, ...]
     calls: tuple[LayerCall, ...]
 
 
-def recomputations(seen: Seen, again: Callable[[], Seen]) -> tuple[Recompute, ...]:
+def recomputations(seen: SeenStep, again: Callable[[], SeenStep]) -> tuple[Recompute, ...]:
     """All of them. again: the same step under `offload.recompute()`; asked for only where an op that
     saved something declares what it can do without.
     """
@@ -45,7 +45,7 @@ def _calls_by_layer(calls: Sequence[LayerCall]) -> dict[str, list[int]]:
     return found
 
 
-def _layers(seen: Seen) -> Iterator[Recompute]:
+def _layers(seen: SeenStep) -> Iterator[Recompute]:
     """All calls of a layer together, without what comes in from outside or is saved elsewhere too."""
     for layer, mine in _calls_by_layer(seen.calls).items():
         members = [
@@ -58,7 +58,7 @@ def _layers(seen: Seen) -> Iterator[Recompute]:
         yield from _group(seen, layer, "module", members, seconds)
 
 
-def _fields(seen: Seen, without: Seen) -> Iterator[Recompute]:
+def _fields(seen: SeenStep, without: SeenStep) -> Iterator[Recompute]:
     """Of each layer, what is saved no more under `recompute()`, for the backward's longer time."""
     kept = {(s.call, s.name) for s in without.saved}
     times = [_backward_seconds(step) for step in (seen, without)]
@@ -73,14 +73,14 @@ def _fields(seen: Seen, without: Seen) -> Iterator[Recompute]:
 
 
 def _group(
-    seen: Seen, layer: str, kind: str, members: list[int], seconds: float
+    seen: SeenStep, layer: str, kind: str, members: list[int], seconds: float
 ) -> Iterator[Recompute]:
     if members:
         calls = len({seen.saved[n].call for n in members})
         yield Recompute(layer, kind, tuple(members), seconds, calls)
 
 
-def _backward_seconds(step: Seen) -> dict[int, float]:
+def _backward_seconds(step: SeenStep) -> dict[int, float]:
     """Of each call: from the begin of its backward to that of the next."""
     begins = sorted((c.backward, k) for k, c in enumerate(step.calls) if c.backward >= 0)
     ends = [position for position, _ in begins[1:]] + [len(step.ops)]

@@ -26,7 +26,7 @@ from fuseops.offload.reasons import (
     BUFFER,
     HELD_ANYWAY,
     PARAMETER,
-    Facts,
+    TensorFacts,
     mark_on,
     why_keep,
     why_not_plain,
@@ -38,8 +38,8 @@ from fuseops.torch_private import WeakStorage, storage_key
 from fuseops.words import dtype_name
 
 from .measure import event
-from .profile import Again, LayerCall, Op, Saved
-from .recompute import Seen
+from .profile import Again, LayerCall, ProfiledOp, Saved
+from .recompute import SeenStep
 
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
 
@@ -135,7 +135,7 @@ class _Recording(Scope):
         owner = self._recorder.owner_of(t)
         if owner is not None:
             return owner
-        facts = Facts(self._owned, mark_on(t, named), self._recorder.on_gpu)
+        facts = TensorFacts(self._owned, mark_on(t, named), self._recorder.on_gpu)
         reason = why_keep(t, named, facts)
         if reason is not None or facts.mark == marks.OFFLOAD:
             return reason
@@ -165,7 +165,7 @@ class Recorder:
         self._quotas: defaultdict[int, Quota] = defaultdict(Quota)  # by call
         self.seconds = seconds
         self.on_gpu = any(p.is_cuda for p in model.parameters())
-        self.ops: list[Op] = []
+        self.ops: list[ProfiledOp] = []
         self.calls: list[LayerCall] = []
         self._timers: list[Any] = []
         self._storages: list[_Storage] = []
@@ -209,7 +209,7 @@ class Recorder:
             yield
         self._look()
 
-    def result(self) -> Seen:
+    def result(self) -> SeenStep:
         """Once the step is over."""
         ops = self.ops
         if self._timers:
@@ -217,7 +217,7 @@ class Recorder:
             ops = [op._replace(seconds=s) for op, s in zip(ops, times, strict=True)]
         end = len(ops)
         calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
-        return Seen(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
+        return SeenStep(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
 
     # --- what the hooks tell
 
@@ -248,7 +248,7 @@ class Recorder:
         """An op was issued."""
         for t in outputs:
             self._made.set(t.untyped_storage(), self.position)
-        self.ops.append(Op(name, seconds, self.meter.after(outputs)))
+        self.ops.append(ProfiledOp(name, seconds, self.meter.after(outputs)))
         self._look()
 
     def _look(self) -> None:

@@ -19,13 +19,13 @@ from fuseops.offload.lanes.simulated import (
     Wait,
     simulated,
 )
-from fuseops.offload.schedule import Call, Item, Schedule
+from fuseops.offload.schedule import Item, LayerRun, Schedule
 
 from .hardware import Hardware
 from .profile import Happening, Profile
 
 
-class Settings(NamedTuple):
+class LinkSettings(NamedTuple):
     """The constants of the schedule that a plan is made for."""
 
     lag: int = 2
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     bundle: int = 32 << 20
 
 
-DEFAULT = Settings()
+DEFAULT = LinkSettings()
 
 
 class Window(NamedTuple):
@@ -87,7 +87,7 @@ def simulate(
     profile: Profile,
     offload: Collection[int],
     hardware: Hardware,
-    settings: Settings = DEFAULT,
+    settings: LinkSettings = DEFAULT,
     *,
     recompute: Collection[int] = (),
     lanes: SimulatedLanes | None = None,
@@ -128,7 +128,7 @@ class _Step:
         for happening in profile.happenings:
             if happening.what in ("enter", "leave", "backward") or happening.which in self.offload:
                 self.by_position[happening.position].append(happening)
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, LayerRun] = {}
         self.items: dict[int, Item] = {}
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}

@@ -28,7 +28,7 @@ from fuseops.ops.op import Op as FuseOp
 from .hardware import ATTENTION_SAVES, Hardware
 from .measure import event
 from .profile import DRY_RUN, RECORDED, Profile
-from .recompute import Seen, recomputations
+from .recompute import SeenStep, recomputations
 from .record import Recorder, Seconds
 from .roofline import DRY_ERROR, Roofline
 
@@ -36,7 +36,7 @@ Loss = Callable[[Any], Tensor]
 TIMED_STEPS = 3
 
 
-class Step(NamedTuple):
+class ProfiledStep(NamedTuple):
     """What is profiled: one forward and backward.
 
     layers  id of a module -> its path; the units of the schedule
@@ -81,7 +81,7 @@ class Step(NamedTuple):
         return ends
 
 
-def record(step: Step) -> Profile:
+def record(step: ProfiledStep) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
     that adds to them.
@@ -89,7 +89,7 @@ def record(step: Step) -> Profile:
     cuda = any(p.is_cuda for p in step.model.parameters())
     forward: list[int] = []  # how many ops it has
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         meter = CudaMeter() if cuda else StorageMeter(_there(step.model, step.args))
         recorder = _recorder(step, meter, None)
         with recorder.running():
@@ -97,7 +97,7 @@ def record(step: Step) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -129,7 +129,7 @@ def record(step: Step) -> Profile:
     )
 
 
-def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
+def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None = None) -> Profile:
     """One step on fake tensors: bytes are exact, times are estimates (roofline.py).
 
     split  rows that data-dependent selections (`nonzero`, `where`) find, one call after another
@@ -141,7 +141,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
     backends = [SDPBackend.MATH] if hardware.attention == "math" else flash
     rows = _Rows(split)
 
-    def observe() -> Seen:
+    def observe() -> SeenStep:
         rows.used = 0
         with faked(step.model, lambda t: _fake(t, mode)):
             args, side = (_fake_copy(value, mode) for value in (step.args, dict(step.side)))
@@ -152,7 +152,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
                 step.run(args, side)
         return recorder.result()
 
-    def without() -> Seen:
+    def without() -> SeenStep:
         with recompute():
             return observe()
 
@@ -168,7 +168,7 @@ def dry_run(step: Step, hardware: Hardware, split: Sequence[int] | None = None) 
 
 
 def _recorder(
-    step: Step, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
+    step: ProfiledStep, meter: Meter, seconds: Seconds | None, rows: _Rows | None = None
 ) -> Recorder:
     return Recorder(
         *(step.model, dict(step.layers), meter),
@@ -178,7 +178,7 @@ def _recorder(
     )
 
 
-def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterator[str]:
+def _assumed(step: ProfiledStep, hardware: Hardware, seen: SeenStep, rows: _Rows) -> Iterator[str]:
     yield (
         f"times: arithmetic and bytes of each op at the rates of {hardware.name} ({hardware.source}); "
         f"recorded steps lay within {DRY_ERROR:.0%}"
@@ -203,7 +203,7 @@ def _assumed(step: Step, hardware: Hardware, seen: Seen, rows: _Rows) -> Iterato
 # --- a real step
 
 
-def _timed(step: Step, new: list[Tensor], cuda: bool) -> tuple[float, float]:
+def _timed(step: ProfiledStep, new: list[Tensor], cuda: bool) -> tuple[float, float]:
     """Seconds of a forward and of a backward as users run them: step after step, so that the host is
     ahead of a CUDA device. From an idle one the forward takes longer, by what the host needs first.
     """
@@ -233,7 +233,7 @@ def _median(starts: list[Any], ends: list[Any]) -> float:
     )
 
 
-def _leaves(step: Step) -> list[Tensor]:
+def _leaves(step: ProfiledStep) -> list[Tensor]:
     """What gets a gradient."""
     inputs = tensors_in((step.args, step.side))
     return [t for t in (*step.model.parameters(), *inputs) if t.is_leaf and t.requires_grad]
@@ -252,7 +252,7 @@ def _there(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _untouched(step: Step, cuda: bool) -> Iterator[None]:
+def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
     """Gradients wherever they go, buffers, what else modules hold and random states come back."""
     kept = [t.grad for t in _leaves(step) if t.grad is not None]
     written = (*kept, *step.model.buffers(), *main_grads(step.model))
@@ -346,7 +346,7 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _bordered(step: Step) -> Iterator[None]:
+def _bordered(step: ProfiledStep) -> Iterator[None]:
     """A hook on every layer, as a scheduler has: no fusion goes from one to another."""
     with ExitStack() as undo:
         for module in step.model.modules():

@@ -16,7 +16,7 @@ ORDER = (OFFLOAD, RECOMPUTE, KEEP)
 TIMES = ("out ms", "back ms", "slack ms")
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Tensors of equal place in their layers with equal decisions."""
 
     name: str
@@ -55,7 +55,7 @@ def _ms(span: tuple[float, float]) -> str:
     return f"{span[0] * 1e3:.2f}-{span[1] * 1e3:.2f}"
 
 
-def rows(plan: Decided, every: bool = False) -> list[Row]:
+def rows(plan: Decided, every: bool = False) -> list[TableRow]:
     """The table, what takes most memory first; without what takes none."""
     found: dict[tuple[str, ...], list[PlannedTensor]] = defaultdict(list)
     for tensor in plan.tensors:
@@ -63,7 +63,9 @@ def rows(plan: Decided, every: bool = False) -> list[Row]:
             place = tensor.name if every else _without_layer(tensor)
             reason = "" if tensor.decision == "recompute" else tensor.reason
             found[place, tensor.decision, reason].append(tensor)
-    listed = [Row(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()]
+    listed = [
+        TableRow(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()
+    ]
     if every:
         return listed
     return sorted(listed, key=lambda row: -sum(t.nbytes for t in row.tensors))
@@ -147,9 +149,9 @@ def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) 
     return "  ".join([left.ljust(width), *aligned]).rstrip()
 
 
-def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[Row]]:
+def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow]]:
     """The table by decision and reason; what is recomputed has one time each in its reason."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
         found[decision, reason.split(",")[0] if decision == RECOMPUTE else reason].append(row)

@@ -13,7 +13,7 @@ LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4}
 TITLES = {"layers": "layers", "compute": "compute", "d2h": "D2H", "h2d": "H2D"}
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """The forward or backward of one call of a layer, in seconds of the simulated step."""
 
     title: str
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     end: float
 
 
-def spans(profile: Profile, simulation: Simulation) -> Iterator[Span]:
+def spans(profile: Profile, simulation: Simulation) -> Iterator[TraceSpan]:
     """What the layers did when: until the next boundary for a backward, until it left for a forward."""
     at = [level.seconds for level in simulation.levels] + [simulation.seconds]
     boundaries = profile.boundaries
@@ -33,7 +33,7 @@ def spans(profile: Profile, simulation: Simulation) -> Iterator[Span]:
         if way == "forward":
             end = min(end, call.leave)
         if end > boundary.position:
-            yield Span(call.layer, way, at[boundary.position], at[end])
+            yield TraceSpan(call.layer, way, at[boundary.position], at[end])
 
 
 def trace(plan: Decided) -> dict[str, Any]:

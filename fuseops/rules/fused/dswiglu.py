@@ -18,7 +18,6 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path
-from fuseops.kernels.registry import PLAIN
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
@@ -82,12 +81,21 @@ def expected_why_apart(
     given: Operands, dy_index: Tensor | None, calls: tuple[Call, ...], rows: int
 ) -> str | None:
     """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
+    if torch.compiler.is_compiling():  # which can look neither into a cache nor at modes
+        return "dy is traced, or quantized"
     fc2: Tensor = given.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
-    seen = type(fc2) not in PLAIN or torch_private.num_dispatch_modes()
-    row = _row.__wrapped__ if seen else _row  # what is fake now is not to be kept
-    dy, h = (row(width, dtype, fc2.device) for width in (fc2.shape[1], 2 * fc2.shape[2]))
+    widths = fc2.shape[1], 2 * fc2.shape[2]
+    if torch.compiler.is_compiling() or torch_private.is_fake(fc2) or _somebody_sees():
+        dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in widths)
+    else:
+        dy, h = (_row(width, dtype, fc2.device) for width in widths)
     return why_apart(given, dy, h, dy_index, calls, rows)
+
+
+def _somebody_sees() -> bool:
+    """Whether what is made now may be other than a plain tensor, which nobody may keep."""
+    return bool(torch_private.num_dispatch_modes() or torch_private.num_function_modes())
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,81 @@
+"""Rotary position embedding: pairs of columns turned by an angle that the position and the pair have.
+
+Maths (arXiv 2104.09864): (a, b) -> (a cos - b sin, b cos + a sin), float32, one rounding at the store. A pair is
+columns i and P + i, or 2 i and 2 i + 1 where `interleaved`; columns from 2 P on stay as they are. `inverse` turns back,
+which is the gradient.
+Shapes: x (..., T, H, D) -> the same, cos and sin (T, P), or (..., T, P) with the leading axes of x; 2 P <= D.
+Layout: columns are contiguous, tokens and heads may be strided, so that x may be a transposed view; y is contiguous.
+Hardware: sm_80 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import cdiv, pow2, require
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """All pairs of as many heads as give a thread 8 or 16 elements."""
+    pairs = pow2(dims[0])
+    return [
+        {"BLOCK_H": max(total // (2 * pairs), 1), "BLOCK_P": pairs, "num_warps": warps}
+        for total, warps in ((2048, 4), (1024, 4), (4096, 8))
+    ]
+
+
+SPACE = Space("rope", _candidates, dims=("pairs",))
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(2, 4096, 32, 128, dtype=dtype, device="meta")
+        for interleaved, pairs in ((False, 64), (True, 64), (False, 32)):
+            angles = torch.empty(4096, pairs, device="meta")
+            yield from ((x, angles, angles, interleaved, inverse) for inverse in (False, True))
+
+
+@kernel_op(twin=reference.apply_rope, cases=_cases)
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> Tensor:
+    """x with its pairs of columns turned by the angles of cos and sin, or back."""
+    require(x.dim() >= 3, f"x is {tuple(x.shape)}, expected (..., T, H, D).")
+    (t, h, d), p = x.shape[-3:], cos.shape[-1]
+    fits = cos.shape == sin.shape and cos.shape[:-1] in (x.shape[-3:-2], x.shape[:-2])
+    if not fits or 2 * p > d:
+        raise FuseOpsError(
+            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected ({t}, P) or "
+            f"({', '.join(map(str, x.shape[:-2]))}, P) with P <= {d // 2}."
+        )
+    x4 = x.reshape(-1, t, h, d) if x.numel() else x.new_empty(0, t, h, d)
+    x4 = x4 if d == 1 or x4.stride(3) == 1 else x4.contiguous()
+    cos3, sin3 = (_angles(angles, t, p) for angles in (cos, sin))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    config = SPACE.pick(x4.shape[0] * t * h, (p,), x)
+    launch(
+        device("rope").rope_kernel, (x4.shape[0] * t, cdiv(h, config["BLOCK_H"])),
+        x4, cos3, sin3, y, t, h, d, p, *x4.stride()[:3], *_strides(cos3), *_strides(sin3),
+        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, **overlap(x.device), **config,
+    )  # fmt: skip
+    return y
+
+
+def _angles(angles: Tensor, t: int, p: int) -> Tensor:
+    """(1 or B, T, P) with contiguous columns."""
+    angles = angles.reshape(-1, t, p) if angles.numel() else angles.new_empty(1, t, p)
+    return angles if p == 1 or angles.stride(2) == 1 else angles.contiguous()
+
+
+def _strides(angles: Tensor) -> tuple[int, int]:
+    """Of the batch, which is 0 where all share the angles, and of the token."""
+    return 0 if angles.shape[0] == 1 else angles.stride(0), angles.stride(1)

@@ -1,0 +1,82 @@
+"""RoPE: positions of tokens as rotations of the columns of each head."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.errors import ShapeError
+from fuseops.kernels.reference.precision import wide
+from fuseops.kernels.reference.rope import rotary_pairs
+
+from .op import Call, Grads, Op, Out
+
+
+class RoPESaved(NamedTuple):
+    x: Tensor | None  # (..., T, H, D)
+    cos: Tensor | None  # (T, P) or (..., T, P)
+    sin: Tensor | None  # the same
+    pairing: str | None  # that of the forward
+
+
+class RoPE(Op[RoPESaved]):
+    """Rotary position embedding (arXiv 2104.09864).   x (..., T, H, D), side inputs cos and sin (T, P) or (..., T, P)
+
+    A pair (a, b) of columns becomes (a cos - b sin, b cos + a sin). Pairs are columns i and P + i, as transformers has
+    them, or 2 i and 2 i + 1 with `interleaved`; columns from 2 P on stay. Scaling of positions or frequencies is in
+    the cos and sin that are given. Of tables that hold each angle twice, give one half: `cos[..., : D // 2]`. x may be
+    a transposed view, and the heads of queries and keys side by side are one call.
+    Computed in float32, rounded once. Raises ShapeError for other shapes.
+    """
+
+    reads = ("cos", "sin")
+    saves_for = {
+        "x": ("cos", "sin", "pairing"),
+        "cos": ("x", "cos", "pairing"),
+        "sin": ("x", "sin", "pairing"),
+    }
+    floats = True
+
+    def __init__(self, interleaved: bool = False) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+
+    def extra_repr(self) -> str:
+        return "interleaved=True" if self.interleaved else ""
+
+    def fwd(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Out:
+        _check(x, cos, sin)
+        y = K.apply_rope(x, cos, sin, self.interleaved)
+        pairing = "neighbours" if self.interleaved else "halves"
+        return Out(y, RoPESaved(x, cos, sin, pairing))
+
+    def bwd(self, saved: RoPESaved, dy: Tensor, *, call: Call) -> Grads:
+        x, cos, sin, pairing = saved
+        interleaved = {"neighbours": True, "halves": False}[pairing]  # type: ignore[index]
+        dx = K.apply_rope(dy, cos, sin, interleaved, True) if "x" in call.needs else None  # type: ignore[arg-type]
+        side: dict[str, Tensor | None] = {}
+        if "cos" in call.needs or "sin" in call.needs:
+            pairs = (cos if cos is not None else sin).shape[-1]  # type: ignore[union-attr]
+            a, b = rotary_pairs(wide(x), pairs, interleaved)  # type: ignore[arg-type]
+            da, db = rotary_pairs(wide(dy), pairs, interleaved)
+            if "cos" in call.needs:
+                side["cos"] = _as((da * a + db * b).sum(-2), cos)  # type: ignore[arg-type]
+            if "sin" in call.needs:
+                side["sin"] = _as((db * a - da * b).sum(-2), sin)  # type: ignore[arg-type]
+        return Grads(dx, side=side)
+
+
+def _as(gradient: Tensor, angles: Tensor) -> Tensor:
+    """Summed over the axes that the angles are shared by."""
+    return gradient.sum_to_size(angles.shape).to(angles.dtype)
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ShapeError unless there is an angle for each pair of columns of each token."""
+    fits = x.dim() >= 3 and cos.shape == sin.shape and 2 * cos.shape[-1] <= x.shape[-1]
+    if not fits or cos.shape[:-1] not in (x.shape[-3:-2], x.shape[:-2]):
+        raise ShapeError(
+            "RoPE expects x (..., T, H, D) and cos and sin of shape (T, P) or (..., T, P), P at most D / 2; got x "
+            f"{tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}. Of tables with each angle twice, as "
+            "transformers makes them, give one half: cos[..., : D // 2]."
+        )

@@ -1,0 +1,46 @@
+"""Rotary positions: kernel equals twin over any layout, the twin is complex multiplication, back is the inverse."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import DTYPES, SEEDS, assert_matches, few, tensor
+
+from fuseops.kernels import rope as k
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@given(
+    st.sampled_from([(0, 2, 8), (5, 3, 7), (2, 9, 2, 16), (3, 1, 5, 6)]),
+    DTYPES, SEEDS, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+@few
+def test_kernel_is_the_twin(shape, dtype, seed, interleaved, inverse, transposed, batched, partly):
+    x = tensor(shape, dtype, "normal", seed)
+    if transposed:  # heads before tokens in memory
+        x = x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    pairs = max(shape[-1] // (4 if partly else 2), 1)
+    angles = tensor(
+        (*shape[:-2], pairs) if batched else (shape[-3], pairs), torch.float32, "normal", seed
+    )
+    assert_matches(k.apply_rope, x, angles.cos(), angles.sin(), interleaved, inverse)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_twin_is_a_complex_product(interleaved):
+    x, angles = torch.randn(5, 3, 10, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = (x[..., :8:2], x[..., 1:8:2]) if interleaved else (x[..., :4], x[..., 4:8])
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    y = k.apply_rope.twin(x, cos, sin, interleaved)
+    got = (y[..., :8:2], y[..., 1:8:2]) if interleaved else (y[..., :4], y[..., 4:8])
+    torch.testing.assert_close(torch.complex(*got), turned)
+    torch.testing.assert_close(k.apply_rope.twin(y, cos, sin, interleaved, True), x)
+
+
+def test_wrong_angles_are_refused():
+    x = torch.randn(5, 3, 8)
+    for cos, sin in ((torch.rand(4, 4), torch.rand(4, 4)), (torch.rand(5, 5), torch.rand(5, 5))):
+        with pytest.raises(k.FuseOpsError, match=r"P <= 4"):
+            k.apply_rope.launcher(x, cos, sin, False)
