@@ -482,6 +482,13 @@ def test_another_format_is_refused(recipe: Any, role: str) -> None:
         recipe(**{role: torch.float16})
 
 
+@pytest.mark.parametrize("option", [{"wgrad": "fp8"}, {"hidden": "fp8"}, {"weights": "step"}])
+def test_an_option_that_is_not_there_is_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(fo.FuseOpsError, match=rf"Float8BlockScaling\({name}="):
+        fo.recipes.Float8BlockScaling(**option)
+
+
 def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:
     op, x = fo.ops.Linear(16, 8), torch.randn(4, 16)
     op.weight.requires_grad_(False)

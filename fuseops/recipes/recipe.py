@@ -10,7 +10,7 @@ from fuseops.errors import FuseOpsError
 
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
 
-WEIGHTS = ("none", "step", "unshard")
+WEIGHTS = ("none",)
 WGRADS = ("square", "block", "bf16")
 HIDDEN = ("bf16", "float8")
 
@@ -22,7 +22,7 @@ class Roles:
     input, weight, grad_output   of the GEMMs' operands
     high_wgrad  the weight gradient multiplies x and dy as they are
     hidden      of what a fused MLP saves between its GEMMs
-    weights     how long quantized weights are kept: "none", "step", "unshard"
+    weights     how long quantized weights are kept: "none"
     """
 
     input: Scaling | None = None
@@ -89,8 +89,8 @@ class Float8BlockScaling(Recipe):
         precision. "bf16": of x and dy as they are.
     hidden: what a fused MLP saves between its GEMMs, "bf16" (as computed) or "float8", which the activation of the
         forward reads too.
-    weights: how long quantized weights are kept, at 2 bytes a parameter: "none", from "step" to step (until
-        `fo.weights_changed(model)`, or a write that shows), or from "unshard" to unshard.
+    weights: how long quantized weights are kept. "none", the one policy that there is: they are made where they are
+        read, rows in the forward and their transpose in the backward.
     fwd: format of inputs and weights; bwd: of gradients.
     Raises FuseOpsError for another value of any of them.
     """
