@@ -172,7 +172,7 @@ def test_what_the_model_throws_away_is_not_saved() -> None:
 
 
 def test_quantized_tensors_are_listed_by_component() -> None:
-    with fo.recipe(fo.recipes.Float8CurrentScaling()):
+    with fo.recipe(fo.recipes.Float8CurrentScaling()), fo.fusion(False):
         plan = grouped_mlp().plan(rows(), routing())
     found = saved(plan)
     assert found["fc1.x.col"].dtype is torch.float8_e4m3fn

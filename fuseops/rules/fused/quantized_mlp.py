@@ -8,7 +8,8 @@ Numerics: as of the ops one by one. What SwiGLU writes is rounded as its tensor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -24,12 +25,13 @@ from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
 from fuseops.recipes.scaling import SQUARE
 
-if TYPE_CHECKING:
-    from .grouped_mlp import Finish, GroupedMLP, GroupedMLPSaved, Params, Source
+Params = Mapping[str, Tensor | None]
+Source = Callable[..., tuple[Tensor | None, Tensor | None]]
+Finish = Callable[[Tensor], Tensor]
 
 
 def activated(
-    mlp: GroupedMLP, s: GroupedMLPSaved, calls: tuple[Call, ...], index: Tensor | None
+    mlp: Any, s: Any, calls: tuple[Call, ...], index: Tensor | None
 ) -> tuple[Operand, Operand]:
     """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
     roles = cast("Roles", calls[0].precision.roles)
@@ -45,8 +47,8 @@ def activated(
 
 
 def gradients(
-    mlp: GroupedMLP,
-    s: GroupedMLPSaved,
+    mlp: Any,
+    s: Any,
     held: list[Any],
     calls: tuple[Call, ...],
     source: Source,
@@ -101,8 +103,8 @@ def gradients(
 
 
 def _through_activation(
-    mlp: GroupedMLP,
-    s: GroupedMLPSaved,
+    mlp: Any,
+    s: Any,
     da: Tensor | None,
     h: Tensor | None,
     calls: tuple[Call, ...],
@@ -131,7 +133,7 @@ def _through_activation(
     return dh, a, parts[6]
 
 
-def _writes_codes(s: GroupedMLPSaved, h: Tensor, calls: tuple[Call, ...]) -> bool:
+def _writes_codes(s: Any, h: Tensor, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
     whose gradient reads dh.
     """
