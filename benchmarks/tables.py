@@ -79,7 +79,7 @@ def provenance(result: Mapping[str, Any]) -> str:
 
 
 def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
-    if isinstance(result.get("summary"), dict):
+    if isinstance(result.get("summary"), dict) and result["summary"]:
         yield table(summary(result["summary"]))
     if isinstance(result.get("microseconds"), dict):
         yield table(facts("microseconds", result["microseconds"]))
@@ -116,6 +116,9 @@ def compared(cells: Any) -> dict[str, dict[str, Any]]:
             found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
         elif "ratios" in c and name.endswith("/uniform"):
             found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
+        elif "mib_beyond" in c:
+            found[name] = c["us"] | {f"{n}, MiB": m for n, m in c["mib_beyond"].items()}
+            found[name] |= {f"forward_512 over {p}": r for p, r in c["forward_512_over"].items()}
     return found
 
 
