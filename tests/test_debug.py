@@ -74,7 +74,6 @@ def test_exactly_the_bad_ends_are_refused(ends: list[int]) -> None:
             r"int32 of shape \(4,\).* got torch.int32 .* \(5,\)",
         ),
         (torch.zeros(E, dtype=torch.int64), r"got torch.int64"),
-        (torch.zeros(E, dtype=torch.int32, device="meta"), r"offs is on meta, the rows are on cpu"),
     ],
 )
 def test_what_shows_without_values_is_refused_everywhere(offs: Tensor, said: str) -> None:

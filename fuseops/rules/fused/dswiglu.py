@@ -35,7 +35,7 @@ EPILOGUE = Space(
 class Operands(NamedTuple):
     """What the backward through fc2 and the activation before it reads, but for dy and h."""
 
-    form: Form  # of the activation
+    form: Form | None  # of the activation, where some gradient reads it
     probs: Tensor | None  # (R,) that the activation multiplies by, if it does
     fc2: Tensor | None  # (E, D, F)
     offs: Tensor | None
@@ -54,6 +54,8 @@ def why_apart(
     rows: of the product; dy and h may stand for tensors of so many rows.
     """
     first, _, last = calls
+    if given.form is None:  # not kept: only biases of fc2 want a gradient
+        return "not every gradient is needed"
     kind, *options = given.form
     if kind != "swiglu" or any(options):
         return f"the activation is {kind}, in another form than [gate | up]"
