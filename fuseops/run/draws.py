@@ -78,7 +78,7 @@ def _reachable(fwd: Any, kind: type) -> Iterator[Any]:
     pending, seen = [fwd] if isinstance(fwd, FunctionType) else [], set()
     while pending:
         function = pending.pop()
-        if function in seen or function.__module__.partition(".")[0] == "torch":
+        if function in seen or (function.__module__ or "").partition(".")[0] == "torch":
             continue
         seen.add(function)
         for value in _values(function, kind):
