@@ -51,7 +51,8 @@ class Activation(Op[ActivationSaved]):
         return Out(K.act_fwd(x, *form), ActivationSaved(x, form))
 
     def bwd(self, saved: ActivationSaved, dy: Tensor) -> Grads:
-        return Grads(K.act_bwd(dy, saved.x, *saved.form))  # type: ignore[arg-type, misc]
+        form = saved.form or form_of(self)  # a rule of a user may save x alone
+        return Grads(K.act_bwd(dy, saved.x, *form))  # type: ignore[arg-type]
 
 
 class ScaledActivation(Op[ScaledActivationSaved]):
@@ -76,7 +77,7 @@ class ScaledActivation(Op[ScaledActivationSaved]):
 
     def bwd(self, saved: ScaledActivationSaved, dy: Tensor, *, call: Call) -> Grads:
         x, probs, form = saved
-        kind, *options = form  # type: ignore[misc]
+        kind, *options = form or form_of(self)  # as above
         # probs itself is not saved then, and its gradient does not read it
         if "x" not in call.needs:
             return Grads(side={"probs": K.act_dprobs(dy, x, kind, *options)})  # type: ignore[arg-type]

@@ -355,7 +355,9 @@ def _does_without(field: str, case: OpCase, need: str, vjp: Vjp) -> bool:
     op, needs = case.hollow, frozenset({need})
     saved = _only(_saved(op, case, needs), _keep(op, needs))
     value = getattr(saved, field)
-    if value is None or vjp.vanishes(need):  # as of rows that are all padding
+    if not isinstance(value, Tensor):  # what is no tensor takes no memory
+        return False
+    if vjp.vanishes(need):  # as of rows that are all padding
         return False
     others = None, mapped(value, scrambled)
     return not any(_fails(op, saved._replace(**{field: t}), vjp, needs) for t in others)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.ops.activations import form_of
 from fuseops.ops.op import Call, FusedOp, Grads
 
 
@@ -21,7 +22,7 @@ class BiasAct(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        h, form = saved[1]
+        h, form = saved[1].x, saved[1].form or form_of(self.members[1])
         if "bias" not in calls[0].needs:
             return Grads(K.act_bwd(dy, h, *form)), Grads()
         dx, dbias = K.act_bwd_bias(dy, h, *form)
