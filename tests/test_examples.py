@@ -14,7 +14,7 @@ EXPECTED = {
     "custom_rule": "the width 9 is odd",
     "hf_qwen3_moe": "equal the stock model's",
     "moe_layer": "learnt",
-    "offload_any_model": "offload   60.0 MiB leave",
+    "offload_any_model": "offload   58.0 MiB leave",
 }
 
 

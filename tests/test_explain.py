@@ -37,12 +37,6 @@ def grouped_mlp(*, bias: bool = False, width: int = 2 * F) -> fo.Sequential:
     )
 
 
-def quantized_mlp() -> fo.Sequential:
-    model = grouped_mlp()
-    fo.configure(model, recipe=fo.recipes.Float8CurrentScaling())
-    return model
-
-
 def routed_mlp() -> fo.Sequential:
     return fo.Sequential(fo.ops.Permute(1), *grouped_mlp(), fo.ops.Combine(1))
 
@@ -257,9 +251,9 @@ def with_rule(model: fo.Sequential) -> fo.Sequential:
 
 CASES = {
     "condition": (
-        quantized_mlp,
-        "grouped_mlp",
-        "runs in high precision only, the recipe is Float8CurrentScaling",
+        lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.Bias(D), fo.ops.SiLU()),
+        "linear_act",
+        "the Linear has a bias of its own, and a Bias follows",
     ),
     "widths": (
         lambda: fo.Sequential(

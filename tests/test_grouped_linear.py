@@ -263,7 +263,11 @@ def test_main_grads_of_the_groups(
                 [getattr(apart[name], k).main_grad for k in apart[name].registered(key)]
             )
             torch.testing.assert_close(mains - (0 if overwrite else 1), p.grad)
-    assert all(not p.grad.any() and p.grad_added_to_main_grad for p in apart.parameters())
+    # autograd accumulates zeros where a wrapper waits for it, and nothing of what was put off
+    dummies = [p.grad for p in apart.parameters() if p.grad is not None]
+    assert not any(grad.any() for grad in dummies)
+    assert delayed or len(dummies) == len(list(apart.parameters()))
+    assert all(p.grad_added_to_main_grad for p in apart.parameters())
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -588,3 +589,25 @@ def test_fake_tensors_are_quiet_about_what_they_cannot_run(
     with caplog.at_level("ERROR"), torch_private.quiet_fake_tensors():
         run()
     assert not caplog.records
+
+
+def test_the_ddp_whose_forward_runs_is_known() -> None:
+    seen = []
+
+    class Asks(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch_private.active_ddp())
+            return super().forward(x)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(Asks(2, 2))
+        wrapped(torch.ones(1, 2))
+        assert seen == [wrapped] and torch_private.active_ddp() is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_halved_shard_is_one_of_two_pieces() -> None:
+    placement = torch_private.halved_shard(1)
+    assert placement.dim == 1 and placement.split_factor == 2

@@ -3,7 +3,8 @@
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
 families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, cross_entropy
 tokens, experts   routing, router, permute, inject
-what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs)
+what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), halves (packed ones
+                  as DTensors)
 grouped weights   packing (one Parameter a group), grouped_state_dict
 """
 

@@ -226,7 +226,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         self.scale_bias = scale_bias and bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
-        self.packed, self.repacks = packed, 0
+        self._packed, self.repacks = packed, 0
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         self._register("weight", weight)
         for key in self.registered("weight") if delay_wgrad else ():
@@ -294,6 +294,11 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     ) -> None:
         load_either(self, super()._load_from_state_dict, state_dict, prefix, *args, **keywords)
         self.repack()
+
+    @property
+    def packed(self) -> bool:
+        """Whether the groups are one Parameter. Fixed when the op is made: its parameters follow from it."""
+        return self._packed
 
     def extra_repr(self) -> str:
         return (

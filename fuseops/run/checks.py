@@ -67,7 +67,7 @@ def dtype_mismatch(
             if p is not None and p.dtype is not x.dtype:
                 return DtypeError(
                     f"op '{path}{seg.names[i]}' ({type(op).__name__}): x is {dtype_name(x.dtype)} and {name} is "
-                    f"{dtype_name(p.dtype)}, which one GEMM does not take: convert either with .to(...), or run under "
+                    f"{dtype_name(p.dtype)}, and a GEMM takes one dtype: convert either with .to(...), or run under "
                     "torch.autocast."
                 )
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fuseops.kernels.registry import meta
+from fuseops.ops import scopes
 from fuseops.ops.op import Op, Out, Precision
 from fuseops.plan.segment import Segment, Step
 from fuseops.torch_private import without_modes
@@ -21,7 +23,7 @@ def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
     side: dict[str, Any] = {}
     try:
         # nobody who watches the step, its bytes say, sees this
-        with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with without_modes(), unchecked(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             out = Out(meta(x))
             for i, args, call in zip(step.members, step.args, step.calls, strict=True):
                 tensors = {name: t[position] for name, position in args if position < len(t)}
@@ -30,6 +32,17 @@ def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
     except Exception:  # it may read values, which meta tensors have none of
         return None
     return Out(out.y, side={name: side[name] for name, _ in step.writes})
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Inside, `fo.debug()` looks at no values: meta tensors have none."""
+    here = scopes.current()
+    before, here.debug = here.debug, None
+    try:
+        yield
+    finally:
+        here.debug = before
 
 
 def meta_of(tensors: Mapping[str, Any]) -> dict[str, Any]:

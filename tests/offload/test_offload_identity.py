@@ -217,7 +217,7 @@ def test_law_03_quantized_components_are_plain_tensors() -> None:
     for a, b in zip(grads(scope), grads(offload.disabled()), strict=True):
         assert torch.equal(a, b)
     moved = {e.name: e for e in scope.report().entries if e.decision == "moved"}
-    assert moved["0.x.col"].dtype is torch.float8_e4m3fn and moved["0.x.scale"].shape == ()
+    assert moved["0.x.col"].dtype is torch.float8_e4m3fn and moved["0.x.col_scale"].shape == ()
 
 
 def test_law_03_a_tied_weight_is_one_parameter() -> None:
