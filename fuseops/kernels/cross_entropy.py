@@ -95,7 +95,44 @@ def _flops(products: int) -> Any:
     return formula
 
 
-@kernel_op(twin=reference.linear_cross_entropy_fwd, flops=_flops(1), cases=_cases_fwd)
+def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c, d = (x.new_empty(x.shape[0], dtype=reference.accumulator(x.dtype)) for _ in range(4))
+    return a, b, c, d
+
+
+def _fake_gradients(
+    x: Tensor, weight: Tensor, needs: Sequence[bool], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = reference.accumulator(x.dtype)
+    return (
+        _empty(x, needs[0], x.dtype),
+        _empty(weight, needs[1], dtype),
+        _empty(weight[:, 0], needs[2], sums),
+    )
+
+
+def _fake_bwd(
+    x: Tensor, weight: Tensor, *rest: Any, main_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if len(rest) > 10:
+        main_grad = rest[10]
+    needs = [w and not (place == 1 and main_grad is not None) for place, w in enumerate(rest[9])]
+    return _fake_gradients(x, weight, needs, weight.dtype)
+
+
+def _fake_grads(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums = reference.accumulator(x.dtype)
+    loss = x.new_empty(x.shape[0], dtype=sums)
+    return loss, *_fake_gradients(x, weight, rest[-1], sums)
+
+
+@kernel_op(
+    twin=reference.linear_cross_entropy_fwd,
+    fake=_fake_fwd,
+    flops=_flops(1),
+    traces_twin=False,  # it counts its chunks by the number of rows
+    cases=_cases_fwd,
+)
 def linear_cross_entropy_fwd(
     x: Tensor,
     weight: Tensor,
@@ -129,7 +166,9 @@ def linear_cross_entropy_fwd(
 
 @kernel_op(
     twin=reference.linear_cross_entropy_bwd,
+    fake=_fake_bwd,
     flops=_flops(3),
+    traces_twin=False,
     cases=_cases_bwd,
     mutates=("main_grad",),
 )
@@ -155,6 +194,7 @@ def linear_cross_entropy_bwd(
     """
     _check(x, weight, bias, targets, class_weights)
     require(len(grads) in (1, 4), f"got {len(grads)} gradients, expected that of loss or all four.")
+    lse, expected = lse.contiguous(), expected.contiguous()
     rows = [lse, lse, lse, expected]  # loss and logp are not written
     grads = [g.to(lse.dtype).contiguous() for g in grads]
     dx, dweight = _empty(x, needs[0], torch.float32), _empty(weight, needs[1], weight.dtype)
@@ -184,7 +224,13 @@ def linear_cross_entropy_bwd(
     return dx.to(x.dtype), dweight if main_grad is None else x.new_empty(0), dbias
 
 
-@kernel_op(twin=reference.linear_cross_entropy_grads, flops=_flops(3), cases=_cases_grads)
+@kernel_op(
+    twin=reference.linear_cross_entropy_grads,
+    fake=_fake_grads,
+    flops=_flops(3),
+    traces_twin=False,
+    cases=_cases_grads,
+)
 def linear_cross_entropy_grads(
     x: Tensor,
     weight: Tensor,

@@ -39,7 +39,8 @@ def samples() -> dict[str, tuple]:
     k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
     classes = torch.tensor([3, 0, -100, 15, 7, 7])
-    head = dy, torch.randn(20, 16), torch.randn(20), classes, torch.rand(20)
+    halves = torch.randn(6, 128).bfloat16(), torch.randn(6, 256).bfloat16()
+    head = dy, torch.randn(20, 16) / 8, torch.randn(20), classes, torch.rand(20)
     return fp8_samples(offs) | {
         "act_fwd": (x, "swiglu"),
         "scaled_act_fwd": (x, probs, "swiglu"),
@@ -83,11 +84,11 @@ def samples() -> dict[str, tuple]:
         "router_loss": (y, counts, 3, "softmax", 0.1, 0.1),
         "router_loss_bwd": (y, y, counts, torch.rand(()), 3, "softmax", 0.1, 0.1),
         "quantize_columns": (y, E4M3),
-        "quantize_operand": (y, offs, E4M3),
+        "quantize_operand": (y, ends, E4M3),
         "permute_operand": (y.to(E4M3), torch.rand(1, 6), index.int(), ends),
-        "quantize_weight": (torch.randn(3, 16, 8), E4M3),
-        "swiglu_operand": (y, probs, offs, E4M3, True, True),
-        "dswiglu_operand": (torch.randn(6, 128), torch.randn(6, 256), probs, offs, E4M3, E4M3),
+        "quantize_weight": (torch.randn(3, 16, 16), E4M3),
+        "swiglu_operand": (x, probs, ends, E4M3, True, True),
+        "dswiglu_operand": (*halves, probs, ends, E4M3, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),
         "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),
         "wide_mm": (y.bfloat16(), dy.bfloat16()),

@@ -2,6 +2,7 @@
 without Triton.
 """
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import (
@@ -136,11 +137,9 @@ def test_fakes_fix_no_number_of_rows(name):
         return mode.from_tensor(t, symbolic_context=context, source=source)
 
     with FakeTensorMode(shape_env=shapes) as mode, enable_python_dispatcher():
+        number = itertools.count()
         KERNEL_OPS[name].op(
-            *(
-                fake(value, number) if isinstance(value, torch.Tensor) else value
-                for number, value in enumerate(SAMPLES[name])
-            )
+            *tree_map_only(torch.Tensor, lambda t: fake(t, next(number)), SAMPLES[name])
         )
     assert not [size for size in shapes.replacements.values() if size.is_number]
 
@@ -251,16 +250,22 @@ class TestWhoRuns:
 
     def test_compiled_code_launches_what_eager_does(self, launches):
         torch.compiler.reset()
+        op, offs = KERNEL_OPS["grouped_bias_fwd"], torch.tensor([4], dtype=torch.int32)
+        assert not op.fuses  # what the compiler fuses is plain torch there
         run = torch.compile(
-            lambda x, b: self.op(x, b), fullgraph=True, backend="aot_eager", dynamic=True
+            lambda x, b: op(x, b, offs), fullgraph=True, backend="aot_eager", dynamic=True
         )
-        assert torch.equal(run(self.x.t().contiguous().t(), self.bias), self.x + self.bias)
-        assert launches == ["bias_fwd"]
+        bias = self.bias[None]
+        assert torch.equal(run(self.x.t().contiguous().t(), bias), self.x + self.bias)
+        assert launches == ["grouped_bias_fwd"]
+        launches.clear()
         with reference_only():
-            run(self.x, self.bias)
-        assert launches == ["bias_fwd"]
-        run(self.x, self.bias)
-        assert launches == ["bias_fwd"] * 2
+            run(self.x, bias)
+        assert not launches
+        run(self.x, bias)
+        assert {*launches} == {
+            "grouped_bias_fwd"
+        }  # and a rehearsal of what is replayed from then on
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -60,14 +60,13 @@ def permute_operand(
     Rows of padding are zeros.
     """
     if index is not None:
-        rows = len(index)
+        rows = index.shape[0]
         padding = padding_mask(offs, rows)[:, 0]  # type: ignore[arg-type]
         at = index.long().masked_fill(padding, 0)
         raw = data.view(torch.uint8)[at].masked_fill(padding[:, None], 0)
         data, scale = raw.view(data.dtype), scale[:, at].masked_fill(padding, SMALLEST)
-    none, empty = data.new_empty(0), scale.new_empty(0)
-    rows_of = (data.contiguous(), scale.contiguous()) if row else (none, empty)
-    return *rows_of, *(_columns(data, scale, offs) if col else (none, empty))
+    rows_of = (data.contiguous(), scale.contiguous()) if row else _nothing(data, data.dtype)
+    return *rows_of, *(_columns(data, scale, offs) if col else _nothing(data, data.dtype))
 
 
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
@@ -110,11 +109,16 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype, row: bool = True, col: b
     inv = inverse_scale(magnitude(tiles).amax((2, 4), keepdim=True), dtype, True)
     data = saturate((tiles * inv).view_as(padded)[:, :n, :k], dtype)
     scale = 1 / inv[:, :, 0, :, 0]
-    none, empty = data.new_empty(0), scale.new_empty(0)
+    turned = (t.mT.clone(memory_format=torch.contiguous_format) for t in (data, scale))
     return (
-        *((data.contiguous(), scale.contiguous()) if row else (none, empty)),
-        *((data.mT.contiguous(), scale.mT.contiguous()) if col else (none, empty)),
+        *((data.contiguous(), scale.contiguous()) if row else _nothing(weight, dtype)),
+        *(turned if col else _nothing(weight, dtype)),
     )
+
+
+def _nothing(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales that are not wanted."""
+    return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
 
 
 def swiglu_operand(
@@ -149,13 +153,12 @@ def dswiglu_operand(
 
     What is not wanted is empty, and dprobs without probs; of padding rows dprobs is zero.
     """
-    by = torch.ones(len(h), device=h.device) if probs is None else probs
+    by = torch.ones(h.shape[0], device=h.device) if probs is None else probs
     dh, dprobs, a = scaled_act_bwd(da, h, by, "swiglu", probs is not None, True)
-    none, empty = h.new_empty(0, dtype=dtype), h.new_empty(0, dtype=torch.float32)
-    rows = quantize_operand(dh, offs, dtype, row) if row or col else (none, empty) * 2
-    if not col:
-        rows = (*rows[:2], none, empty)
-    columns = quantize_operand(a, offs, a_dtype, False)[2:] if act else (none.to(a_dtype), empty)
+    rows = quantize_operand(dh, offs, dtype, row) if row or col else None
+    first = _nothing(h, dtype) if rows is None else rows[:2]
+    second = rows[2:] if rows is not None and col else _nothing(h, dtype)
+    columns = quantize_operand(a, offs, a_dtype, False)[2:] if act else _nothing(h, a_dtype)
     if probs is not None and offs is not None:
-        dprobs = dprobs.masked_fill(padding_mask(offs, len(h))[:, 0], 0.0)
-    return *rows, *columns, dprobs
+        dprobs = dprobs.masked_fill(padding_mask(offs, h.shape[0])[:, 0], 0.0)
+    return *first, *second, *columns, dprobs
