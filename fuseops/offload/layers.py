@@ -242,7 +242,7 @@ class LayerScope(Scope):
         return Kept(t, label, self._ledger, running.staying)
 
     def _share(self, t: Tensor, named: Named, record: Record) -> Handle:
-        call = cast(LayerRun, self._now.call)  # the hook pair is there only then
+        call: Any = self._now.call  # the hook pair is there only then
         self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
         record.mover.share(call, record.item)
         return Moved(t, Label(named.name, named.op), record, call, self._ledger)
@@ -263,7 +263,8 @@ class LayerScope(Scope):
     def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
         label, entry = found.label, found.entry
         if entry.decision == MOVED:
-            call, watch = cast(LayerRun, self._now.call), Watch(t, entry, self._ledger)
+            now: Any = self._now.call
+            call, watch = now, Watch(t, entry, self._ledger)
             record = self.mover.save(call, t, marks.ready(t), watch)
             if not isinstance(record, str):
                 self.names[label.name] = "offload"

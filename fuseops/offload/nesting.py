@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -44,7 +44,9 @@ class PackHook:
 
     @property
     def scope(self) -> Packs:
-        return cast(Packs, self._scope())  # while a hook is on a stack, its scope is open
+        scope: Any = self._scope()  # while a hook is on a stack, its scope is open
+        packs: Packs = scope
+        return packs
 
     def __call__(self, t: Tensor) -> Handle:
         return self.scope.pack(t)
