@@ -36,6 +36,40 @@ class LinearCrossEntropySaved(NamedTuple):
     ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
 
 
+class LossOptions(NamedTuple):
+    """What `LinearCrossEntropy` and `linear_cross_entropy` are told of the loss."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    temperature: float
+    reduction: str
+    publishes: tuple[str, ...]
+    gradients: str | None
+    chunk_bytes: int
+
+    def check(self) -> None:
+        """Raise FuseOpsError for an option that means nothing."""
+        cap, published = self.soft_cap, self.publishes
+        known = not isinstance(published, str) and {*published} <= {*ROWS}
+        ways = '"forward", "backward" or None'
+        fits = {
+            "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),
+            "label_smoothing": (0 <= self.label_smoothing <= 1, "a fraction"),
+            "soft_cap": (cap is None or cap > 0, "above zero, or None"),
+            "temperature": (self.temperature > 0, "above zero"),
+            "publishes": (known, f"names among {ROWS}"),
+            "gradients": (self.gradients in (None, "forward", "backward"), ways),
+            "chunk_bytes": (self.chunk_bytes >= 1, "a number of bytes"),
+        }
+        for name, (fine, wanted) in fits.items():
+            if not fine:
+                raise FuseOpsError(
+                    f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
+                )
+
+
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     """Cross entropy of the logits x W^T + b.   x (..., D), side input targets (...) int64 -> loss, float32
 
@@ -88,15 +122,10 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     ) -> None:
         super().__init__()
         self._set_options(
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            soft_cap,
-            temperature,
-            reduction,
-            publishes,
-            gradients,
-            chunk_bytes,
+            LossOptions(
+                *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
+                *(publishes, gradients, chunk_bytes),
+            )
         )
         self.in_features, self.vocab_size = in_features, vocab_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -110,24 +139,13 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         self.register_buffer("class_weights", weight)
         self.reset_parameters()
 
-    def _set_options(
-        self,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        soft_cap: float | None,
-        temperature: float,
-        reduction: str,
-        publishes: tuple[str, ...],
-        gradients: str | None,
-        chunk_bytes: int,
-    ) -> None:
-        _check_options(
-            label_smoothing, soft_cap, temperature, reduction, publishes, gradients, chunk_bytes
-        )
-        self.ignore_index, self._reduction, self.chunk_bytes = ignore_index, reduction, chunk_bytes
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.soft_cap, self.temperature = soft_cap, temperature
+    def _set_options(self, options: LossOptions) -> None:
+        options.check()
+        reduction, publishes, gradients = options.reduction, options.publishes, options.gradients
+        self.ignore_index, self.chunk_bytes = options.ignore_index, options.chunk_bytes
+        self.label_smoothing, self.z_loss = options.label_smoothing, options.z_loss
+        self.soft_cap, self.temperature = options.soft_cap, options.temperature
+        self._reduction = reduction
         self.writes = tuple(publishes)
         one_number = reduction != "none" and not publishes
         self._gradients = gradients or ("forward" if one_number else "backward")
@@ -326,39 +344,6 @@ def _times(made: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(made, dy, out=torch.empty_like(made, dtype=dtype))
 
 
-def _check_options(
-    label_smoothing: float,
-    soft_cap: float | None,
-    temperature: float,
-    reduction: str,
-    publishes: tuple[str, ...],
-    gradients: str | None,
-    chunk_bytes: int,
-) -> None:
-    """Raise FuseOpsError for an option that means nothing."""
-    wrong = [
-        (
-            reduction not in ("mean", "sum", "none"),
-            f'reduction={reduction!r}: "mean", "sum" or "none"',
-        ),
-        (not 0 <= label_smoothing <= 1, f"label_smoothing={label_smoothing}: a fraction"),
-        (soft_cap is not None and not soft_cap > 0, f"soft_cap={soft_cap}: above zero, or None"),
-        (not temperature > 0, f"temperature={temperature}: above zero"),
-        (
-            isinstance(publishes, str) or not {*publishes} <= {*ROWS},
-            f"publishes={publishes!r}: names among {ROWS}",
-        ),
-        (
-            gradients not in (None, "forward", "backward"),
-            f'gradients={gradients!r}: "forward", "backward" or None',
-        ),
-        (chunk_bytes < 1, f"chunk_bytes={chunk_bytes}: a number of bytes"),
-    ]
-    for bad, said in wrong:
-        if bad:
-            raise FuseOpsError(f"LinearCrossEntropy got {said}.")
-
-
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -382,9 +367,9 @@ def linear_cross_entropy(
     int64, linear_bias (V,), weight (V,); the others as of the op. -> the loss, with `publishes` a tuple of it and those
     Raises ShapeError for other shapes or dtypes, FuseOpsError for unknown options.
     """
-    options = (
+    options = LossOptions(
         *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
-        *(tuple(publishes), gradients, chunk_bytes),
+        *(publishes if isinstance(publishes, str) else tuple(publishes), gradients, chunk_bytes),
     )
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
@@ -394,9 +379,9 @@ def linear_cross_entropy(
 class _OnGivenWeight(LinearCrossEntropy):
     """The same of tensors that come from the caller, as side inputs of these names."""
 
-    def __init__(self, names: tuple[str, ...], options: tuple[Any, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], options: LossOptions) -> None:
         Op.__init__(self)
-        self._set_options(*options)
+        self._set_options(options)
         self.reads = ("targets", *names)
         self.weight = self.bias = self.class_weights = None  # type: ignore[assignment]
 
