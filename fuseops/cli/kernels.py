@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     if not every:
         raise UsageError(
-            f"{aot.TABLE.name} is not here: it is part of a checkout, not of the wheel."
+            f"{aot.table_path().name} is not here: it is part of a checkout, not of the wheel."
         )
     if not rows:
         names = ", ".join(sorted({r["kernel"] for r in every}))

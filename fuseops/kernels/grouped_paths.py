@@ -23,7 +23,7 @@ from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
-GLUON_TESTED = ("3.6", "3.8")
+GLUON_TESTED = ("3.6", "3.8", "3.9")
 
 
 def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: int) -> Config:

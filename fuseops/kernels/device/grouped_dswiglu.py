@@ -9,7 +9,9 @@ that has been read. Stores are whole lines of 128 bytes, so that full and ragged
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon_names import load_tile, reinterpret
 
 WIDTH = gl.constexpr(64)  # columns of a part
 
@@ -65,8 +67,8 @@ def ask(hidden, place, row, col, number, ACROSS: gl.constexpr):
     row += start + number // ACROSS * h.block_type.shape[0]
     col += number % ACROSS * WIDTH
     mbarrier.expect(arrived.index(slot), 2 * h.block_type.nbytes)
-    tma.async_copy_global_to_shared(h, [row, col], arrived.index(slot), gates.index(slot))
-    tma.async_copy_global_to_shared(h, [row, N + col], arrived.index(slot), ups.index(slot))
+    load_tile(h, [row, col], arrived.index(slot), gates.index(slot))
+    load_tile(h, [row, N + col], arrived.index(slot), ups.index(slot))
 
 
 @gluon.jit
@@ -106,8 +108,8 @@ def swiglu_back(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     blocks = blocks_of(acc)
-    parts = staged._reinterpret(h.dtype, [EACH * ACROSS, ROWS, WIDTH], h.layout)
-    scales = scales._reinterpret(gl.float32, [acc.shape[0] // ROWS, ROWS], scales.layout)
+    parts = reinterpret(staged, h.dtype, [EACH * ACROSS, ROWS, WIDTH], h.layout)
+    scales = reinterpret(scales, gl.float32, [acc.shape[0] // ROWS, ROWS], scales.layout)
     each = row + gl.arange(0, ROWS, layout=row_layout)
     across = col + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     dot = gl.zeros((ROWS,), gl.float32, layout=row_layout)

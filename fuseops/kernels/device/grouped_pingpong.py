@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_names import store_tile
 from .grouped_dswiglu import ask, column_halves, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
@@ -40,7 +41,7 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
         tma.store_wait(buffers.shape[0] - 1)
         buffer.store(part.to(y.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y, [start + row, col], buffer)
+        store_tile(y, [start + row, col], buffer)
     else:
         tma.store_wait(0)
         buffer.store(part.to(y.dtype))

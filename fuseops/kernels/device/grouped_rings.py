@@ -14,10 +14,11 @@ mended that, and then they took as long as small ones.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import grouped_mm
+from .gluon_names import load_rows, load_tile
 
 MAX_GROUPS = gl.constexpr(2048)
 swizzle = gluon.jit(grouped_mm.swizzle.fn)  # one order of tiles for both languages
@@ -73,8 +74,8 @@ def load_weight(
     if SWIGLU:
         HALF: gl.constexpr = tile.shape[0] // 2
         row = group * N + block_n * HALF
-        tma.async_copy_global_to_shared(weight, [row, k], full, tile.slice(0, HALF, 0))
-        tma.async_copy_global_to_shared(weight, [row + N // 2, k], full, tile.slice(HALF, HALF, 0))
+        load_tile(weight, [row, k], full, tile.slice(0, HALF, 0))
+        load_tile(weight, [row + N // 2, k], full, tile.slice(HALF, HALF, 0))
     elif TRANSPOSED:
         PANEL: gl.constexpr = weight.block_type.shape[1]
         BLOCK_N: gl.constexpr = tile.shape[1]
@@ -82,10 +83,10 @@ def load_weight(
         for i in gl.static_range(BLOCK_N // PANEL):
             col = gl.minimum(block_n * BLOCK_N + i * PANEL, last)
             panel = tile.slice(i * PANEL, PANEL, 1)
-            tma.async_copy_global_to_shared(weight, [group * K + k, col], full, panel)
+            load_tile(weight, [group * K + k, col], full, panel)
     else:
         at = [group * N + block_n * tile.shape[0], k]
-        tma.async_copy_global_to_shared(weight, at, full, tile)
+        load_tile(weight, at, full, tile)
 
 
 @gluon.jit
@@ -110,7 +111,7 @@ def load_tiles(
             full = ready.index(slot)
             mbarrier.expect(full, x.block_type.nbytes + W_BYTES)
             rows = [start + block_m * BLOCK_M, k]
-            tma.async_copy_global_to_shared(x, rows, full, x_ring.index(slot))
+            load_tile(x, rows, full, x_ring.index(slot))
             tile_w = w_ring.index(slot)
             load_weight(weight, tile_w, full, group, k, block_n, N, K, TRANSPOSED, SWIGLU)
             step += 1
@@ -153,7 +154,7 @@ def gather_tiles(
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             full = ready.index(slot)
-            async_copy.async_copy_global_to_shared(x_ring.index(slot), pointers)
+            load_rows(x_ring.index(slot), pointers)
             async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, W_BYTES)
             tile_w = w_ring.index(slot)

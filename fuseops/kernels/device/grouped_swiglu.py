@@ -9,6 +9,7 @@ a tenth of their time.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .gluon_names import reinterpret
 from .grouped_dswiglu import column_halves, sigmoid
 
 AT_ONCE = gl.constexpr(32)  # rows, and columns
@@ -58,7 +59,7 @@ def store_swiglu(
     each = row + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     across = col + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout))[None, :]
     columns = columns_of(acc)
-    parts = staged._reinterpret(dtype, [2 * PARTS, AT_ONCE, AT_ONCE], staged.layout)
+    parts = reinterpret(staged, dtype, [2 * PARTS, AT_ONCE, AT_ONCE], staged.layout)
     for side in gl.static_range(SIDES):
         scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
         staged.index(0).store(columns[side].to(dtype))

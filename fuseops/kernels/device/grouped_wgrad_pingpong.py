@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_names import load_rows, load_tile, store_tile
 from .grouped_dswiglu import column_halves
 from .grouped_rings import Descriptor, swizzle
 
@@ -65,7 +66,7 @@ def load_panels(rows, start, size, k, col, last, bar, tile):
         at = gl.minimum(col + i * 64, last)
         row = RAGGED_ROWS - size + k
         panel = tile.slice(i * 64, 64, 1)
-        tma.async_copy_global_to_shared(rows, [RAGGED_ROWS, start + size, row, at], bar, panel)
+        load_tile(rows, [RAGGED_ROWS, start + size, row, at], bar, panel)
 
 
 @gluon.jit
@@ -125,7 +126,7 @@ def gather_tiles(
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             bar = ready.index(slot)
             mask = (k + rows < size)[:, None] & (at < M)[None, :]
-            async_copy.async_copy_global_to_shared(a_ring.index(slot), pointers, mask=mask)
+            load_rows(a_ring.index(slot), pointers, mask=mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             mbarrier.expect(bar, BLOCK_N * BLOCK_K * 2)
             load_panels(b, start, size, k, block_n * BLOCK_N, last_b, bar, b_ring.index(slot))
@@ -159,11 +160,11 @@ def store_part(dw, dw_ptr, buffers, part, group, row, col, M, N,
         if TRANSPOSED:
             buffer.permute((1, 0)).store(part.to(dw.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(dw, [group, col, row], buffer)
+            store_tile(dw, [group, col, row], buffer)
         else:
             buffer.store(part.to(dw.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(dw, [group, row, col], buffer)
+            store_tile(dw, [group, row, col], buffer)
 
 
 @gluon.jit

@@ -1,0 +1,197 @@
+"""The same steps with two releases of Triton, in turn.
+
+    python benchmarks/tritons.py --other /path/of/another/triton --out benchmarks/results/tritons_h200.json
+
+A process cannot hold two Tritons, so each has a worker of its own on the same GPU, told span by span when to run: no
+two run at once, and none waits long enough to cool the GPU. The steps are whole MoE layers (`moe_layer.py`), the GEMMs
+of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the installed Triton's time over the
+other's, round by round, with the interval of their median: above 1 the other is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+LAYERS = ("qwen3_30b", "sonic_30b", "mixtral", "sonic_7b")
+GEMMS = ("qwen3_30b", "mixtral")
+ROWS, WIDTH = 65536, 4096  # of the kernels bound by memory
+
+
+class Worker:
+    """A process with one Triton, which runs what it is asked for and answers with a line of JSON."""
+
+    def __init__(self, path: str | None) -> None:
+        found = os.environ.get("PYTHONPATH", "")
+        extra = (
+            {"PYTHONPATH": f"{path}:{found}", "TRITON_CACHE_DIR": f"{path}/cache"} if path else {}
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **extra},
+        )  # fmt: skip
+
+    def ask(self, *words: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(words), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline() or '{"failed": "the worker ended"}')
+        if isinstance(answer, dict) and "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer
+
+
+def layer(name: str) -> dict[str, Any]:
+    """Forward, and forward + backward, of a MoE layer."""
+    import layers
+    import moe_layer
+
+    p = moe_layer.Problem(*moe_layer.SHAPES[name])
+    forward = p.forwards([])["fuseops"]
+    steps = {"fwd": layers.inference(forward)}
+    return steps | {"fwd+bwd": layers.training_step(forward, p.dy, p.leaves)}
+
+
+def gemms(name: str) -> dict[str, Any]:
+    """The grouped GEMMs of both layers of an expert MLP, in bf16 and FP8."""
+    import fp8_problems
+    import grouped_problems as problems
+
+    groups, rows, d, f, _ = problems.SHAPES[name]
+    offs = problems.split("uniform", groups, rows)
+    steps: dict[str, Any] = {}
+    for fc, (n, k) in {"fc1": (2 * f, d), "fc2": (d, f)}.items():
+        bf16 = problems.operands(groups, rows, n, k, offs)
+        for kind in ("fwd", "dgrad", "wgrad", "wgrad_into"):
+            steps[f"{fc}/{kind}"] = problems.ours(kind, bf16)
+        fp8 = fp8_problems.operands(groups, rows, n, k, offs)
+        for kind in ("fwd", "dgrad", "wgrad"):
+            steps[f"{fc}/{kind}/fp8"] = fp8_problems.candidates(kind, fp8)["fp8"]
+    return steps
+
+
+def memory_bound(_: str) -> dict[str, Any]:
+    """Norm and activation forward + backward."""
+    import layers
+    import torch
+    from measure import rnd
+
+    import fuseops as fo
+
+    made = {
+        "rmsnorm": fo.Sequential(fo.ops.RMSNorm(WIDTH, device="cuda", dtype=torch.bfloat16)),
+        "swiglu": fo.Sequential(fo.ops.SwiGLU()),
+    }
+    steps = {}
+    for name, op in made.items():
+        x = rnd(ROWS, WIDTH).requires_grad_()
+        dy = rnd(*op(x).shape)
+        forward = partial(op, x)
+        steps[name] = layers.training_step(forward, dy, (x, *op.parameters()))
+    return steps
+
+
+MAKE = {"layer": layer, "gemms": gemms, "memory_bound": memory_bound}
+
+
+def work() -> None:
+    """Answer the lines of standard input: make (kind, name), check, time (step, seconds), environment."""
+    import measure
+    import torch
+
+    torch.manual_seed(0)
+    steps: dict[str, Any] = {}
+    laps: dict[tuple[str, float], int] = {}
+
+    def make(kind: str, name: str) -> list[str]:
+        steps.clear()
+        laps.clear()
+        torch.cuda.empty_cache()
+        steps.update(MAKE[kind](name))
+        for step in steps.values():
+            step()
+        torch.cuda.synchronize()
+        return list(steps)
+
+    def time(step: str, seconds: float) -> float:
+        call, key = steps[step], (step, seconds)
+        if key not in laps:
+            laps[key] = measure.repeats(call, seconds)
+        for _ in range(laps[key]):  # settles
+            call()
+        start = measure.mark()
+        for _ in range(laps[key]):
+            call()
+        end = measure.mark()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / laps[key]
+
+    does = {"make": make, "time": time, "environment": measure.environment}
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        try:
+            answer = does[what](*arguments)
+        except Exception as error:  # reported, not hidden
+            answer = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def compare(workers: dict[str, Worker], kind: str, name: str, options: Any) -> dict[str, Any]:
+    """Medians and ratios of each step."""
+    import measure
+
+    asked = [worker.ask("make", kind, name) for worker in workers.values()]
+    found = {}
+    for step in asked[0]:
+        timers = {
+            release: partial(worker.ask, "time", step, options.span)
+            for release, worker in workers.items()
+        }
+        us = measure.in_rounds(timers, options.rounds, heat=1)
+        mine, other = us.values()
+        found[f"{name}/{step}"] = {"us": measure.medians(us), "other": measure.paired(other, mine)}
+        print(f"{name}/{step}", found[f"{name}/{step}"], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--other", type=Path, help="folder that holds another triton")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", nargs="*", default=tuple(MAKE), choices=tuple(MAKE))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--span", type=float, default=0.2, help="seconds of a step in a round")
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return
+    if options.other is None or options.out is None:
+        parser.error("--other and --out are needed")
+    started = {"installed": Worker(None), "other": Worker(str(options.other))}
+    report: dict[str, Any] = {
+        "environment": {name: worker.ask("environment") for name, worker in started.items()},
+        "failed": {},
+    }
+    workers = {report["environment"][name]["triton"]: worker for name, worker in started.items()}
+    names = {"layer": LAYERS, "gemms": GEMMS, "memory_bound": ("65536x4096",)}
+    for kind in options.parts:
+        report[kind] = {}
+        for name in names[kind]:
+            try:
+                report[kind] |= compare(workers, kind, name, options)
+            except RuntimeError as error:
+                report["failed"][f"{kind}/{name}"] = str(error)
+                print(kind, name, error, flush=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
