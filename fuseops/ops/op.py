@@ -381,11 +381,26 @@ class FusedOp:
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
 
-    def fwd(self, *args: Any) -> Out:
-        """The forward of the run: see the class."""
+    def fwd(
+        self,
+        x: Any,
+        t: tuple[Mapping[str, Tensor], ...],
+        calls: tuple[Call, ...],
+        /,
+        *args: Any,
+        **keywords: Any,
+    ) -> Out:
+        """The forward of the run: see the class. A joint one takes `keep: frozenset[str]` too."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
-    def bwd(self, *args: Any) -> tuple[Grads, ...]:
+    def bwd(
+        self,
+        saved: Any,
+        dy: Any,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor],
+        /,
+    ) -> tuple[Grads, ...]:
         """The backward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 
