@@ -1,6 +1,7 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), operands (from tensors), gemm (their products), recipe (who gets what).
+scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
+products), recipe (who gets what).
 """
 
 from .operands import Operand as Operand
@@ -14,3 +15,5 @@ from .recipe import Float8CurrentScaling as Float8CurrentScaling
 from .recipe import Recipe as Recipe
 from .recipe import Roles as Roles
 from .scaling import Scaling as Scaling
+from .store import WeightStore as WeightStore
+from .store import kept_bytes as kept_bytes
