@@ -101,9 +101,10 @@ def document(title: str, body: str, more_style: str = "") -> str:
     )
 
 
-def fragment(plan: Planned) -> str:
-    """One plan, to be put into any page."""
-    return f'<div class="fuseops"><style>{STYLE}</style>{_section(Group(plan, (plan.path,)))}</div>'
+def fragment(plans: Sequence[Planned]) -> str:
+    """Plans, to be put into any page; equal ones share a section."""
+    sections = "".join(map(_section, groups(plans)))
+    return f'<div class="fuseops"><style>{STYLE}</style>{sections}</div>'
 
 
 def _section(group: Group) -> str:

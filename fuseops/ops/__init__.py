@@ -42,3 +42,44 @@ from .structure import Identity as Identity
 from .structure import Reshape as Reshape
 from .structure import Swap as Swap
 from .structure import Tap as Tap
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "Add",
+    "Bias",
+    "ClampedSwiGLU",
+    "Combine",
+    "ConstantScale",
+    "Dispatch",
+    "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "InjectLoss",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "Permute",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "RoPE",
+    "Router",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedSwiGLU",
+    "ScaledGEGLU",
+    "ScaledReGLU",
+    "ScaledSReGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "Swap",
+    "SwiGLU",
+    "Tap",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,7 +18,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.halves import for_checkpoint
 from fuseops.ops.paths import path_of
-from fuseops.recipes import Roles, WeightStore
+from fuseops.recipes import Roles
+from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -383,11 +384,26 @@ class FusedOp:
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
 
-    def fwd(self, *args: Any) -> Out:
-        """The forward of the run: see the class."""
+    def fwd(
+        self,
+        x: Any,
+        t: tuple[Mapping[str, Tensor], ...],
+        calls: tuple[Call, ...],
+        /,
+        *args: Any,
+        **keywords: Any,
+    ) -> Out:
+        """The forward of the run: see the class. A joint one takes `keep: frozenset[str]` too."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
-    def bwd(self, *args: Any) -> tuple[Grads, ...]:
+    def bwd(
+        self,
+        saved: Any,
+        dy: Any,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor],
+        /,
+    ) -> tuple[Grads, ...]:
         """The backward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 

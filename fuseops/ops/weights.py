@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.recipes import WeightStore
+from fuseops.recipes.store import WeightStore
 
 from .op import Op
 from .scopes import STORE

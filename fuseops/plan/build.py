@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.ops.weights import store_of
-from fuseops.recipes import Roles, WeightStore, kept_bytes
+from fuseops.recipes import Roles
+from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
 from .cover import Cover, Site

@@ -15,5 +15,21 @@ from .recipe import Float8CurrentScaling as Float8CurrentScaling
 from .recipe import Recipe as Recipe
 from .recipe import Roles as Roles
 from .scaling import Scaling as Scaling
-from .store import WeightStore as WeightStore
-from .store import kept_bytes as kept_bytes
+
+__all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Layout",
+    "Operand",
+    "Quantized",
+    "Recipe",
+    "Roles",
+    "Scaling",
+    "operand",
+    "quantize",
+    "weight_operand",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
