@@ -37,6 +37,7 @@ from .ops.op import Grads as Grads
 from .ops.op import Op as Op
 from .ops.op import Out as Out
 from .ops.routing import Routing as Routing
+from .ops.weights import weights_changed as weights_changed
 from .recipes import quantize as quantize
 from . import testing as testing
 
@@ -77,6 +78,7 @@ __all__ = [
     "require",
     "rules",
     "testing",
+    "weights_changed",
 ]
 
 

@@ -5,7 +5,7 @@ families          linear, grouped_linear, norms, activations, glu, elementwise, 
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), halves (packed ones
                   as DTensors)
-grouped weights   packing (one Parameter a group), grouped_state_dict
+weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps)
 """
 
 from .activations import GELU as GELU

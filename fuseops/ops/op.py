@@ -19,6 +19,7 @@ from fuseops.ops import scopes
 from fuseops.ops.halves import for_checkpoint
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
+from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
+    store      of the op's quantized weight, where the recipe keeps it
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -84,6 +86,7 @@ class Call(NamedTuple):
     keep: frozenset[str] = frozenset()
     precision: Precision = Precision()
     training: bool = True
+    store: WeightStore | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None

@@ -1,6 +1,7 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), operands (from tensors), gemm (their products), recipe (who gets what).
+scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
+products), recipe (who gets what).
 """
 
 from .operands import Operand as Operand
