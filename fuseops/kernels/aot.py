@@ -32,7 +32,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
-from fuseops.kernels.launch import recording
+from fuseops.kernels.launch import COMPILER, recording
 from fuseops.kernels.recorder import Launch
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 
@@ -188,14 +188,16 @@ def _descriptor_type(descriptor: Any) -> str:
 
 @functools.cache
 def source_of(kernel: Any) -> str:
-    """What a kernel and the device functions and constants it uses say, layout and docs aside."""
+    """What a kernel and the device functions and constants it uses say, layout and docs aside: as text, which is the same
+    in every Python, where a dump of the tree is not.
+    """
     fn = getattr(kernel, "fn", kernel)
     text = textwrap.dedent(inspect.getsource(fn))
     tree = ast.parse(text)
     function: Any = tree.body[0]
     if ast.get_docstring(function) is not None:
         del function.body[0]
-    parts = [ast.dump(tree)]
+    parts = [ast.unparse(tree)]
     for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
         value = fn.__globals__.get(name)
         if hasattr(value, "fn") and value is not kernel and "fuseops" in value.fn.__module__:
@@ -216,7 +218,7 @@ def compiled(launch: Launch, arch: int) -> Any:
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     options = {k: v for k, v in launch.options.items() if k not in kernel.arg_names}
     source = ASTSource(kernel, *specialize(launch))
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=COMPILER | options)
 
 
 def compile_row(row: Row) -> dict[str, Any]:

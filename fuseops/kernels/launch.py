@@ -43,6 +43,11 @@ def device(name: str) -> ModuleType:
     return importlib.import_module(f"fuseops.kernels.device.{name}")
 
 
+COMPILER = {"enable_fp_fusion": True}
+"""What every kernel is compiled with. A product and the sum it goes into are rounded once, whatever a release of Triton
+does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run ``kernel[grid](*args, **options)`` on the device of its first argument, a tensor; nothing when the
     grid is empty.   -> the compiled kernel, if one ran
@@ -102,7 +107,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
         again_of(launcher, grid, args)()
         return compiled
     enter_context()
-    compiled = kernel[grid](*args, **options)
+    compiled = kernel[grid](*args, **COMPILER, **options)
     if key[2] is not None and key not in _bound:
         _bound[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
     return compiled

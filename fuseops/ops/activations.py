@@ -133,7 +133,7 @@ class Approximated:
     @property
     def kind(self) -> str:
         check_approximate(type(self).__name__, self.approximate)
-        return self.kinds[self.approximate == "tanh"]
+        return self.kinds[APPROXIMATE.index(self.approximate)]
 
     @kind.setter
     def kind(self, kind: str) -> None:

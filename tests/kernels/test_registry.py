@@ -270,7 +270,8 @@ class TestWhoRuns:
 
 @pytest.mark.usefixtures("interpreted")
 def test_profiler_shows_the_name_of_every_launch():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as p:
         for name in TRITON:
             KERNEL_OPS[name](*SAMPLES[name])
     assert {f"fuseops::{name}" for name in TRITON} <= {e.key for e in p.key_averages()}
