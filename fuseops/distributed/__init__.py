@@ -13,3 +13,19 @@ from .tensor import SequenceParallel as SequenceParallel
 from .tensor import shard_placement as shard_placement
 from .tensor import split_halves as split_halves
 from .tensor import tp_plan as tp_plan
+
+__all__ = [
+    "ColwiseParallel",
+    "Replicated",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "delay_weight_gradients",
+    "dw_builder",
+    "shard_placement",
+    "split_halves",
+    "tp_plan",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
