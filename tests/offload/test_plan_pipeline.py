@@ -181,7 +181,7 @@ def test_halves_of_a_backward_take_together_what_it_takes(pipeline: Pipeline, la
         for turn, at in began.items():
             if turn.way == WEIGHT:
                 assert at >= began[turn._replace(way=INPUT)] + 1e-3 - 1e-9
-        done = simulate(ran, range(len(ran.saved)), LINK, LinkSettings(lag=1, small=0))
+        done = simulate(ran, [*ran.candidates()], LINK, LinkSettings(lag=1, small=0))
         assert done.levels[-1].nbytes == ran.ops[-1].resident
 
 
@@ -189,9 +189,9 @@ def test_x_and_the_gradient_of_a_product_are_held_until_its_weight_half() -> Non
     pipeline, size = Pipeline(1, 4), 10 * MB
     profile = products(profile_for(pipeline))
     assert profile_of_rank(profile, pipeline, 0).peak == BASE + size
-    for late in range(4):  # one micro-batch is between forward and backward, `late` wait
+    for late in range(4):  # x and gradient of one between its halves, and of those that wait
         split = profile_of_rank(profile, halved(pipeline, late), 0)
-        assert split.peak == BASE + max(late * 2 + 1, 2) * size
+        assert split.peak == BASE + 2 * (late + 1) * size
         waiting = [s for s in split.saved if s.why is not None]
         assert len(waiting) == 4 and all(s.nbytes == size for s in waiting)
     other = profile_of_rank(profile_for(pipeline), halved(pipeline, 3), 0)  # of ops that delay none
