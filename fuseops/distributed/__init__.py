@@ -1,9 +1,11 @@
 """Many GPUs on torch.distributed: styles for `parallelize_module`, and stages of pipelines.
 
 tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
+overlap       rules that run collectives and the products beside them together: overlap_rules
 pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
 """
 
+from .overlap import overlap_rules as overlap_rules
 from .pipeline import delay_weight_gradients as delay_weight_gradients
 from .pipeline import dw_builder as dw_builder
 from .tensor import ColwiseParallel as ColwiseParallel
@@ -21,6 +23,7 @@ __all__ = [
     "SequenceParallel",
     "delay_weight_gradients",
     "dw_builder",
+    "overlap_rules",
     "shard_placement",
     "split_halves",
     "tp_plan",
