@@ -45,6 +45,7 @@ class MoE(Sequential):
     bias: of fc1 and fc2 (an expert's output is probability times its biased result).
     shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
         or a module of your own, (T, dim) -> (T, dim). Their output is added.
+    ep: a DeviceMesh of one dimension whose ranks share the experts: `distributed.ExpertParallel` with its defaults.
     capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
         experts that are built here are then dispatch.num_experts.
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`; "inject" gives it the gradient
@@ -66,6 +67,7 @@ class MoE(Sequential):
         bias: bool = False,
         shared_experts: int | nn.Module = 0,
         capacity_factor: float | None = None,
+        ep: Any = None,
         dispatch: Op[Any] | None = None,
         collect: Op[Any] | None = None,
         aux: str = "return",
@@ -78,6 +80,8 @@ class MoE(Sequential):
     ) -> None:
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
+        if dispatch is not None and ep is not None:
+            raise FuseOpsError("MoE: ep brings its own dispatch and collect: leave them out.")
         if dispatch is not None and capacity_factor is not None:
             raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -109,6 +113,10 @@ class MoE(Sequential):
         }
         super().__init__({name: op for name, op in children.items() if op is not None})
         self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
+        if ep is not None:
+            from fuseops.distributed import ExpertParallel
+
+            ExpertParallel()._apply(self, ep)
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module. Experts of a dispatcher with a `mesh`, the 1-d DeviceMesh over whose ranks they are spread,

@@ -149,6 +149,9 @@ class Op(nn.Module, Generic[S]):
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
+    local        its parameters that are DTensors are read as this rank's part, which fuses as any tensor does
+    note         what `explain()` says of it
+    averages_over   gradients of those parts are divided by it: the ranks whose tokens they add up
     """
 
     reads: tuple[str, ...] = ()
@@ -163,6 +166,9 @@ class Op(nn.Module, Generic[S]):
     floats: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
+    local: bool = False
+    averages_over: int = 1
+    note: str = ""
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op

@@ -115,6 +115,7 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[int | None, ...], Rows] = field(default_factory=dict)
+    local: bool = field(init=False)  # some parameters are this rank's part of a DTensor
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     tap: str | None = field(
         init=False
@@ -123,6 +124,7 @@ class Segment:
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
+        self.local = any(op.local for op in self.ops)
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None

@@ -44,6 +44,7 @@ from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
+from .local_parts import local_part
 from .modes import mode_of
 from .traced import TABLE
 
@@ -397,4 +398,6 @@ def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
         op = seg.ops[i]
         registered = op.__dict__["_parameters"]
         inputs.append(registered[name] if name in registered else getattr(op, name))
+        if seg.local and op.local:
+            inputs[-1] = local_part(inputs[-1], op.averages_over)
     return inputs

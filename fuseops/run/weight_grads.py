@@ -22,7 +22,7 @@ from fuseops.plan.facts import kept_fields
 from fuseops.plan.segment import Segment, Step
 from fuseops.recipes import Quantized
 
-from . import data_parallel
+from . import data_parallel, local_parts
 
 
 class Destination(NamedTuple):
@@ -279,7 +279,7 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
             )
     names = sorted(step.calls[0].needs)
     for registered in (key for name in names for key in op.registered(name)):
-        if torch_private.is_dtensor(type(getattr(op, registered))):
+        if torch_private.is_dtensor(type(getattr(op, registered))) and not op.local:
             raise FuseOpsError(
                 f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
@@ -304,6 +304,7 @@ def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
         parameter = getattr(op, registered)
         if parameter.requires_grad:
             part = data_parallel.reduced(op, part.to(parameter.dtype))
+            part = local_parts.gradient_of(parameter, part, op.averages_over)
             parameter.grad = part if parameter.grad is None else parameter.grad + part
             hooks = parameter._post_accumulate_grad_hooks or {}
             for hook in [*hooks.values()]:
