@@ -175,12 +175,11 @@ def add_sums_kernel(
             at = (tokens * K)[:, None] + k
             e = tl.load(experts_ptr + at, mask=here[:, None] & (k < K), other=-1).to(tl.int32)
             home = tl.where(e >= 0, e // (E // W), 0)
-            slots = tl.load(slots_ptr + (tokens * W)[:, None] + home, mask=e >= 0, other=-1)
-            kept = (slots >= 0) & (slots < room)
+            slot = tl.load(slots_ptr + (tokens * W)[:, None] + home, mask=e >= 0, other=-1)
             w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at)
             w_ptr = w_ptr.to(tl.pointer_type(tl.float32))
-            rows = (slots + home * room).to(tl.int64)
-            w = tl.load(w_ptr + rows * K + k, mask=kept, other=0.0)
+            row = (slot + home * room).to(tl.int64)
+            w = tl.load(w_ptr + row * K + k, mask=(slot >= 0) & (slot < room), other=0.0)
             tl.store(dweights_ptr + at, w, mask=here[:, None] & (k < K))
 
 
