@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops.distributed import ExpertParallel, check_overflow
 from fuseops.distributed.dispatch import symmetric
+from fuseops.integrations import hf
 
 D, F, E, TOP = 6, 5, 8, 3
 
@@ -271,6 +273,45 @@ def raises(said: str, make: Any) -> None:
         assert said in str(error), error
     else:
         raise AssertionError(f"nothing raised where {said!r} was expected")
+
+
+def law_models_of_transformers_spread_too() -> None:
+    """What `hf.apply` runs, applied before or after: logits and every gradient."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_hidden_layers=2, vocab_size=17,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4, num_experts_per_tok=2,
+        dtype=torch.float64, pad_token_id=0,
+    )  # fmt: skip
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).double()
+
+    torch.manual_seed(2)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens = torch.randint(1, 17, (world, 6))
+    alone = model()
+    hf.apply(alone)
+    want = alone(tokens).logits
+    want.square().sum().backward()
+    for before in (True, False):
+        spread = model()
+        if before:
+            hf.apply(spread)
+        parallelize_module(spread, mesh(), ExpertParallel(average=False))
+        if not before:
+            hf.apply(spread)
+        got = spread(tokens[rank : rank + 1]).logits
+        close(got[0].detach(), want[rank].detach(), "logits")
+        got.square().sum().backward()
+        for (name, p), q in zip(spread.named_parameters(), alone.parameters(), strict=True):
+            if isinstance(p, DTensor):
+                close(p.grad.full_tensor(), q.grad, name)
+            else:
+                dist.all_reduce(p.grad)
+                close(p.grad, q.grad, name)
+        assert any(isinstance(p, DTensor) for p in spread.parameters())
 
 
 def law_wrong_use_says_so() -> None:
