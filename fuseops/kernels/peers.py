@@ -140,8 +140,8 @@ def _taken(
     rows, k, heads = len(table) * place[1], place[3], arrivals is None
     ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
     got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
-    counts = torch.empty(len(table), dtype=torch.int32, device=like.device) if heads else arrivals
-    return like.new_empty(rows, like.shape[1]), ids, got, counts  # type: ignore[return-value]
+    counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
+    return like.new_empty(rows, like.shape[1]), ids, got, counts
 
 
 @kernel_op(twin=reference.take_tokens, fake=_taken, cases=lambda: _cases("take"))
@@ -151,7 +151,7 @@ def take_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What has arrived here: x (W room, N), ids (W room, K), weights (W room, K), and how many of each rank (W,).
 
-    like, weights: tensors of their dtypes and widths. arrivals: those of the forward, where x alone was sent.
+    like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent; the rest is empty then.
     """
     rank, room, _, k, half, ids_at, weights_at, counts_at = place
     y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
@@ -160,7 +160,7 @@ def take_tokens(
     blocks = cdiv(room, config["BLOCK_R"])
     launch(
         device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
-        y, table, uses, ids, got, counts, n, rank, room, half, ids_at, weights_at, counts_at, blocks,
+        y, table, uses, ids, got, counts if arrivals is None else arrivals, n, rank, room, half, ids_at, weights_at, counts_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
     )  # fmt: skip
     return y, ids, got, counts

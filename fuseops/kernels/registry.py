@@ -75,13 +75,14 @@ thread = _RegistryThread()
 
 
 @contextmanager
-def reference_only() -> Iterator[None]:
-    """Inside, every kernel call of this thread runs its twin.
+def reference_only(twins: bool = True) -> Iterator[None]:
+    """Inside, every kernel call of this thread runs its twin, or with twins=False its kernel again.
 
-    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all.
+    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all. What travels between
+    GPUs goes by kernels there, too: a twin of the host does not reach them.
     """
     before = thread.reference_only
-    thread.reference_only = True
+    thread.reference_only = twins
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,27 @@ def law_steps_and_checkpoints_equal_one_process() -> None:
             for name, t in alone.state_dict().items():
                 close(read["model"][name], t, name)
         dist.barrier()
+
+
+def law_pretraining_resumes_bit_for_bit() -> None:
+    """From a checkpoint in the middle, on the same mesh; on another mesh, within rounding."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "pretrain.py"
+    spec: Any = importlib.util.spec_from_file_location("pretrain", path)
+    spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
+    cpu = torch.device("cpu")
+    with SharedFolder() as folder:
+
+        def losses(*options: str) -> list[float]:
+            given = ["--dim", "16", "--layers", "1", "--context", "16", "--batch", "2", *options]
+            return pretrain.train(pretrain.parsed(given), cpu)
+
+        out = ["--out", str(folder)]
+        whole = losses("--ep", "2", "--steps", "4")
+        assert losses("--ep", "2", "--steps", "2", *out) == whole[:2]
+        dist.barrier()
+        assert losses("--ep", "2", "--steps", "3", *out) == whole[2:3]
+        other = losses("--ep", "4", "--steps", "4", *out)
+        assert len(other) == 1 and abs(other[0] - whole[3]) < 1e-5
 
 
 def same_weights(model: Net, alone: Net) -> None:

@@ -48,6 +48,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "x": ("slots", "arrivals"),
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
+    autocast = True  # before it travels
 
     def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
         super().__init__()
@@ -174,7 +175,8 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
-        y, side = op._dispatched(x, experts, weights)
+        with K.reference_only(twins=False):
+            y, side = op._dispatched(x, experts, weights)
         ctx.op = op
         ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
         ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
@@ -194,7 +196,8 @@ class _Collected(torch.autograd.Function):
     def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:
         ctx.op, ctx.tokens = op, len(x)
         ctx.save_for_backward(slots, arrivals)
-        return op._collected(x, slots, arrivals)
+        with K.reference_only(twins=False):
+            return op._collected(x, slots, arrivals)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -66,7 +66,10 @@ def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
 
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
-    table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    inside = (
+        memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    )  # a pool of allocations has one handle
+    table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     return Fabric(table, uses, flag, nbytes, handle, memory)
@@ -108,6 +111,11 @@ class PeerMemory(Exchange):
         return min(most, 16 * math.ceil(self.capacity * self.tokens * self.top_k / 16))
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        if x.is_cuda and x.element_size() > 4:
+            raise FuseOpsError(
+                f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
+                "ExpertParallel(way='host_counts') does."
+            )
         fabric, place = self._ready(x, weights.dtype)
         if len(x) > self.tokens:
             raise FuseOpsError(

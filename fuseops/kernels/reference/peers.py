@@ -66,7 +66,7 @@ def take_tokens(
     full = (torch.arange(room)[None, :] < counts[:, None]).flatten()[:, None]
     x = torch.where(full, part.rows, 0)
     if not heads or weights is None:
-        return x, counts.new_empty(0), like.new_empty(0), counts
+        return x, counts.new_empty(0), like.new_empty(0), counts.new_empty(0)
     return x, torch.where(full, part.ids, -1), torch.where(full, part.weights, 0), counts
 
 
