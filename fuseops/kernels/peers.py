@@ -151,7 +151,7 @@ def take_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What has arrived here: x (W room, N), ids (W room, K), weights (W room, K), and how many of each rank (W,).
 
-    like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent; the rest is empty then.
+    like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
     rank, room, _, k, half, ids_at, weights_at, counts_at = place
     y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
@@ -160,7 +160,8 @@ def take_tokens(
     blocks = cdiv(room, config["BLOCK_R"])
     launch(
         device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
-        y, table, uses, ids, got, counts if arrivals is None else arrivals, n, rank, room, half, ids_at, weights_at, counts_at, blocks,
+        y, table, uses, ids, got, counts if arrivals is None else arrivals,
+        n, rank, room, half, ids_at, weights_at, counts_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
     )  # fmt: skip
     return y, ids, got, counts
