@@ -19,7 +19,8 @@ Hardware: sm_80 and later, peers over NVLink or PCIe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.registry import INTERPRET, kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 WORLD = 4  # of the ahead-of-time table: W is compiled into two of the kernels
@@ -92,6 +93,41 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
             yield x, slots, table, uses, flag, place
 
 
+class PeerKernel:
+    """A launcher that reaches memory by addresses, so that no dispatcher, fake or compiler has to do with it.
+
+    Its twin reaches that of the host; it runs for tensors of the CPU, outside of the interpreter.
+    """
+
+    min_arch = 80
+
+    def __init__(
+        self, launcher: Callable[..., Any], twin: Callable[..., Any], cases: Callable[[], Any]
+    ) -> None:
+        functools.update_wrapper(self, launcher)
+        self.name, self.launcher, self.twin, self.cases = launcher.__name__, launcher, twin, cases
+
+    def __call__(self, *args: Any) -> Any:
+        first = args[0]
+        launches = first.is_cuda or (INTERPRET and first.dtype is not torch.float64)
+        return (self.launcher if launches else self.twin)(*args)
+
+
+PEER_KERNELS: list[PeerKernel] = []
+
+
+def peer_kernel(
+    *, twin: Callable[..., Any], cases: Callable[[], Any]
+) -> Callable[[Callable[..., Any]], PeerKernel]:
+    """Make a `PeerKernel` of the decorated launcher.   cases: arguments to compile it for ahead of time"""
+
+    def made(launcher: Callable[..., Any]) -> PeerKernel:
+        PEER_KERNELS.append(PeerKernel(launcher, twin, cases))
+        return PEER_KERNELS[-1]
+
+    return made
+
+
 @kernel_op(twin=reference.token_slots, cases=lambda: _cases("slots"))
 def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
     """slots (T, W) int32: the how manieth a token is of those that go to a rank, -1 where it does not; counts (W,)
@@ -109,7 +145,7 @@ def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, 
     return slots, counts
 
 
-@kernel_op(twin=reference.send_tokens, fake=lambda *args: None, cases=lambda: _cases("send"))
+@peer_kernel(twin=reference.send_tokens, cases=lambda: _cases("send"))
 def send_tokens(
     x: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
     counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
@@ -144,7 +180,7 @@ def _taken(
     return like.new_empty(rows, like.shape[1]), ids, got, counts
 
 
-@kernel_op(twin=reference.take_tokens, fake=_taken, cases=lambda: _cases("take"))
+@peer_kernel(twin=reference.take_tokens, cases=lambda: _cases("take"))
 def take_tokens(
     like: Tensor, table: Tensor, uses: Tensor, place: list[int],
     arrivals: Tensor | None = None, weights: Tensor | None = None,
@@ -167,7 +203,7 @@ def take_tokens(
     return y, ids, got, counts
 
 
-@kernel_op(twin=reference.return_sums, fake=lambda *args: None, cases=lambda: _cases("return"))
+@peer_kernel(twin=reference.return_sums, cases=lambda: _cases("return"))
 def return_sums(
     x: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int], arrivals: Tensor,
     dweights: Tensor | None = None,
@@ -194,7 +230,7 @@ def _added(
     return like.new_empty(len(slots), like.shape[1]), copies
 
 
-@kernel_op(twin=reference.add_sums, fake=_added, cases=lambda: _cases("add"))
+@peer_kernel(twin=reference.add_sums, cases=lambda: _cases("add"))
 def add_sums(
     like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
     experts: Tensor | None = None, weights: Tensor | None = None,
@@ -213,9 +249,7 @@ def add_sums(
     return y, copies
 
 
-@kernel_op(
-    twin=reference.bound_rows, fake=lambda *args: None, cases=lambda: _cases("bound"), mutates=("offs", "flag")
-)  # fmt: skip
+@peer_kernel(twin=reference.bound_rows, cases=lambda: _cases("bound"))
 def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
     """Ends beyond the rows there are become the last one, and are noted."""
     launch(

@@ -75,14 +75,13 @@ thread = _RegistryThread()
 
 
 @contextmanager
-def reference_only(twins: bool = True) -> Iterator[None]:
-    """Inside, every kernel call of this thread runs its twin, or with twins=False its kernel again.
+def reference_only() -> Iterator[None]:
+    """Inside, every kernel call of this thread runs its twin.
 
-    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all. What travels between
-    GPUs goes by kernels there, too: a twin of the host does not reach them.
+    The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all.
     """
     before = thread.reference_only
-    thread.reference_only = twins
+    thread.reference_only = True
     try:
         yield
     finally:

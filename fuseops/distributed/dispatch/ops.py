@@ -175,8 +175,7 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
-        with K.reference_only(twins=False):
-            y, side = op._dispatched(x, experts, weights)
+        y, side = op._dispatched(x, experts, weights)
         ctx.op = op
         ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
         ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
@@ -196,8 +195,7 @@ class _Collected(torch.autograd.Function):
     def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:
         ctx.op, ctx.tokens = op, len(x)
         ctx.save_for_backward(slots, arrivals)
-        with K.reference_only(twins=False):
-            return op._collected(x, slots, arrivals)
+        return op._collected(x, slots, arrivals)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
