@@ -134,7 +134,7 @@ def return_sums_kernel(
     mine = (slots + to * room).to(tl.int64)[:, None]
     theirs = (slots + rank * room).to(tl.int64)[:, None]
     x = tl.load(x_ptr + mine * stride_x + cols, mask=full & (cols < N), other=0.0)
-    x = tl.where(tl.load(flag_ptr) != 0, float("nan"), x)
+    x = tl.where(tl.load(flag_ptr) != 0, float("nan"), x.to(tl.float32)).to(x.dtype)
     y_ptr = part_of(table_ptr, to, uses_ptr, half, 0).to(tl.pointer_type(x_ptr.dtype.element_ty))
     tl.store(y_ptr + theirs * N + cols, x, mask=full & (cols < N))
     if HEADS:
