@@ -88,10 +88,8 @@ class MoE(Sequential):
     ) -> None:
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
-        if dispatch is not None and ep is not None:
-            raise FuseOpsError("MoE: ep brings its own dispatch and collect: leave them out.")
-        if dispatch is not None and capacity_factor is not None:
-            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor.")
+        if dispatch is not None and (capacity_factor, ep) != (None, None):
+            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled(activation)
         shared = _shared(shared_experts, activation, dim, ffn, bias, where)
@@ -120,9 +118,7 @@ class MoE(Sequential):
         super().__init__({name: op for name, op in children.items() if op is not None})
         self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
         if ep is not None:
-            from fuseops.distributed import ExpertParallel
-
-            ExpertParallel()._apply(self, ep)
+            _spread(self, ep)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
@@ -187,6 +183,12 @@ class MoE(Sequential):
         children = dict(self.named_children())
         children["router"] = self["router"].replaying()
         return self._like(children.items())
+
+
+def _spread(moe: nn.Module, mesh: Any) -> None:
+    from fuseops.distributed import ExpertParallel  # which imports DTensor, for a second
+
+    ExpertParallel()._apply(moe, mesh)
 
 
 def _leave_meta(moe: nn.Module, keys: Any) -> None:

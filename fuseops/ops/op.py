@@ -152,6 +152,7 @@ class Op(nn.Module, Generic[S]):
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
+    apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
     local        its parameters that are DTensors are read as this rank's part, which fuses as any tensor does
     note         what `explain()` says of it
     averages_over   gradients of those parts are divided by it: the ranks whose tokens they add up
@@ -167,6 +168,7 @@ class Op(nn.Module, Generic[S]):
     multiplies: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
+    apart_when_compiled: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
     local: bool = False

@@ -15,7 +15,7 @@ def local_part(parameter: Any, averages_over: int) -> Any:
     """This rank's part of a DTensor, whose gradient goes back as one, divided by `averages_over`; others unchanged."""
     if parameter is None or not is_dtensor(type(parameter)):
         return parameter
-    return LocalPart.apply(parameter, averages_over)
+    return LocalPart.apply(parameter, averages_over)  # type: ignore[no-untyped-call]
 
 
 def gradient_of(parameter: Any, part: Tensor, averages_over: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -219,6 +221,30 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
     equal_to_one_process(tokens(5, 4), run=again, shared_experts=1)
     equal_to_one_process(tokens(5, 4), run=reference, balance_loss=0.1)
     equal_to_one_process(tokens(5, 4), delay_wgrad=True)
+
+
+def law_copies_and_compiled_layers_are_equal() -> None:
+    moe = layer(shared_experts=1, ep=mesh())
+    x = batch(tokens(5, 4))[dist.get_rank()]
+
+    def grads(moe: Any) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        y = moe(given)
+        y.square().sum().backward()
+        inner = getattr(moe, "_orig_mod", moe)
+        found = [y.detach(), given.grad, *(whole(p.grad) for p in inner.parameters())]
+        inner.zero_grad()
+        return found
+
+    want = grads(moe)
+    kept = pickle.loads(pickle.dumps(moe))
+    for other in (
+        copy.deepcopy(moe),
+        kept,
+        torch.compile(moe, fullgraph=True, backend="aot_eager"),
+    ):
+        for mine, theirs in zip(grads(other), want, strict=True):
+            close(mine, theirs, type(other).__name__)
 
 
 def law_expert_bias_moves_with_the_load_of_all_ranks() -> None:

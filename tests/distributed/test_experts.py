@@ -19,7 +19,7 @@ def ranks() -> Iterator[Ranks]:
     both.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     four = Ranks(4)
     yield four

@@ -33,6 +33,14 @@ class Arrived(NamedTuple):
     arrivals: Tensor  # what the exchange needs to know of C on the way back
 
 
+_numbered: list[Exchange] = []
+
+
+def numbered(number: int) -> Exchange:
+    """The exchange of a number, which compiled code may have made a symbol."""
+    return _numbered[int(number)]
+
+
 class Exchange(abc.ABC):
     """One way over the ranks of a mesh of one dimension. Every method is a collective: all ranks call it alike.
 
@@ -41,6 +49,7 @@ class Exchange(abc.ABC):
     """
 
     name: str
+    not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
         """num_experts: of all ranks.  Raises FuseOpsError for a mesh that does not divide them."""
@@ -55,6 +64,19 @@ class Exchange(abc.ABC):
         self.mesh, self.num_experts, self.top_k = mesh, num_experts, top_k
         self.world, self.rank = mesh.size(), mesh.get_local_rank()
         self.local = num_experts // self.world
+        self._take_number()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in self.not_copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        """By which compiled code finds it, for as long as the process lives."""
+        self.number = len(_numbered)
+        _numbered.append(self)
 
     @property
     def group(self) -> Any:
@@ -77,6 +99,10 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         """dy (T, D) -> (C, D), what every partial sum gets; tokens: C."""
+
+    @abc.abstractmethod
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        """A tensor as `arrivals` is, without values."""
 
     def bound(self, offs: Tensor, rows: int) -> None:  # noqa: B027
         """Keep the ends of the experts here, in place, within the rows that `dispatch` said there are."""

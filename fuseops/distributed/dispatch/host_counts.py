@@ -36,6 +36,9 @@ class HostCounts(Exchange):
         weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
         return Arrived(x, ids, weights, rows, slots, arrivals)
 
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        return torch.empty(2, self.world, dtype=torch.int64)
+
     def _sizes(self, ends: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """On the host: tokens (2, W) that go to each rank and come from it, copies (W,) that come."""
         copies = K.expert_counts(self.homes(experts), self.world)

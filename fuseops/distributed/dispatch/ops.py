@@ -16,6 +16,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out
 
+from . import compiled
 from .exchange import Arrived, Exchange, within_capacity
 
 
@@ -49,6 +50,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
+    apart_when_compiled = True
 
     def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
         super().__init__()
@@ -73,6 +75,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
                 f"ExpertDispatch expects experts and weights of shape ({len(x)}, k), got {tuple(experts.shape)} and "
                 f"{tuple(weights.shape)}."
             )
+        if torch.compiler.is_compiling():
+            return self._compiled(x, experts, weights)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
@@ -81,6 +85,13 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
         )
         return Out(y, saved, side)
+
+    def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
+        number, factor = self.exchange.number, self.capacity_factor or 0.0
+        y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
+        offs, index, pos, probs = K.route(ids, self.num_experts, weights)
+        side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
+        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals})
 
     def _dispatched(
         self, x: Tensor, experts: Tensor, weights: Tensor
@@ -130,6 +141,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     """Sends the sum of each token's experts here back to where it came from, and adds up what comes from all ranks."""
 
     reads = ("slots", "arrivals")
+    apart_when_compiled = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
     def __init__(self, exchange: Exchange) -> None:
@@ -137,6 +149,8 @@ class ExpertCollect(Op[ExpertCollectSaved]):
         self.exchange = exchange
 
     def fwd(self, x: Tensor, *, slots: Tensor, arrivals: Tensor) -> Out:
+        if torch.compiler.is_compiling():
+            return Out(compiled.collect(x, slots, arrivals, self.exchange.number))
         if torch.is_grad_enabled() and x.requires_grad:
             return Out(_Collected.apply(self, x, slots, arrivals))  # type: ignore[no-untyped-call]
         return Out(self._collected(x, slots, arrivals), ExpertCollectSaved(slots, arrivals, len(x)))

@@ -83,6 +83,8 @@ class PeerMemory(Exchange):
     """
 
     name = "written into the memory of peers (no host sync)"
+    not_copied = Exchange.not_copied | {"fabric"}
+    fabric: Fabric | None = None
 
     def __init__(
         self,
@@ -96,7 +98,6 @@ class PeerMemory(Exchange):
         """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
         super().__init__(mesh, num_experts, top_k)
         self.capacity, self.tokens = capacity, tokens
-        self.fabric: Fabric | None = None
 
     @property
     def room(self) -> int:
@@ -129,6 +130,9 @@ class PeerMemory(Exchange):
         x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
         fabric.uses += 1
         return Arrived(x, ids, weights, self.rows, slots, arrivals)
+
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.world, dtype=torch.int32)
 
     def bound(self, offs: Tensor, rows: int) -> None:
         K.bound_rows(offs, self._fabric().flag, rows)
@@ -165,7 +169,7 @@ class PeerMemory(Exchange):
 
     def _fabric(self) -> Fabric:
         fabric: Any = self.fabric  # there since the first dispatch
-        return fabric  # type: ignore[no-any-return]
+        return fabric
 
     def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""

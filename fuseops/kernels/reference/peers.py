@@ -37,7 +37,7 @@ def send_tokens(
     rank, room, num_experts, *_ = place
     local = num_experts // len(table)
     for to in range(len(table)):
-        part = _Part(table, to, uses, place, x, weights)
+        part = _Parcel(table, to, uses, place, x, weights)
         sent = (slots[:, to] >= 0) & (slots[:, to] < room)
         rows = slots[sent, to].long() + rank * room
         part.rows[rows] = x[sent]
@@ -60,7 +60,7 @@ def take_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What has arrived here.   -> x (W room, N), ids (W room, K), weights (W room, K), arrivals (W,)"""
     rank, room, *_ = place
-    part = _Part(table, rank, uses, place, like, weights)
+    part = _Parcel(table, rank, uses, place, like, weights)
     heads = arrivals is None
     counts = part.counts.clone() if arrivals is None else arrivals
     full = (torch.arange(room)[None, :] < counts[:, None]).flatten()[:, None]
@@ -82,7 +82,7 @@ def return_sums(
     """Every sum into the buffer of the rank that it is for."""
     rank, room, *_ = place
     for to in range(len(table)):
-        part, count = _Part(table, to, uses, place, x, dweights), int(arrivals[to])
+        part, count = _Parcel(table, to, uses, place, x, dweights), int(arrivals[to])
         mine = slice(to * room, to * room + count)
         theirs = slice(rank * room, rank * room + count)
         part.rows[theirs] = torch.where(flag != 0, torch.nan, x[mine])
@@ -102,7 +102,7 @@ def add_sums(
 ) -> tuple[Tensor, Tensor]:
     """(sums (T, N) in the order of ranks, what came back of every copy (T, K)).   weights: one of its dtype"""
     rank, room, num_experts, *_ = place
-    part = _Part(table, rank, uses, place, like, weights)
+    part = _Parcel(table, rank, uses, place, like, weights)
     total = wide(like.new_zeros(len(slots), like.shape[1]))
     kept = (slots >= 0) & (slots < room)
     rows = torch.where(kept, slots, 0) + room * torch.arange(len(table), dtype=torch.int32)
@@ -123,7 +123,7 @@ def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
     offs.clamp_(max=rows)
 
 
-class _Part:
+class _Parcel:
     """The half in use of a rank's buffer, as tensors over its memory."""
 
     def __init__(
