@@ -35,7 +35,7 @@ def _(x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_facto
         x.new_empty(tokens, x.shape[1]),
         experts.new_empty(tokens, k, dtype=torch.int32),
         weights.new_empty(tokens, k),
-        experts.new_empty(len(x), way.world, dtype=torch.int32),
+        experts.new_empty(x.shape[0], way.world, dtype=torch.int32),
         way.no_arrivals(x),
     )
 
@@ -48,7 +48,7 @@ def collect(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor
 
 @collect.register_fake
 def _(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
-    return y.new_empty(len(slots), y.shape[1])
+    return y.new_empty(slots.shape[0], y.shape[1])
 
 
 @torch.library.custom_op("fuseops::expert_dispatch_bwd", mutates_args=())
@@ -75,7 +75,7 @@ def _(
     exchange: int,
 ) -> tuple[Tensor, Tensor]:
     back = dx.new_empty(0) if dweights is None else dweights.new_empty(experts.shape)
-    return dx.new_empty(len(slots), dx.shape[1]), back
+    return dx.new_empty(slots.shape[0], dx.shape[1]), back
 
 
 def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
@@ -104,7 +104,7 @@ def _(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -
 
 def _keep_collect(ctx: Any, inputs: Any, output: Any) -> None:
     y, slots, arrivals, ctx.number = inputs
-    ctx.tokens = len(y)
+    ctx.tokens = y.shape[0]
     ctx.save_for_backward(slots, arrivals)
 
 

@@ -75,6 +75,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
                 f"ExpertDispatch expects experts and weights of shape ({len(x)}, k), got {tuple(experts.shape)} and "
                 f"{tuple(weights.shape)}."
             )
+        if weights.element_size() < 4:  # as `Routing` has them
+            weights = weights.float()
         if torch.compiler.is_compiling():
             return self._compiled(x, experts, weights)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
