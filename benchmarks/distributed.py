@@ -46,6 +46,11 @@ SHAPES = {
 }
 TITAN = {"qwen3_30b": 1.6, "sonic_30b": 1.3, "mixtral": 1.05}  # how many times its speed
 COUNTS = {"qwen3_30b": 1.3, "sonic_30b": 1.15, "mixtral": 1.0}  # of peer_memory over host_counts
+SHARE = {
+    "qwen3_30b": 0.2,
+    "sonic_30b": 0.22,
+    "mixtral": 0.04,
+}  # of communication in a step, at most
 WAYS = ("peer_memory", "host_counts")
 
 
@@ -251,8 +256,16 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
     record["over_host_counts"] = measure.paired(us["peer_memory"], us["host_counts"])
     if options.profile:
         record["kernels"] = {name: layers.kernels(step) for name, step in steps.items()}
+        record["communication"] = communication(record["kernels"]["captured"])
     check_overflow()
     return record
+
+
+def communication(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """What of a step goes to the ways between GPUs, slots, copies and barriers included, by its kernels above 5 us."""
+    names = ("token_slots", "send_tokens", "take_tokens", "return_sums", "add_sums", "barrier")
+    us = sum(k["us"] for k in kernels if any(name in k["kernel"] for name in names))
+    return {"us": round(us, 1), "share": round(us / kernels[-1]["us"], 4)}
 
 
 def main() -> None:
@@ -269,11 +282,12 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
     found: dict[str, Any] = {
         "environment": {**measure.environment(), "gpus": dist.get_world_size()},
-        "bars": {"over_titan": TITAN, "over_host_counts": COUNTS},
+        "bars": {"over_titan": TITAN, "over_host_counts": COUNTS, "communication": SHARE},
         "cells": {},
     }
     for name in options.only:
         found["cells"][name] = cell(SHAPES[name], mesh, options)
+        torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             print(
                 name, json.dumps({k: v for k, v in found["cells"][name].items() if k != "kernels"})

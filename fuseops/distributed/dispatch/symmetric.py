@@ -176,9 +176,12 @@ class PeerMemory(Exchange):
         if self.fabric is None:
             self._agree(x)
         row = x.shape[1] * x.element_size()
-        *at, half = layout(self.world, self.room, self.top_k, row, weight.itemsize)
-        if 2 * half > self._fabric().nbytes:
-            self.fabric = fabric_of(self.group, 2 * half, x.device)
+        *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
+        if 2 * most > self._fabric().nbytes:
+            self.fabric = fabric_of(self.group, 2 * most, x.device)
+        half = (
+            self._fabric().nbytes // 2
+        )  # whatever this use takes of it: the one before may lie in the other
         return self._fabric(), [self.rank, self.room, self.num_experts, self.top_k, half, *at]
 
     def _agree(self, x: Tensor) -> None:
@@ -190,8 +193,8 @@ class PeerMemory(Exchange):
         dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
         self.tokens = 16 * math.ceil(int(tokens) / 16)
         row, weight = x.shape[1] * x.element_size(), max(x.element_size(), 4)
-        half = layout(self.world, self.room, self.top_k, row, weight)[-1]
-        self.fabric = fabric_of(self.group, 2 * half, x.device)
+        most = layout(self.world, self.room, self.top_k, row, weight)[-1]
+        self.fabric = fabric_of(self.group, 2 * most, x.device)
 
 
 def check_overflow() -> None:
