@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fuseops import ops
 from fuseops.errors import FuseOpsError
+from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
@@ -108,7 +109,8 @@ class ExpertParallel(ParallelStyle):
             if p is not None:
                 op._parameters[name] = sharded(p, mesh)
         op.num_groups //= mesh.size()
-        op.local, op.averages_over = True, mesh.size() if self.average else 1
+        local = Local(mean_of=mesh.size() if self.average else 1)
+        op._local = {"weight": local, "bias": local}
 
     def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
         if experts.num_experts % mesh.size():

@@ -6,7 +6,7 @@ a run of ops   run (finds the plan of a call), entries (those it keeps), modes (
                (compiled code)
 its execution  bridge (the autograd Function), saving, pure (level-1 ops), draws (their random numbers)
 gradients      weight_grads (main_grad, backward_dw), data_parallel (their ranks), buffers (of the caller),
-               second_order (refused), local_parts (of DTensors)
+               second_order (refused)
 errors         first (whether ops keep the contract, at the first call), unfused (what members of a fused op give),
                checks, debug (of values on the device)
 """
