@@ -82,7 +82,8 @@ def rows(
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
     found: dict[str, Row] = {}
-    for op in (*KERNEL_OPS.values(), *PEER_KERNELS) if ops is None else ops:
+    every: list[KernelOp[Any, Any] | PeerKernel] = [*KERNEL_OPS.values(), *PEER_KERNELS]
+    for op in every if ops is None else ops:
         for args in op.cases():
             for arch in archs:
                 for row in _rows_of(op, args, arch):
