@@ -65,6 +65,6 @@ HEAD = """## Tensor parallelism and pipelines
 
 On two ranks over gloo, beside one process in float64: pipelines to the bit, tensor parallelism within rounding, outputs
 and every gradient; autocast and FP8, which round, within 2 % (gradients 5 %); overlapped collectives on stand-ins of
-torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one has none. Experts under sequence parallelism
-are refused, since the router takes every token, and only zero-bubble schedules delay weight gradients.
+torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one has none. Experts under sequence
+parallelism are refused, since the router takes every token, and only zero-bubble schedules delay weight gradients.
 """
