@@ -243,7 +243,7 @@ def exemplar(rule: fo.Rule) -> fo.Sequential:
             entry(op).make(Wanted(lambda *options: options[0], width, 8, groups=3, top_k=1))
         )
         width = made[-1].out_shape((6, width))[-1]
-    return fo.Sequential(*readable(made))
+    return fo.Sequential(*readable(made, 6))
 
 
 def trained(model: Callable[..., Tensor], params: list[Tensor], side: dict[str, Tensor]) -> Any:
