@@ -291,7 +291,7 @@ def readable(made: Sequence[Op[Any]], width: int) -> list[Op[Any]]:
         if width != wanted:
             ends.append(Linear(width, wanted, bias=False))
             values = filled((wanted, width), torch.float64, "normal", len(name))
-            ends[-1].weight.data.copy_(values)  # type: ignore[union-attr, operator]
+            ends[-1].weight.data.copy_(values)  # type: ignore[operator]
         ends.append(Add(name))
         width = wanted
     return [*made, *ends]

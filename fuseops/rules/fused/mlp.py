@@ -42,7 +42,7 @@ DSWIGLU = Space(
 )
 
 
-class MLPSaved(NamedTuple):
+class DenseMLPSaved(NamedTuple):
     x: Operand | None
     gamma: Tensor | None
     rstd: Tensor | None
@@ -55,10 +55,10 @@ class MLPSaved(NamedTuple):
     bias: Tensor | None  # of fc1, or of the Bias behind it: where h is made again
 
 
-class MLP(FusedOp):
+class DenseMLP(FusedOp):
     """y = fc2(act(fc1(rmsnorm(x)))), for every activation, with or without norm and biases."""
 
-    Saved = MLPSaved
+    Saved = DenseMLPSaved
     takes_saved = True
     recipes = True
     recomputes = ("h",)
@@ -93,20 +93,20 @@ class MLP(FusedOp):
         y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at].precision.compute)
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         form = form_of(self.act)
-        s = MLPSaved(*saved, None, form, first["weight"], last["weight"], bias)
+        s = DenseMLPSaved(*saved, None, form, first["weight"], last["weight"], bias)
         h, a = self.activated(s, y, calls[self.at])
         del y
         s = replaced(s, h=h if "h" in keep else None)
         del h
-        return Out(linear(a, s.fc2, last["bias"], forward_only(calls[-1]))[0], s, side)
+        return Out(linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0], s, side)
 
-    def hidden(self, s: MLPSaved, y: Operand, call: Call) -> Tensor:
+    def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Tensor:
         """fc1 of its input y."""
         return linear(y, s.fc1, s.bias, forward_only(call))[0]  # type: ignore[arg-type]
 
-    def activated(self, s: MLPSaved, y: Operand, call: Call) -> tuple[Tensor, Tensor]:
+    def activated(self, s: DenseMLPSaved, y: Operand, call: Call) -> tuple[Tensor, Tensor]:
         """fc1 and the activation of it: h and a."""
-        if not is_fake(y) and self.why_apart(s, y, call) is None:
+        if not _fake(y) and self.why_apart(s, y, call) is None:
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
             h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows))
@@ -116,7 +116,7 @@ class MLP(FusedOp):
 
     def bwd(
         self,
-        held: list[MLPSaved],
+        held: list[DenseMLPSaved],
         dy: Tensor | None,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
@@ -138,7 +138,7 @@ class MLP(FusedOp):
         return *front, own, *bias, Grads(), last
 
     def above(
-        self, s: MLPSaved, taken: list[Any], first: Call, call: Call
+        self, s: DenseMLPSaved, taken: list[Any], first: Call, call: Call
     ) -> tuple[list[Tensor | None], Grads]:
         """dh, and the gradients of fc2, whose call it is.
 
@@ -173,7 +173,7 @@ class MLP(FusedOp):
 
     # --- which kernels
 
-    def why_apart(self, s: MLPSaved, y: Any, call: Call) -> str | None:
+    def why_apart(self, s: DenseMLPSaved, y: Any, call: Call) -> str | None:
         """Why the activation is a kernel of its own; None where fc1's GEMM ends in it.   y: the input of fc1"""
         weight: Tensor = s.fc1  # type: ignore[assignment]
         why = _why_no_epilogue(s.form, y, call, call.precision.compute or weight.dtype)
@@ -188,7 +188,7 @@ class MLP(FusedOp):
             return "no path of the GEMM can, see its own"
         return _data_says(SWIGLU.pick(len(rows), tuple(weight.shape[1:]), y))
 
-    def why_apart_bwd(self, s: MLPSaved, dy: Any, h: Tensor | None, call: Call) -> str | None:
+    def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Tensor | None, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
         if s.fc2 is None or h is None or not {"x", "weight"} <= call.needs:
             return "not every gradient is needed"
@@ -205,7 +205,7 @@ class MLP(FusedOp):
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
         saved = (None,) * 5 + (None, act, first["weight"], last["weight"])
-        s = MLPSaved(*saved, t[self.at + 1]["bias"] if self.biased else first["bias"])
+        s = DenseMLPSaved(*saved, t[self.at + 1]["bias"] if self.biased else first["bias"])
         dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
         parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]
@@ -214,7 +214,7 @@ class MLP(FusedOp):
             parts.append(("fc2's input gradient", "the backward of SwiGLU", why))
         return "; ".join(_in_words(*part) for part in parts)
 
-    def _widths(self, s: MLPSaved) -> tuple[int, int, int]:
+    def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
         """Of the input of fc1, of h and of y."""
         return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
 
@@ -233,6 +233,10 @@ def _activation_bwd(
     ones = torch.ones(h.shape[:-1], device=h.device)  # exact
     dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
     return dh, a
+
+
+def _fake(x: Operand) -> bool:
+    return isinstance(x, Tensor) and is_fake(x)
 
 
 def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) -> str | None:
