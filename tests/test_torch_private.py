@@ -608,9 +608,18 @@ def test_the_ddp_whose_forward_runs_is_known() -> None:
         dist.destroy_process_group()
 
 
-def test_a_halved_shard_is_one_of_two_pieces() -> None:
-    placement = torch_private.halved_shard(1)
-    assert placement.dim == 1 and placement.split_factor == 2
+def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, group = torch.randn(2, 3), dist.group.WORLD
+        for y in (
+            torch_private.all_gather(x, 1, group),
+            torch_private.reduce_scatter(x, 1, group),
+            torch_private.all_reduce(x, group),
+        ):
+            assert type(y) is Tensor and torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
