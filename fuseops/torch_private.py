@@ -172,6 +172,17 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
 
 
+def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
+    """What `shard_placement_fn` of FSDP2 gives for a parameter on a mesh of its own, as a class (None before torch
+    2.12, which has none), and what that takes of the mesh.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    return getattr(common, "ShardPlacementResult", None), common.FSDPMeshInfo(
+        mesh, shard_mesh_dim=0
+    )
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees an op."""
     return _python_dispatch._disable_current_modes()

@@ -622,6 +622,19 @@ def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> N
         dist.destroy_process_group()
 
 
+def test_a_parameter_may_have_a_mesh_of_its_own_under_fsdp() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        made, info = torch_private.shard_placement_on(init_device_mesh("cpu", (2,)))
+        assert made is None or made(Shard(0), info).mesh_info.shard_mesh_size == 2
+    finally:
+        dist.destroy_process_group()
+
+
 def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 

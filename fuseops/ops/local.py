@@ -75,6 +75,19 @@ class OfFirst(torch.autograd.Function):
         return dy, None
 
 
+class MeanOfGradients(torch.autograd.Function):
+    """y = x, a part that one rank has, of what all ranks compute with: the mean of what they would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.count, None
+
+
 class Local(NamedTuple):
     """How one tensor of an op, a parameter or a side input, becomes the one that it computes with.
 
@@ -84,12 +97,14 @@ class Local(NamedTuple):
              up, "first" if the first rank alone counts it
     ranks    of those two
     dims     of the mesh of the DTensor; FSDP2 makes it one of more
+    mean_of  ranks whose tokens the gradient adds up, as that of an expert does: it is divided by them
     """
 
     axis: int = 0
     whole: str = ""
     ranks: Ranks = Ranks()
     dims: int = 1
+    mean_of: int = 1
 
     def of(self, t: Any) -> Any:
         """The tensor to compute with. None stays None."""
@@ -97,6 +112,8 @@ class Local(NamedTuple):
             return None
         if torch_private.is_dtensor(type(t)):
             t = t.to_local()
+        if self.mean_of > 1:
+            t = MeanOfGradients.apply(t, self.mean_of)  # type: ignore[no-untyped-call]
         if self.whole and self.ranks.size > 1:
             function = SumOfGradients if self.whole == "sum" else OfFirst
             t = function.apply(t, self.ranks)  # type: ignore[no-untyped-call]
@@ -110,6 +127,8 @@ class Local(NamedTuple):
             gradient = halved(gradient, self.axis)
         if self.whole == "sum" and self.ranks.size > 1:
             gradient = torch_private.all_reduce(gradient, self.ranks.group)
+        if self.mean_of > 1:
+            gradient = gradient / self.mean_of
         return like(parameter, gradient)
 
 

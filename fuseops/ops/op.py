@@ -152,6 +152,8 @@ class Op(nn.Module, Generic[S]):
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
+    apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
+    note         what `explain()` says of it
     """
 
     reads: tuple[str, ...] = ()
@@ -164,8 +166,10 @@ class Op(nn.Module, Generic[S]):
     multiplies: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
+    apart_when_compiled: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
+    note: str = ""
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op

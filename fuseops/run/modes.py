@@ -47,4 +47,6 @@ def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[s
         )
     if op.pure and key.compiling:
         return "plain", "level-1 op under torch.compile"
+    if op.apart_when_compiled and key.compiling:
+        return "plain", "ops of its own under torch.compile"
     return ("plain", "alias") if op.alias else ("", "")
