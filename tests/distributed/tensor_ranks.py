@@ -343,7 +343,7 @@ def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
         fo.ops.RMSNorm(D), fo.ops.Linear(D, F), fo.ops.SReLU(), fo.ops.Linear(F, D)
     ).double()
     x = torch.randn(TOKENS, D).double()
-    fused = [span.rule for span in model.plan(x).forward if span.rule]
+    fused = [span.rule for span in model[1:].plan(x).forward if span.rule]
     parallel = parallelized(model, sequence_parallel=True)
     plan = parallel.plan(x[:2].clone().requires_grad_())
     assert fused and [span.rule for span in plan.forward if span.rule] == fused
