@@ -192,8 +192,8 @@ def _descriptor_type(descriptor: Any) -> str:
 
 @functools.cache
 def source_of(kernel: Any) -> str:
-    """What a kernel and the device functions and constants it uses say, layout and docs aside: as text, which is the same
-    in every Python, where a dump of the tree is not.
+    """What a kernel and the device functions and constants it uses say, layout and docs aside: as text, which every
+    Python writes alike, where dumps of the tree differ.
     """
     fn = getattr(kernel, "fn", kernel)
     text = textwrap.dedent(inspect.getsource(fn))

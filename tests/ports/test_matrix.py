@@ -8,14 +8,14 @@ import importlib
 
 import pytest
 import table
-from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, refusal, title
+from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, drawn, refusal, title
 from port import Port, Step
 from run import coarsest, differences, ported, reference
 
 # dynamo looks at .grad of every input that it makes a fake of, leaf or not
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-SINGLE = [cell for cell in cells() if all(feature.ranks == 1 for feature in cell)]
+SINGLE = drawn([cell for cell in cells() if all(feature.ranks == 1 for feature in cell)])
 
 
 @functools.cache

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from features import PORTS, Cell, cells, refusal, title
+from features import PORTS, Cell, cells, drawn, refusal, title
 from ranks import Ranks
 
-SPREAD = [cell for cell in cells() if any(feature.ranks > 1 for feature in cell)]
+SPREAD = drawn([cell for cell in cells() if any(feature.ranks > 1 for feature in cell)])
 
 
 @pytest.fixture(scope="module")
