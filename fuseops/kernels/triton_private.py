@@ -3,8 +3,8 @@
 `tests/kernels/test_triton_private.py` fails when one of them is gone.
 
 Triton looks at every argument of a launch, encodes every tensor descriptor, asks the driver about every pointer and
-calls its hooks each time. A `Launcher` gets numbers, and calls what Triton has in C: 3.6 one for each kernel, 3.9 one for
-all. Other releases launch by themselves.
+calls its hooks each time. A `Launcher` gets numbers, and calls what Triton has in C: in 3.6 one for each kernel, in 3.9
+one for all. Other releases launch by themselves.
 """
 
 from __future__ import annotations
