@@ -125,7 +125,8 @@ def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Fact
             cuts |= {i, i + 1}
         elif op.cut_before:
             cuts.add(i)
-        if i and chain.scopes[i] != chain.scopes[i - 1]:
+        outside = any(keyword in op._local for keyword, _ in chain.reads[i])  # of the node
+        if outside or (i and chain.scopes[i] != chain.scopes[i - 1]):
             while i in begins:
                 i = begins[i]
             cuts.add(i)

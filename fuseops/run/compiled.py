@@ -20,6 +20,7 @@ import torch
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
+from fuseops.ops.local import unwrapped
 from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
 from fuseops.plan.segment import Segment
 
@@ -85,6 +86,9 @@ def _run(
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
+    if torch_private.is_dtensor(type(x)) and told(runner, "local", at):
+        laid_out = told(runner, "laid_out", at)
+        x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
     shape = tuple(x.shape)
     for op in ops:  # guards on widths, as every op checks its own
         shape = op.out_shape(shape)
@@ -267,6 +271,14 @@ class Told:
         ops = self._run(piece).ops
         return _words({type(op): i for i, op in reversed([*enumerate(ops)])}.values())
 
+    def local(self, piece: int) -> bool:
+        return self._run(piece).chain.local
+
+    def laid_out(self, piece: int) -> int | None:
+        """The first op that says how its input is laid out over ranks."""
+        ops = enumerate(self._run(piece).ops)
+        return next((i for i, op in ops if op._layout is not None), None)
+
     def outside(self, piece: int) -> str:
         return _words(self._run(piece).chain.outside)
 
@@ -341,7 +353,8 @@ class Told:
             return "call"
         steps = (*seg.forward, *seg.backward)
         known = all(same) and all(map(_known, (*seg.ops, *(step.target for step in steps))))
-        return "opaque" if seg.kind == "node" and known else "traced"
+        over_ranks = seg.local_reads or any(op._local for op in seg.ops)
+        return "opaque" if seg.kind == "node" and known and not over_ranks else "traced"
 
     def number(self, plan: int, k: int) -> int:
         number: int = TABLE[plan].segments[k].number
