@@ -8,6 +8,7 @@ import functools
 import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -182,6 +183,37 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     new = hasattr(collectives, "reduce_scatter_single")  # the other is deprecated then
     name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
     return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))
+
+
+def all_gather_matmul(
+    x: torch.Tensor, weight: torch.Tensor, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks' rows one after the other, and their product with `weight` (K, N): one overlaps the other, on CUDA."""
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x.contiguous(), [weight], 0, _symmetric(group)
+    )
+    return gathered, y
+
+
+def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's rows of the sum of the ranks' x times `weight` (K, N): one overlaps the other, on CUDA."""
+    y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        x.contiguous(), weight, "sum", 0, _symmetric(group)
+    )
+    return y
+
+
+@functools.cache
+def _symmetric(group: Any) -> str:
+    """The name of a group (or of the one that a DeviceMesh has), whose ranks may share memory from here on."""
+    from torch.distributed import _symmetric_memory
+
+    group = group.get_group() if hasattr(group, "get_group") else group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later ones want no call
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    name: str = group.group_name
+    return name
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
