@@ -148,11 +148,39 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def halved_shard(dim: int) -> Any:
-    """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
-    from torch.distributed.tensor.placement_types import _StridedShard
+def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The ranks' contiguous tensors one after the other along `dim`, of a ProcessGroup or a DeviceMesh."""
+    from torch.distributed import _functional_collectives as collectives
 
-    return _StridedShard(dim, split_factor=2)
+    name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
+    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's part, along `dim`, of the sum of the ranks' contiguous tensors."""
+    from torch.distributed import _functional_collectives as collectives
+
+    new = hasattr(collectives, "reduce_scatter_single")  # the other is deprecated then
+    name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
+    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))
+
+
+def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of the ranks' tensors, in a new one."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+
+def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
+    """What `shard_placement_fn` of FSDP2 gives for a parameter on a mesh of its own, as a class (None before torch
+    2.12, which has none), and what that takes of the mesh.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    return getattr(common, "ShardPlacementResult", None), common.FSDPMeshInfo(
+        mesh, shard_mesh_dim=0
+    )
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.ops import scopes
 from fuseops.recipes import gain
-from fuseops.recipes.gain import Gemm, Layer, fewest_rows, ratio
+from fuseops.recipes.gain import Gemm, LinearRun, fewest_rows, ratio
 
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
 TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "fp8_h200.json"
@@ -29,9 +29,9 @@ SHAPES = {
 }
 
 
-def mlp(name: str, recipe: Any) -> tuple[Layer, int]:
+def mlp(name: str, recipe: Any) -> tuple[LinearRun, int]:
     groups, rows, d, f = SHAPES[name]
-    return Layer((Gemm(groups, 2 * f, d), Gemm(groups, d, f)), recipe.roles()), rows
+    return LinearRun((Gemm(groups, 2 * f, d), Gemm(groups, d, f)), recipe.roles()), rows
 
 
 def test_the_rates_are_those_that_were_measured() -> None:
@@ -70,7 +70,7 @@ def test_more_rows_never_gain_less(
     groups: int, n: int, k: int, recipe: Any, rows: int, both: bool
 ) -> None:
     gemms = (Gemm(groups, 2 * n, k), Gemm(groups, k, n)) if both else (Gemm(groups, n, k),)
-    layer = Layer(gemms, recipe.roles())
+    layer = LinearRun(gemms, recipe.roles())
     assert ratio(layer, rows) <= ratio(layer, rows + groups) + 1e-9
     fewest = fewest_rows(layer)
     if fewest is not None:
@@ -123,7 +123,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.usefixtures("hopper")
 def test_a_layer_of_few_rows_stays_as_it_is(make: Any, tokens_a_row: int, compiled: bool) -> None:
     model = make()
-    run = torch.compile(model, backend="eager", dynamic=True) if compiled else model
+    run: Any = torch.compile(model, backend="eager", dynamic=True) if compiled else model
     few, many = tokens(8 // tokens_a_row - 1), tokens(8 // tokens_a_row)
     if compiled:  # which fuses as eager does, and rounds as eager does
         torch._dynamo.reset()

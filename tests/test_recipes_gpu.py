@@ -94,7 +94,7 @@ def test_kept_weights_are_those_that_would_be_made(make: Any, recipe: Any) -> No
         torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=f, fused=not f)
         for m, f in ((mine, True), (other, True))
     ]
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for turn in range(3):
         for micro in range(2):
             x = tokens(10 * turn + micro)
@@ -121,7 +121,7 @@ def test_a_graph_takes_any_split_and_the_weights_that_it_finds(
     make: Any, recipe: Any, policy: str
 ) -> None:
     model, x = make(), tokens(0)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):

@@ -89,7 +89,10 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
         operands=plan.operands,
         weights=plan.weights,
         segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
-        notes=list(_notes_of(plan)),
+        notes=[
+            *_notes_of(plan),
+            *(f"{n}: {o.note}" for n, o in zip(run.names, run.ops, strict=True) if o.note),
+        ],
         temporaries=temporaries,
     )
 

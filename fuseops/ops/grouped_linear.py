@@ -251,8 +251,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             self.register_parameter(key, nn.Parameter(part))
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
+            bound = 1 / math.sqrt(self.weight.shape[-1])  # of all ranks together
             self.weight.uniform_(-bound, bound)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)

@@ -127,7 +127,8 @@ def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Fact
             cuts |= {i, i + 1}
         elif op.cut_before:
             cuts.add(i)
-        if i and chain.scopes[i] != chain.scopes[i - 1]:
+        outside = any(keyword in op._local for keyword, _ in chain.reads[i])  # of the node
+        if outside or (i and chain.scopes[i] != chain.scopes[i - 1]):
             while i in begins:
                 i = begins[i]
             cuts.add(i)
@@ -240,7 +241,8 @@ class _Builder:
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
-                op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
+                saver.Saved._make([None] * len(saver.Saved._fields))
+                for saver in ([u.target] if u.kind == "joint" else self.ops[u.start : u.stop])
             ),
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,

@@ -46,7 +46,7 @@ class Gemm(NamedTuple):
     k: int
 
 
-class Layer(NamedTuple):
+class LinearRun(NamedTuple):
     """Linear ops that are quantized together or not at all. Two that one fused op runs have a gated activation between
     them, whose passes write codes.
     """
@@ -76,13 +76,13 @@ class Gain(NamedTuple):
         return self.fewest is not None and self.rows >= self.fewest
 
 
-def gain_of(layer: Layer, names: tuple[str, ...], rows: int) -> Gain:
+def gain_of(layer: LinearRun, names: tuple[str, ...], rows: int) -> Gain:
     """The prediction for a layer over so many rows."""
     nbytes, _ = _passes(layer, rows)
     return Gain(names, rows, ratio(layer, rows), int(nbytes), fewest_rows(layer))
 
 
-def ratio(layer: Layer, rows: int) -> float:
+def ratio(layer: LinearRun, rows: int) -> float:
     """How many times faster a forward and backward are in FP8."""
     if rows <= 0:
         return 0.0
@@ -92,7 +92,7 @@ def ratio(layer: Layer, rows: int) -> float:
 
 
 @functools.cache
-def fewest_rows(layer: Layer) -> int | None:
+def fewest_rows(layer: LinearRun) -> int | None:
     """From how many rows on FP8 pays. More rows are never worse."""
     if ratio(layer, MOST_ROWS) < LEAST:
         return None
@@ -103,7 +103,7 @@ def fewest_rows(layer: Layer) -> int | None:
     return high
 
 
-def _gemms(layer: Layer, rows: int, rates: dict[str, Rate]) -> float:
+def _gemms(layer: LinearRun, rows: int, rates: dict[str, Rate]) -> float:
     """Seconds of forward, input gradient and weight gradient of every op."""
     total = 0.0
     for groups, n, k in layer.gemms:
@@ -115,7 +115,7 @@ def _gemms(layer: Layer, rows: int, rates: dict[str, Rate]) -> float:
     return total
 
 
-def _passes(layer: Layer, rows: int) -> tuple[float, float]:
+def _passes(layer: LinearRun, rows: int) -> tuple[float, float]:
     """(bytes, launches) beyond those of high precision: what quantizes x, dy and weights."""
     roles, gemms = layer.roles, layer.gemms
     by_block = roles.input is not None and roles.input.block is not None

@@ -258,9 +258,9 @@ def _fused_bwd(
     calls = _calls(step, once, out) if step.live else step.calls
     bwd: Callable[..., Sequence[Grads]] = step.target.bwd
     if step.kind == "joint" and step.target.takes_saved:
-        return bwd([_taken(saved, step.members[0])], dy, calls, dside)
+        return bwd([_taken(saved, step.members[0]) or step.empty[0]], dy, calls, dside)
     if step.kind == "joint":
-        return bwd(_taken(saved, step.members[0]), dy, calls, dside)
+        return bwd(_taken(saved, step.members[0]) or step.empty[0], dy, calls, dside)
     mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
     return bwd(tuple(mine), dy, calls, dside)
 

@@ -13,7 +13,7 @@ from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
 from fuseops.plan.key import Attributes, Glance, PlanKey
 
-from .gate import Judged
+from .gate import GatedRun
 
 MOST = 64  # keys
 MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
@@ -29,7 +29,7 @@ class KnownPlans(NamedTuple):
     facts: Facts
     needs: tuple[frozenset[str], ...]  # of every op
     plans: dict[tuple[bool, ...], RunPlan]
-    layers: tuple[Judged, ...] = ()  # where a recipe has to pay
+    layers: tuple[GatedRun, ...] = ()  # where a recipe has to pay
 
 
 class Last(NamedTuple):

@@ -17,14 +17,14 @@ from fuseops.plan.chain import Chain
 from fuseops.plan.cover import Scan, Site
 from fuseops.plan.facts import Facts
 from fuseops.recipes import Roles
-from fuseops.recipes.gain import Gain, Gemm, Layer, fewest_rows, gain_of
+from fuseops.recipes.gain import Gain, Gemm, LinearRun, fewest_rows, gain_of
 
 
-class Judged(NamedTuple):
+class GatedRun(NamedTuple):
     """Linear ops of a run that are quantized together or not at all."""
 
     ops: tuple[int, ...]
-    layer: Layer
+    layer: LinearRun
     fewest: int | None  # rows from which on it pays
 
     def reason(self, rows: Any) -> str | None:
@@ -34,7 +34,9 @@ class Judged(NamedTuple):
         return f"FP8 pays from {self.fewest} rows on" if rows < self.fewest else None
 
 
-def layers_of(chain: Chain, scanned: Scan, facts: Facts, dtype: torch.dtype) -> tuple[Judged, ...]:
+def layers_of(
+    chain: Chain, scanned: Scan, facts: Facts, dtype: torch.dtype
+) -> tuple[GatedRun, ...]:
     """What has to pay under the recipe of a call: the ops of one fused op together, others by themselves."""
     settings = facts.settings
     halves = (facts.compute or dtype) in (torch.bfloat16, torch.float16)
@@ -51,12 +53,13 @@ def layers_of(chain: Chain, scanned: Scan, facts: Facts, dtype: torch.dtype) -> 
         if op.multiplies and not facts.modes[i] and (gemm := _gemm_of(op)) is not None
     }
     together = list(_together(scanned, chain.ops))
-    found, taken = [], set()
+    found: list[GatedRun] = []
+    taken: set[int] = set()
     for i in gemms:
         ops = next((run for run in together if i in run), (i,))
         if i not in taken and all(k in gemms for k in ops):
-            layer = Layer(tuple(gemms[k] for k in ops), roles)
-            found.append(Judged(ops, layer, fewest_rows(layer)))
+            layer = LinearRun(tuple(gemms[k] for k in ops), roles)
+            found.append(GatedRun(ops, layer, fewest_rows(layer)))
             taken.update(ops)
     return tuple(found)
 
@@ -86,7 +89,7 @@ def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]
 
 
 def gains(
-    layers: Sequence[Judged], names: Sequence[str], rows: Callable[[int], int]
+    layers: Sequence[GatedRun], names: Sequence[str], rows: Callable[[int], int]
 ) -> tuple[Gain, ...]:
     """What is predicted of a call.   rows: before the op of an index"""
     return tuple(

@@ -18,7 +18,8 @@ from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
-from fuseops.ops.halves import check_halves, in_rank_order
+from fuseops.ops.halves import check_halves
+from fuseops.ops.local import unwrapped
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.plan.build import RunPlan, build
@@ -293,6 +294,8 @@ class Run:
 
         out: the caller's buffers for "y" and "dx" of an op that is by itself.
         """
+        if is_dtensor(type(x)) and self.chain.local:
+            x = unwrapped(x, self.chain.layout)
         if torch.compiler.is_compiling():
             if out is not None:
                 raise FuseOpsError(
@@ -412,8 +415,6 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once)
-        if is_dtensor(type(y)):
-            y = in_rank_order(y, seg.ops[-1])
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
@@ -422,8 +423,12 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
     inputs = [env[name] for name in seg.reads]
+    for position, local in seg.local_reads:
+        inputs[position] = local.of(inputs[position])
     for i, name in seg.params:
         op = seg.ops[i]
         registered = op.__dict__["_parameters"]
-        inputs.append(registered[name] if name in registered else getattr(op, name))
+        t = registered[name] if name in registered else getattr(op, name)
+        own = op._local
+        inputs.append(own[name].of(t) if name in own else t)
     return inputs

@@ -19,7 +19,7 @@ from . import traced
 from .composed import Composed
 from .run import Run
 from .sides import described
-from .splice import Spliced, side_names_of, splice
+from .splice import Spliced, opaque_reason, side_names_of, splice
 
 
 class Runner:
@@ -34,9 +34,14 @@ class Runner:
         self.pieces, self.takes = _pieces(spliced, alone, apart)
         modules = [child.module for child in self.planned]
         self.said = [
-            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad)
+            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad, op._around)
             for op in modules
             if isinstance(op, Op)
+        ]
+        self.around = [
+            (op, opaque_reason(op) is None)
+            for op in modules
+            if isinstance(op, Op) and op._around is not Op._around and not alone
         ]
         kinds: set[Any] = {type(op) for op in modules if isinstance(op, Op)}
         self.kinds = [(k, k.forward, k.__call__, k.fwd, k.bwd) for k in kinds]
@@ -70,10 +75,13 @@ class Runner:
         for nested in self.spliced.nested:
             if not nested.stands(settings):
                 return False
-        for op, reads, writes, delays, into_main_grad in self.said:
-            if op.reads is not reads or op.writes is not writes:
+        for op, reads, writes, delays, into_main_grad, around in self.said:
+            if op.reads is not reads or op.writes is not writes or op._around is not around:
                 return False
             if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
+                return False
+        for op, spliced in self.around:
+            if (opaque_reason(op) is None) is not spliced:
                 return False
         for kind, forward, call, fwd, bwd in self.kinds:
             if kind.forward is not forward or kind.__call__ is not call:
