@@ -2,7 +2,8 @@
 
 a sequence     composed (its children), splice (what is inside them), runner (its pieces)
                sides (what callers pass), config (`configure` and scopes)
-a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves)
+a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves), gate
+               (where a recipe pays)
 compiled code  compiled (a call as dynamo traces it), traced (how it knows objects)
 its execution  bridge (the autograd Function), saving, pure (level-1 ops), draws (their random numbers), ranges (of a
                profile)
