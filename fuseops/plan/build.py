@@ -238,7 +238,8 @@ class _Builder:
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
-                op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
+                saver.Saved._make([None] * len(saver.Saved._fields))
+                for saver in ([u.target] if u.kind == "joint" else self.ops[u.start : u.stop])
             ),
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,

@@ -37,7 +37,8 @@ class Step:
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
-    empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
+    # backward: the Saved of each member, or that of a joint target, with every field None
+    empty: tuple[Any, ...] = ()
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
