@@ -139,7 +139,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         experts, slots, arrivals, pos, offs = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
-        results = None if begun is None else begun[2]()
+        results = (None, None) if begun is None else begun[2]()
         if begun is not None and begun[0] is dy and begun[1] is dprobs:
             dx, dweights = results
         else:  # not begun, or of other gradients: every rank runs the same backward

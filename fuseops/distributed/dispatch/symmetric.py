@@ -48,7 +48,7 @@ class Fabric:
     @functools.cached_property
     def side(self) -> torch.cuda.Stream:
         """What runs beside other kernels runs here; who began it waits for it before the next use."""
-        return torch.cuda.Stream(self.table.device)
+        return torch.cuda.Stream(self.table.device)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
         """All ranks have written before any goes on."""
