@@ -1,4 +1,4 @@
-"""What a release is made of agrees with itself: versions of torch, extras, URLs, and the script that looks at a wheel."""
+"""What a release is made of agrees with itself: versions of torch, extras, URLs; and a wheel with a fault is seen."""
 
 import importlib.util
 import re
