@@ -222,6 +222,7 @@ class _Builder:
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
         )
 
@@ -249,6 +250,7 @@ class _Builder:
             dx="x" in calls[0].needs,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])

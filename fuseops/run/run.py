@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
@@ -39,7 +40,7 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
-from . import bridge, buffers, checks
+from . import bridge, buffers, checks, ranges
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
@@ -336,6 +337,8 @@ def run_segments(
     segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
 ) -> Any:
     """Run segments with autocast off where the plan reads it, and say where an error happened."""
+    if profiler._is_profiler_enabled or ranges.NVTX:
+        segments = ranges.in_ranges(segments, path)
     try:
         for seg in segments:  # the except reads it
             if seg.kind == "call":
