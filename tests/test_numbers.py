@@ -4,26 +4,30 @@ from typing import Any
 
 import pytest
 import torch
-from test_recipes_mlp import varied
-from torch import Tensor, nn
+from torch import Tensor
 
 import fuseops as fo
+from fuseops.testing.strategies import filled
 
 D, E, T = 128, 2, 200
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
 E4M3 = torch.float8_e4m3fn
 
 
-def dense() -> tuple[nn.Module, dict[str, Any]]:
+def dense() -> Any:
     op = fo.ops.Linear(D, 64, bias=False, dtype=torch.bfloat16)
-    return nn.Sequential(fo.Sequential({"fc": op})), {}
+    return torch.nn.Sequential(fo.Sequential({"fc": op}))
 
 
-def experts() -> tuple[nn.Module, dict[str, Any]]:
-    return fo.MoE(D, D, E, 2, dtype=torch.bfloat16), {}
+def experts() -> Any:
+    return fo.MoE(D, D, E, 2, dtype=torch.bfloat16)
 
 
-def seen_in(model: nn.Module, x: Tensor, recipe: Any) -> Any:
+def rows(width: int, seed: int = 0) -> Tensor:
+    return filled((T, width), torch.bfloat16, "normal", seed)
+
+
+def seen_in(model: Any, x: Tensor, recipe: Any) -> Any:
     fo.configure(model, recipe=recipe)
     with fo.debug() as seen:
         model(x.detach().requires_grad_()).sum().backward()
@@ -31,7 +35,7 @@ def seen_in(model: nn.Module, x: Tensor, recipe: Any) -> Any:
 
 
 def test_numbers_of_operands_are_those_of_the_tensors() -> None:
-    model, _ = dense()
+    model = dense()
     x = torch.full((4, D), 1.0)
     x[0, 0], x[0, 1:11] = 448.0, 1e-4  # ten of 512 elements fall below the smallest code, 2^-9
     op = next(m for m in model.modules() if isinstance(m, fo.ops.Linear))
@@ -47,7 +51,7 @@ def test_numbers_of_operands_are_those_of_the_tensors() -> None:
 
 
 def test_an_infinity_saturates() -> None:
-    model, _ = dense()
+    model = dense()
     x = torch.ones(4, D)
     x[0, 0] = torch.inf
     found = {n.role: n for n in seen_in(model, x.bfloat16(), BLOCK()).operands()}
@@ -56,13 +60,13 @@ def test_an_infinity_saturates() -> None:
 
 @pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT()], ids=str)
 def test_errors_of_gemms_are_those_of_the_results(recipe: Any) -> None:
-    model, _ = dense()
-    x, op = varied(T, D), next(m for m in model.modules() if isinstance(m, fo.ops.Linear))
+    model = dense()
+    x, op = rows(D), next(m for m in model.modules() if isinstance(m, fo.ops.Linear))
     leaf = x.detach().requires_grad_()
     fo.configure(model, recipe=recipe)
     with fo.debug() as seen:
         y = model(leaf)
-        dy = varied(T, 64, seed=1)
+        dy = rows(64, seed=1)
         y.backward(dy)
     exact = {
         "forward": (y, x.double() @ op.weight.double().t()),
@@ -72,21 +76,21 @@ def test_errors_of_gemms_are_those_of_the_results(recipe: Any) -> None:
     found = {n.gemm: n.error for n in seen.gemms()}
     assert found.keys() == exact.keys()
     for name, (mine, theirs) in exact.items():
-        error = float(((mine.double() - theirs).norm() / theirs.norm()).detach())  # type: ignore[union-attr]
+        error = float(((mine.double() - theirs).norm() / theirs.norm()).detach())
         assert found[name] == pytest.approx(error, rel=1e-3) and 1e-3 < error < 0.1
 
 
 @pytest.mark.parametrize("recipe", [BLOCK(weights="step"), CURRENT()], ids=str)
 def test_fused_experts_are_named_one_by_one_and_compute_the_same(recipe: Any) -> None:
-    model, _ = experts()
-    x = varied(T, D)
+    model = experts()
+    x = rows(D)
 
     def outputs() -> list[Tensor]:
         model.zero_grad()
         leaf = x.detach().requires_grad_()
         y = model(leaf)
         y.float().square().sum().backward()
-        return [y, leaf.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+        return [y, leaf.grad, *(p.grad for p in model.parameters())]
 
     fo.configure(model, recipe=recipe)
     plain = outputs()
@@ -104,8 +108,8 @@ def test_fused_experts_are_named_one_by_one_and_compute_the_same(recipe: Any) ->
 
 
 def test_a_write_that_nobody_announced_is_found() -> None:
-    model, _ = dense()
-    x = varied(T, D)
+    model = dense()
+    x = rows(D)
     seen_in(model, x, BLOCK(weights="step"))
     for p in model.parameters():
         p.data.mul_(1.5)

@@ -28,7 +28,7 @@ from fuseops.observe.untouched import held, put_back
 from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
-from fuseops.plan.records import SavedTensor
+from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
 from fuseops.run.sides import check_module
@@ -135,7 +135,7 @@ def _observe(
     return [*found, rest] if rest else found
 
 
-def _with_numbers(plan: FusionPlan) -> FusionPlan:
+def _with_numbers(plan: Planned) -> Any:
     """A plan that is made under `fo.debug()` says what quantization does to the numbers of its ops."""
     debug = scopes.current().debug
     if debug is None:
