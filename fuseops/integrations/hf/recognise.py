@@ -45,6 +45,7 @@ SCALED: dict[str, Any] = {
     "clamped_swiglu": ops.ScaledClampedSwiGLU,
     "geglu": ops.ScaledGEGLU,
     "geglu_tanh": ops.ScaledGEGLU,
+    "qgeglu": ops.ScaledQGEGLU,
     "reglu": ops.ScaledReGLU,
     "sreglu": ops.ScaledSReGLU,
     "srelu": ops.ScaledSReLU,
@@ -53,6 +54,7 @@ PLAIN: dict[str, Any] = {
     "silu": ops.SiLU,
     "gelu": ops.GELU,
     "gelu_tanh": ops.GELU,
+    "qgelu": ops.QGELU,
     "relu": ops.ReLU,
     "srelu": ops.SReLU,
 }
