@@ -75,6 +75,13 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield from ((x, x, w, rstd, dres, w is not None, 0.0) for dres in (None, x))
             else:
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
+    q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
+    w, rstd = q.new_empty(128), torch.empty(8192, 32, device="meta")
+    for weight, mean in ((w, True), (None, False)):
+        if backward:
+            yield q, q, weight, rstd, None, mean, 0.0, None, mean
+        elif not residual:
+            yield q, weight, 1e-6, 0.0, 1, mean
 
 
 @kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)

@@ -70,7 +70,7 @@ class _Clamped(_Gated):
         """limit, alpha, offset: of the formula.  interleave, sides: as of SwiGLU."""
         if not limit > 0:
             raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
-        super().__init__(**sides)
+        super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(alpha), float(limit), float(offset))
 
     def _said(self) -> list[str]:
@@ -90,7 +90,7 @@ class _SiTU(_Gated):
                 raise FuseOpsError(
                     f"{type(self).__name__}: {name} is {beta}, expected a finite number above 0."
                 )
-        super().__init__(**sides)
+        super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(beta1), float(beta2))
 
     def _said(self) -> list[str]:

@@ -31,7 +31,6 @@ class _ZeroCentered:
     """A norm whose multiplier may be 1 + weight, the weight beginning at 0."""
 
     zero_centered_gamma: bool
-    weight: nn.Parameter | None
 
     @property
     def weight_offset(self) -> float:
@@ -40,8 +39,9 @@ class _ZeroCentered:
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
-        if self.zero_centered_gamma and self.weight is not None:
-            nn.init.zeros_(self.weight)
+        weight: Tensor | None = self.weight  # type: ignore[attr-defined]
+        if self.zero_centered_gamma and weight is not None:
+            nn.init.zeros_(weight)
 
     def extra_repr(self) -> str:
         said: str = super().extra_repr()  # type: ignore[misc]
@@ -79,7 +79,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         self.zero_centered_gamma = zero_centered_gamma
-        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
@@ -179,7 +179,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         zero_centered_gamma: bool = False,
     ) -> None:
         self.zero_centered_gamma = zero_centered_gamma
-        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
