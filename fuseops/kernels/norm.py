@@ -55,7 +55,13 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-FWD = Space("rmsnorm_fwd", _fwd_candidates)
+def fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Of short rows, such as heads, as many as make 2048 elements; one of longer ones."""
+    choices = _fwd_candidates(dims, itemsize)
+    return choices[-1] if dims[-1] <= 256 else choices[0]
+
+
+FWD = Space("rmsnorm_fwd", _fwd_candidates, fwd_default)
 BWD = Space("rmsnorm_bwd", _bwd_candidates)
 
 
@@ -77,11 +83,11 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
     q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
     w, rstd = q.new_empty(128), torch.empty(8192, 32, device="meta")
-    for weight, mean in ((w, True), (None, False)):
+    for of_heads, mean in ((w, True), (None, False)):
         if backward:
-            yield q, q, weight, rstd, None, mean, 0.0, None, mean
+            yield q, q, of_heads, rstd, None, mean, 0.0, None, mean
         elif not residual:
-            yield q, weight, 1e-6, 0.0, 1, mean
+            yield q, of_heads, 1e-6, 0.0, 1, mean
 
 
 @kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)

@@ -70,6 +70,12 @@ def test_wide_rows_run_the_twin():
     assert torch.equal(k.layernorm_fwd.launcher(*args)[0], k.layernorm_fwd.twin(*args)[0])
 
 
+def test_rows_too_wide_for_both_sums():
+    x, dy = torch.randn(3, k.BOTH_SUMS + 5), torch.randn(3, k.BOTH_SUMS + 5)
+    _, mean, rstd = k.layernorm_fwd.twin(x, None, None, EPS)
+    assert_matches(k.layernorm_bwd, dy, x, x[0], mean, rstd, sums=True)
+
+
 @pytest.mark.parametrize("dims", [1, 2])
 def test_heads_beside_others(dims):
     """Rows with two strides, and norms over several axes, as of queries in one tensor with keys and values."""

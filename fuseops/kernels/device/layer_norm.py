@@ -39,13 +39,15 @@ def layernorm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def layernorm_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, R, N, H_DY, H_X,
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, R, N, H_DY, H_X,
     stride_dy, stride_dyh, stride_x, stride_xh, weight_offset,
     HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     PDL: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every num_programs-th block of rows and keeps its sums of dw and db in registers."""
+    """A program takes every num_programs-th block of rows and keeps its sums of dw and db in registers. partial is of
+    all dw, then of all db.
+    """
     before_launch(PDL)
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -79,8 +81,9 @@ def layernorm_bwd_kernel(
         along = (tl.sum(dy * x_hat, axis=1) / N)[:, None]
         dx = (dy - (tl.sum(dy, axis=1) / N)[:, None] - x_hat * along) * rstd
         tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    at = pid.to(tl.int64) * N + cols
+    at = partial_ptr + pid.to(tl.int64) * N + cols
     if NEED_DW:
-        tl.store(dw_ptr + at, tl.sum(total_w, axis=0)[None, :], mask=cols < N)
+        tl.store(at, tl.sum(total_w, axis=0)[None, :], mask=cols < N)
+        at += tl.num_programs(0).to(tl.int64) * N
     if NEED_DB:
-        tl.store(db_ptr + at, tl.sum(total_b, axis=0)[None, :], mask=cols < N)
+        tl.store(at, tl.sum(total_b, axis=0)[None, :], mask=cols < N)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LANES = 1024  # counters of a block; each gives four words, to elements LANES apart
+LANES = 1024  # counters of a block; each gives eight draws, to elements LANES apart
 ROUNDS = 7
+BITS = 16  # of a draw
 LOW = (1 << 32) - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEYS = 0x9E3779B9, 0xBB67AE85
 
 
-def random_words(seed: Tensor, count: int) -> Tensor:
-    """`count` words of 32 random bits, as int64: Philox4x32-7 (Salmon et al. 2011) of a counter, with seed (1,) int64
-    as its key.
+def draws(seed: Tensor, count: int) -> Tensor:
+    """`count` numbers of 16 random bits, as int64: halves of the words of Philox4x32-7 (Salmon et al. 2011) of a
+    counter, with seed (1,) int64 as its key.
 
-    Element i has word (i % 4096) // 1024 of counter (i // 4096) 1024 + i % 1024: a thread of a kernel makes four words
-    at once, and each is of an element of another run of neighbours.
+    Element i has half k = (i % 8192) // 1024 of counter (i // 8192) 1024 + i % 1024, the high one of word k / 2 or the
+    low one: a thread of a kernel makes eight at once, each of an element of another run of neighbours.
     """
-    blocks = -(-count // (4 * LANES))
+    blocks = -(-count // (8 * LANES))
     counter = torch.arange(blocks * LANES, device=seed.device)
     a, b = counter & LOW, counter >> 32
     c, d = torch.zeros_like(counter), torch.zeros_like(counter)
@@ -29,19 +30,19 @@ def random_words(seed: Tensor, count: int) -> Tensor:
         a, b = ((second >> 32) & LOW) ^ b ^ key, second & LOW
         c, d = ((first >> 32) & LOW) ^ d ^ other, first & LOW
         key, other = (key + KEYS[0]) & LOW, (other + KEYS[1]) & LOW
-    return torch.stack([a, b, c, d]).view(4, blocks, LANES).transpose(0, 1).reshape(-1)[:count]
+    halves = [half for word in (a, b, c, d) for half in (word >> BITS, word & 0xFFFF)]
+    return torch.stack(halves).view(8, blocks, LANES).transpose(0, 1).reshape(-1)[:count]
 
 
-def dropout_threshold(p: float) -> int:
-    """What a word has to reach, as an int32, to be kept: p of them do not."""
-    return round(p * 2**32) - 2**31
+def threshold(p: float) -> int:
+    """What a draw has to reach to be kept: p of them do not, to 2^-16."""
+    return min(round(p * 2**BITS), 2**BITS - 1) if p < 1 else 2**BITS
 
 
 def dropout_mask(seed: Tensor, like: Tensor, p: float) -> Tensor:
     """Keep-mask of the shape of `like`. The same seed and shape give the same mask, whatever runs it."""
-    words = random_words(seed, like.numel())
-    signed = ((words + 2**31) & LOW) - 2**31
-    return (signed >= dropout_threshold(p)).view(like.shape)
+    from_least = draws(seed, like.numel()) ^ 1 << BITS - 1  # a kernel compares signed numbers
+    return (from_least >= threshold(p)).view(like.shape)
 
 
 def apply_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
