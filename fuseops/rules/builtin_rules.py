@@ -28,6 +28,8 @@ from fuseops.rules.fused.add_rmsnorm import AddRMSNorm, RMSNormAdd
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.fused.mlp import DenseMLP
+from fuseops.rules.fused.rmsnorm_linear import RMSNormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
 from .conditions import (
@@ -49,11 +51,16 @@ SCALED = (
 )  # fmt: skip
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
 FIT = (same_groups, same_sides, act_widths)
+DENSE = (Linear, maybe(Bias), PLAIN, Linear)
+NORMED = (maybe(Add), maybe(Tap), RMSNorm)
 
 # fmt: off
 JOINT = (
     Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
     Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
+    Rule("rmsnorm_mlp", (*NORMED, *DENSE),                            DenseMLP,   "joint", (one_axis, one_bias, act_widths)),
+    Rule("mlp",         DENSE,                                        DenseMLP,   "joint", (one_bias, act_widths)),
+    Rule("rmsnorm_linear", (*NORMED, Linear),                         RMSNormLinear, "joint", (one_axis,)),
 )
 FORWARD = (
     Rule("add_rmsnorm", (Add, Tap, RMSNorm),                          AddRMSNorm, "forward", (one_axis,)),
