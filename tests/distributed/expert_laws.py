@@ -223,6 +223,25 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
     equal_to_one_process(tokens(5, 4), delay_wgrad=True)
 
 
+def law_probabilities_that_are_asked_for_have_gradients() -> None:
+    """They arrive after dX has gone home."""
+    rank, parts = dist.get_rank(), batch(tokens(5, 4))
+    found = []
+    for moe, x in ((layer(), torch.cat(parts)), (layer(), parts[rank])):
+        if x is parts[rank]:
+            parallelize_module(moe, mesh(), parallel(average=False, capacity=8.0))
+        x = x.clone().requires_grad_()
+        y, probs = moe(x, returns=("probs",))
+        (y.square().sum() + probs.square().sum()).backward()
+        found.append((x.grad, moe))
+    (want, alone), (got, moe) = found
+    start = sum(map(len, parts[:rank]))
+    close(got, want[start : start + len(got)], "dx")
+    close(whole(moe.fc1.weight.grad), alone.fc1.weight.grad, "fc1")
+    dist.all_reduce(moe["router"].weight.grad)
+    close(moe["router"].weight.grad, alone["router"].weight.grad, "router")
+
+
 def law_copies_and_compiled_layers_are_equal() -> None:
     moe = layer(shared_experts=1, ep=mesh())
     x = batch(tokens(5, 4))[dist.get_rank()]
@@ -274,6 +293,7 @@ def law_peer_memory_equals_one_process() -> None:
         law_a_rank_may_get_no_token,
         law_capacity_is_of_all_tokens,
         law_checkpointed_delayed_and_reference_are_equal,
+        law_probabilities_that_are_asked_for_have_gradients,
     ):
         by_peer_memory(law)
 
