@@ -231,6 +231,6 @@ def check_overflow() -> None:
         if int(fabric.flag):
             fabric.flag.zero_()
             raise FuseOpsError(
-                f"experts of the group {group.group_name}: more tokens or copies came than there is room for: raise `capacity` of "
-                "ExpertParallel, or take way='host_counts', which has no bound."
+                f"experts of the group {group.group_name}: more tokens or copies came than there is room for. Raise "
+                "`capacity` of ExpertParallel, or take way='host_counts', which has no bound."
             )
