@@ -364,7 +364,7 @@ def law_wrong_use_says_so() -> None:
     raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
     raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
     raises("host_counts", lambda: ExpertParallel(way="pigeon")._apply(layer(), mesh()))
-    both = layer()
+    both = fo.MoE(D, 4, E, TOP)
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
