@@ -182,6 +182,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
     again, and counts it in `repacks`. torch.compile copies them in each call.
+    offs, probs: names that the Sequential knows them by, where two ops of one Sequential read different ones.
 
     A state_dict of either form loads into either, TransformerEngine's too.
     """
@@ -211,6 +212,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         packed: bool = True,
+        offs: str = "offs",
+        probs: str = "probs",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -224,6 +227,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias
+        self.rename(offs=offs, probs=probs)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
         self._packed, self.repacks = packed, 0
@@ -306,6 +310,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             f"out_features={self.out_features}, bias={self.bias is not None}"
             + (", scale_bias=True" if self.scale_bias else "")
             + ("" if self.packed else ", packed=False")
+            + "".join(f", {name}" for name in self.renamed())
         )
 
     def out_shape(self, shape: Shape) -> Shape:
