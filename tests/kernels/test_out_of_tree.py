@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,6 @@ def apart(monkeypatch):
 
 @pytest.mark.usefixtures("interpreted", "apart")
 def test_the_example_launches_its_own_kernels(monkeypatch):
-    # torch.compile finds the module of what it traces by name, which runpy forgets
-    monkeypatch.setitem(sys.modules, "their_package", sys.modules[__name__])
     with registry.watching() as launched:
         found = runpy.run_path(str(EXAMPLE), run_name="their_package.kernels")
     theirs = {op.label for op, *_ in launched if not op.label.startswith("fuseops::")}
@@ -36,6 +35,11 @@ def test_the_example_launches_its_own_kernels(monkeypatch):
     assert {"their_package::softcap_fwd", "their_package::softcap_bwd"} <= set(registry.KERNEL_OPS)
     assert not hasattr(torch.ops.fuseops, "softcap_fwd")
     x = torch.randn(5, 3)
+    # torch.compile finds the module of what it traces by name, which runpy forgets
+    theirs = types.ModuleType("their_package.kernels")
+    vars(theirs).update(found)
+    monkeypatch.setitem(sys.modules, "their_package", types.ModuleType("their_package"))
+    monkeypatch.setitem(sys.modules, "their_package.kernels", theirs)
     model = fo.Sequential(fo.ops.Linear(3, 8), found["SoftCap"](3.0))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
