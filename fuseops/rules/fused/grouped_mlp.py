@@ -33,7 +33,7 @@ Params = Mapping[str, Tensor | None]
 Rows = tuple[Tensor | None, Tensor | None]
 WEIGHT = frozenset({"weight"})
 Source = Callable[..., Rows]
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
 EPILOGUE = Space(
@@ -115,7 +115,7 @@ class GroupedMLP(FusedOp):
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         if calls[0].precision.roles is not None:
             return ""
-        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, len(x))
+        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, x.shape[0])
         return dswiglu.in_words(why)
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
@@ -155,7 +155,7 @@ class GroupedMLP(FusedOp):
             return kept if need_h else None, codes
         x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
-        probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
+        probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
         if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
             tiles = tiles_of(call, offs, rows)
@@ -205,7 +205,7 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         source: Source,
         dy_index: Tensor | None = None,
-        finish: Finish = lambda dx: dx,
+        finish: Finish = lambda dx, dprobs: dx,
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
@@ -227,7 +227,7 @@ class GroupedMLP(FusedOp):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(replaced(s, x=x), first, x_index)
             del x
-        rows = len(dy) if dy_index is None else len(dy_index)
+        rows = (dy if dy_index is None else dy_index).shape[0]
         operands = self.operands(s)
         fused = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(
@@ -250,7 +250,7 @@ class GroupedMLP(FusedOp):
         if dh is not None:
             below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:
-                below = replaced(below, x=finish(below.x))
+                below = replaced(below, x=finish(below.x, dprobs))
             if "weight" in first.needs:
                 x, x_index = source(dh.shape[1])
                 dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
