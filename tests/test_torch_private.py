@@ -608,6 +608,19 @@ def test_the_ddp_whose_forward_runs_is_known() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.gpu
+def test_symmetric_memory_multiplies_what_it_gathers_and_scatters() -> None:
+    """Over one rank, as the laws of two ranks need them."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, w = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        rows, y = torch_private.all_gather_matmul(x, w, dist.group.WORLD)
+        assert torch.equal(rows, x) and torch.equal(y, x @ w)
+        assert torch.equal(torch_private.matmul_reduce_scatter(x, w, dist.group.WORLD), x @ w)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -3,6 +3,7 @@
 experts       experts over ranks: ExpertParallel; dispatch, how tokens travel to them
 fsdp          FSDP2 beside them, on a mesh of its own; clipping and optimizers over two meshes
 tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
+overlap       rules that run collectives and the products beside them together: overlap_rules
 pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
 """
 
@@ -11,6 +12,7 @@ from .experts import ExpertParallel as ExpertParallel
 from .fsdp import clip_grad_norm_ as clip_grad_norm_
 from .fsdp import expert_placement as expert_placement
 from .fsdp import param_groups as param_groups
+from .overlap import overlap_rules as overlap_rules
 from .pipeline import delay_weight_gradients as delay_weight_gradients
 from .pipeline import dw_builder as dw_builder
 from .tensor import ColwiseParallel as ColwiseParallel
@@ -32,6 +34,7 @@ __all__ = [
     "delay_weight_gradients",
     "dw_builder",
     "expert_placement",
+    "overlap_rules",
     "param_groups",
     "shard_placement",
     "split_halves",

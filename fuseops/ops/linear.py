@@ -183,8 +183,11 @@ class Linear(Op[LinearSaved], nn.Linear):
     multiplies = True
 
     def reset_parameters(self) -> None:
-        """As `torch.nn.Linear` draws them, of a part or of two halves too."""
-        bound = 1 / math.sqrt(max(self.weight.shape[-1], 1))  # of all ranks together
+        """As `torch.nn.Linear` draws them; of a part or of two halves by the inputs of all ranks together."""
+        if not self._local:
+            super().reset_parameters()
+            return
+        bound = 1 / math.sqrt(self.weight.shape[-1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)

@@ -76,7 +76,7 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     if col:  # from high precision, never from rows
         ends = offs
         if ends is None:
-            ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+            ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
         columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data, True))
     return rows, columns
 

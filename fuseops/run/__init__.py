@@ -2,8 +2,8 @@
 
 a sequence     composed (its children), splice (what is inside them), runner (its pieces)
                sides (what callers pass), config (`configure` and scopes)
-a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves), traced
-               (compiled code)
+a run of ops   run (finds the plan of a call), entries (those it keeps), modes (of ops by themselves)
+compiled code  compiled (a call as dynamo traces it), traced (how it knows objects)
 its execution  bridge (the autograd Function), saving, pure (level-1 ops), draws (their random numbers)
 gradients      weight_grads (main_grad, backward_dw), data_parallel (their ranks), buffers (of the caller),
                second_order (refused)

@@ -33,13 +33,13 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of
+from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
-from . import bridge, buffers, checks, traced
+from . import bridge, buffers, checks
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
@@ -124,14 +124,16 @@ class Run:
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        last = self.last  # once: another thread may put its own there
+        chain, last = self.chain, self.last  # once: another thread may put its own there
         if (
             last is not None
             and last.glance.fits(x, side, tokens, live)
             and (last.attributes is None or last.attributes.unchanged())
         ):
             return last.entry
-        key = key_of(self.chain, x, side, tokens, live)
+        grad, pairs = torch.is_grad_enabled(), zip(chain.ops, chain.parameters, strict=True)
+        facts = tuple([op_facts(op, names, grad) for op, names in pairs])
+        key = key_of(facts, chain.outside, x, side, tokens, live)
         entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
@@ -268,12 +270,6 @@ class Run:
         """
         if is_dtensor(type(x)) and self.chain.local:
             x = unwrapped(x, self.chain.layout)
-        if torch.compiler.is_compiling():
-            if out is not None:
-                raise FuseOpsError(
-                    "out= is eager only: compile around the ops that write to buffers."
-                )
-            return self._traced(x, env, tokens, live)
         watchers = scopes.current().watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live)
@@ -307,16 +303,6 @@ class Run:
         shape = self._through(0, len(self.ops), tuple(x.shape), x)
         buffers.check(op, out, x, shape, _inputs(seg, env))
 
-    def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
-        """A call as dynamo traces it."""
-        # guards on widths, as every op checks its own
-        self._through(0, len(self.ops), tuple(x.shape), x)
-        key = tuple(key_of(self.chain, x, env, tokens, live))
-        plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
-        for seg in plan.segments:
-            x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
-        return x
-
 
 def run_segments(
     segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
@@ -325,14 +311,14 @@ def run_segments(
     try:
         for seg in segments:  # the except reads it
             if seg.kind == "call":
-                x = _call(seg, x, env)
+                x = call_op(seg, x, env)
             elif seg.tap is not None and seg.checked_forward:
                 env[seg.tap] = x
             elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
                 with torch.autocast(seg.device, enabled=False):
-                    x = _run(seg, x, env, Live(path, once))
+                    x = run_segment(seg, x, env, Live(path, once))
             else:
-                x = _run(seg, x, env, Live(path, once))
+                x = run_segment(seg, x, env, Live(path, once))
             for name in seg.ends:
                 del env[name]
         return x
@@ -354,7 +340,7 @@ def _others(seg: Segment, env: Mapping[str, Any]) -> str:
     return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
 
 
-def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     """An op through its own `__call__`, which returns what it publishes after y."""
     (op,), (step,) = seg.ops, seg.forward
     reads = [(keyword, at) for keyword, at in step.args[0] if at < len(seg.reads)]
@@ -367,7 +353,7 @@ def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     return y
 
 
-def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
+def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     inputs = _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:

@@ -7,9 +7,11 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops import distributed, offload
+from fuseops import distributed, offload, torch_private
 
 D, F, TOKENS = 6, 8, 4
 
@@ -292,6 +294,50 @@ def law_recomputation_and_offload() -> None:
         assert dict(scheduler.report().schedule)["out_bytes"] > 0
 
 
+def law_features_of_one_process_hold_over_local_tensors() -> None:
+    """Accumulation, frozen weights, copies, torch.compile, autocast and a recipe."""
+    x = torch.randn(2 * TOKENS, D).double()
+
+    def twice(model: nn.Module, x: Tensor) -> Tensor:
+        model(x).sum().backward()
+        return model(x)
+
+    def checked(sequence: bool, run: Any = lambda m, x: m(x), change: Any = lambda m: m) -> None:
+        model = change(randomised(mlp()))
+        parallel = change(parallelized(randomised(mlp()), sequence_parallel=sequence))
+        compare(model, parallel, x, sequence=-2 if sequence else None, run=run)
+
+    def frozen(model: nn.Module) -> nn.Module:
+        model[1].requires_grad_(False)  # type: ignore[index]
+        model[3].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        return model
+
+    for sequence in (False, True):
+        checked(sequence, twice)
+        checked(sequence, change=frozen)
+        checked(sequence, change=copy.deepcopy)
+        compiled = parallelized(randomised(mlp()), sequence_parallel=sequence)
+        compiled.compile(backend="aot_eager", fullgraph=True)
+        compare(randomised(mlp()), compiled, x, sequence=-2 if sequence else None)
+    wide = fo.Sequential(fo.ops.Linear(128, 512), fo.ops.SwiGLU(), fo.ops.Linear(256, 128))
+    rows = torch.randn(32, 128)
+    parallel = parallelized(randomised(wide))
+    for scope in (
+        torch.autocast("cpu", torch.bfloat16),
+        fo.recipe(fo.recipes.Float8BlockScaling(), strict=True),
+    ):
+        with scope:
+            mine, theirs = parallel(rows), wide(rows)
+            theirs.sum().backward()
+            mine.sum().backward()
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+        for name, p in wide.named_parameters():
+            got = whole(parallel.get_parameter(name).grad).reshape(p.shape)
+            assert float((got - p.grad).norm() / p.grad.norm()) < 0.05, name  # type: ignore[union-attr]
+        wide.zero_grad()
+        parallel.zero_grad()
+
+
 def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
     model = fo.Sequential(
         fo.ops.RMSNorm(D), fo.ops.Linear(D, F), fo.ops.SReLU(), fo.ops.Linear(F, D)
@@ -312,6 +358,44 @@ def law_plans_say_what_runs_and_fuse_local_tensors() -> None:
     torch.testing.assert_close(y, model(x).chunk(2)[dist.get_rank()])
     y.sum().backward()
     assert given.grad is not None
+
+
+def law_collectives_beside_products_run_as_one() -> None:
+    """The rules that overlap them, on stand-ins of torch's CUDA ops: the values of the ops one by one."""
+    called = []
+
+    def all_gather_matmul(x: Tensor, w: Tensor, group: Any) -> Any:
+        called.append("gather")
+        rows = torch_private.all_gather(x.contiguous(), 0, group)
+        return rows, rows @ w
+
+    def matmul_reduce_scatter(x: Tensor, w: Tensor, group: Any) -> Tensor:
+        called.append("scatter")
+        return torch_private.reduce_scatter(x @ w, 0, group)
+
+    model = randomised(mlp(bias=False))
+    parallel = parallelized(model, sequence_parallel=True)
+    fo.configure(parallel, rules=distributed.overlap_rules)
+    x = torch.randn(2 * TOKENS, D).double()
+    text = str(parallel.plan(x.chunk(2)[dist.get_rank()]))
+    assert "x is on cpu: symmetric memory is CUDA's" in text and not called
+    here = tuple(
+        replace(rule, when=tuple(c for c in rule.when if c.__name__ not in ("on_one_host", "half")))
+        for rule in distributed.overlap_rules
+    )
+    fo.configure(parallel, rules=here)
+    with (
+        patch.object(torch_private, "all_gather_matmul", all_gather_matmul),
+        patch.object(torch_private, "matmul_reduce_scatter", matmul_reduce_scatter),
+    ):
+        compare(model, parallel, x, sequence=-2)
+        assert called == ["gather", "scatter", "gather", "scatter"]
+        frozen = parallelized(mlp(bias=False), sequence_parallel=True)
+        fo.configure(frozen, rules=here)
+        frozen.requires_grad_(False)
+        mine = x.chunk(2)[dist.get_rank()].clone().requires_grad_()
+        frozen(mine).sum().backward()
+        assert mine.grad is not None and len(called) == 8
 
 
 def law_wrong_plans_are_refused() -> None:
