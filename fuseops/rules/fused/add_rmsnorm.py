@@ -30,10 +30,12 @@ class AddRMSNorm(FusedOp):
         residual, weight = add.operand(x, t[-3][add.reads[0]]), t[-1]["weight"]
         alike = residual.dtype is x.dtype
         if alike:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, weight, norm.epsilon(x.dtype))
+            y, h, rstd = K.add_rmsnorm_fwd(
+                x, residual, weight, norm.epsilon(x.dtype), norm.weight_offset
+            )
         else:  # torch's promotion decides of what dtype h is
             h = x + residual
-            y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype))
+            y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype), norm.weight_offset)
         added = AddSaved(None if alike else (x.dtype, residual.dtype))
         saved = *before, added, NothingSaved(), RMSNormSaved(h, weight, rstd)
         return Out(y, saved, {tap.writes[0]: h})
@@ -49,11 +51,11 @@ class RMSNormAdd(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        add, tap, _ = self.members
+        add, tap, norm = cast(Any, self.members)
         wanted = "weight" in calls[2].needs
         dh, dweight = dside.get(tap.writes[0]), None
         h, weight, rstd = saved[2]
         if dy is not None and h is not None:
-            dh, dweight = K.rmsnorm_bwd(dy, h, weight, rstd, dh, wanted)
+            dh, dweight = K.rmsnorm_bwd(dy, h, weight, rstd, dh, wanted, norm.weight_offset)
         own = Grads() if dh is None else add.bwd(saved[0], dh)
         return own, Grads(), Grads(None, {"weight": dweight} if wanted else None)

@@ -41,7 +41,7 @@ class Front:
     @property
     def _offset(self) -> float:
         """What is added to the norm's weight."""
-        return float(getattr(self.norm, "weight_offset", 0.0))
+        return float(self.norm.weight_offset)
 
     def names(self) -> dict[str, str]:
         """Under which member's name each field is published."""

@@ -66,7 +66,8 @@ class ScaleLinear(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        (x, weight), (scale,), needs = *saved, calls[0].needs
+        (x, weight), needs = saved[0], calls[0].needs
+        scale: float = saved[1].scale  # type: ignore[assignment]
         rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         params, dx = {}, None
         if "x" in needs:
