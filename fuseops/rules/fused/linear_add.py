@@ -72,7 +72,7 @@ class ScaleLinear(FusedOp):
         params, dx = {}, None
         if "x" in needs:
             w: Tensor = calls[0].precision.cast(weight)  # type: ignore[assignment]
-            dx = _product(dy, w.t(), None, scale)  # type: ignore[arg-type]
+            dx = _product(dy, w.t(), None, scale)
         if "weight" in needs:
             own: Tensor = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # type: ignore[union-attr, assignment]
             params["weight"] = _product(rows.t(), own.t(), None, scale)
