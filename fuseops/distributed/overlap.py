@@ -2,9 +2,10 @@
 
     fo.configure(model, rules=fuseops.distributed.overlap_rules, disable=["mlp"])
 
-The rule `mlp`, which takes both products of an MLP, would go before them. AllGather and Linear are one op of torch's symmetric memory in the forward, the product of the gradient and its
-reduce-scatter in the backward; Linear and ReduceScatter the other way round. Shards travel by copy engines from one
-peer's memory to the next, without multicast. Where a rule does not apply `explain()` has the reason.
+The rule `mlp`, which takes both products of an MLP, would go before them. AllGather and Linear are one op of torch's
+symmetric memory in the forward, the product of the gradient and its reduce-scatter in the backward; Linear and
+ReduceScatter the other way round. Shards travel by copy engines from one peer's memory to the next, without multicast.
+Where a rule does not apply `explain()` has the reason.
 """
 
 from __future__ import annotations
