@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
@@ -105,6 +106,24 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without importing dynamo (half a second) for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def allow_in_graph(function: Callable[..., Any]) -> None:
+    """`torch.compiler.allow_in_graph`, in a trace, where dynamo has been imported."""
+    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, where a mode traces what runs, `torch.compiler.is_compiling()` is true, as it is to dynamo. (Torch 2.11
+    says so while dynamo traces only.)
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or num_dispatch_modes() > 0
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 # the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
@@ -232,8 +251,8 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def is_fake(t: torch.Tensor) -> bool:
-    """A fake tensor: shapes without data."""
-    return isinstance(t, torch._subclasses.FakeTensor)
+    """A fake tensor: shapes without data. (AOTAutograd traces functional tensors around them.)"""
+    return isinstance(t, torch._subclasses.FakeTensor | FunctionalTensor)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -183,16 +183,24 @@ def _clash(writes: Sequence[Sides]) -> Reason:
 
 
 def in_precision(
-    scanned: Scan, ops: Sequence[Op[Any]], reasons: Sequence[Reason], settings: Settings
+    scanned: Scan,
+    ops: Sequence[Op[Any]],
+    reasons: Sequence[Reason],
+    settings: Settings,
+    high: frozenset[int] = frozenset(),
 ) -> tuple[Reason, ...]:
-    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one."""
+    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one.
+
+    high: ops that it leaves in high precision.
+    """
     recipe = settings.recipe
     if recipe is None:
         return tuple(reasons)
     answers = []
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members = ops[c.start : c.stop]
-        if reason is None and any(op.multiplies for op in members):
+        quantized = (ops[i].multiplies and i not in high for i in range(c.start, c.stop))
+        if reason is None and any(quantized):
             takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"

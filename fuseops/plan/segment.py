@@ -52,6 +52,7 @@ class Step:
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     dx: bool = False  # backward: somebody needs the gradient of x
     later: Step | None = None  # the part that waits for backward_dw
+    rule: str = ""  # that made the target, if one did
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
     def __post_init__(self) -> None:
@@ -117,6 +118,7 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[int | None, ...], Rows] = field(default_factory=dict)
+    ranged: dict[str, Segment] = field(default_factory=dict)  # by path, as it runs in a profile
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     # of `reads`, by position: those that an op computes with another tensor in the place of
     local_reads: tuple[tuple[int, Local], ...] = field(init=False)

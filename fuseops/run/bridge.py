@@ -329,7 +329,8 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
-        return run_backward(seg, saved, dy, dsides, entered, Once())
+        with torch_private.compiling():
+            return run_backward(seg, saved, dy, dsides, entered, Once())
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):

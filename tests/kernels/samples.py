@@ -87,6 +87,8 @@ def samples() -> dict[str, tuple]:
         "quantize_columns": (y, E4M3),
         "quantize_operand": (y, ends, E4M3),
         "permute_operand": (y.to(E4M3), torch.rand(1, 6), index.int(), ends),
+        "quantize_groups": (y, ends, E4M3, True, True),
+        "quantize_matrices": (torch.randn(3, 16, 16), E4M3),
         "quantize_weight": (torch.randn(3, 16, 16), E4M3),
         "swiglu_operand": (x, probs, ends, E4M3, True, True),
         "dswiglu_operand": (*halves, probs, ends, E4M3, E4M3),

@@ -45,6 +45,8 @@ from .operands import columns_in_groups as columns_in_groups
 from .operands import columns_of as columns_of
 from .operands import dswiglu_operand as dswiglu_operand
 from .operands import permute_operand as permute_operand
+from .operands import quantize_groups as quantize_groups
+from .operands import quantize_matrices as quantize_matrices
 from .operands import quantize_operand as quantize_operand
 from .operands import quantize_weight as quantize_weight
 from .operands import swiglu_operand as swiglu_operand
