@@ -7,7 +7,9 @@ fit sets a flag on the device and makes the sums NaN; `check_overflow` reads it.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,11 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
+
+    @functools.cached_property
+    def side(self) -> torch.cuda.Stream:
+        """What runs beside other kernels runs here; who began it waits for it before the next use."""
+        return torch.cuda.Stream(self.table.device)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
         """All ranks have written before any goes on."""
@@ -145,6 +152,24 @@ class PeerMemory(Exchange):
     ) -> tuple[Tensor, Tensor | None]:
         dx, copies = self._back(dx, dweights, experts, slots, arrivals)
         return dx, None if dweights is None else copies
+
+    def start_dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        args = dx, dweights, experts, slots, arrivals
+        if not dx.is_cuda:
+            done = self.dispatch_bwd(*args)
+            return lambda: done
+        side = self._fabric().side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            results, end = self.dispatch_bwd(*args), side.record_event()
+
+        def wait(_read_until_here: Any = args) -> tuple[Tensor, Tensor | None]:
+            torch.cuda.current_stream().wait_event(end)
+            return results
+
+        return wait
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         fabric, place = self._ready(dy, torch.float32)

@@ -27,7 +27,7 @@ from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
 Source = Callable[..., tuple[Tensor | None, Tensor | None]]
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
 def activated(
@@ -88,7 +88,9 @@ def gradients(
         below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
-            below = replaced(below, x=finish(input_gradient(q, w1, offs, first)))
+            dx = input_gradient(q, w1, offs, first)
+            below = replaced(below, x=finish(dx, dprobs))
+            del dx
         if "weight" in first.needs:
             x, x_index = source()
             left = dh if _high_wgrad(first) else q
