@@ -114,8 +114,10 @@ def pair(stock: Any, config: Any, factory: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     made = stock(config)
     replaced = factory(config)
-    fused = type(replaced).__qualname__.split(".")[0]
-    ours = getattr(sys.modules["fuseops.integrations.torchtitan"], fused)(replaced)
+    module = sys.modules["fuseops.integrations.torchtitan"]
+    owners = (module.FusedExperts, module.FusedFeedForward)
+    (owner,) = (cls for cls in owners if vars(cls)["Config"] is type(replaced))
+    ours = owner(replaced)
     ours.load_state_dict(made.state_dict())
     return made, ours
 

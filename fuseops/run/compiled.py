@@ -162,9 +162,10 @@ def in_graph(number: int, x: Any, *inputs: Any) -> Any:
 
 
 def _walked(module: Any, found: list[Any]) -> list[Any]:
-    """Every child that runs, those of Sequentials inside included."""
+    """Every child that runs, those of Sequentials inside included, and what a style of parallelism put around an op."""
     for child in module._planned_modules():
-        found.append(child)
+        before, after = getattr(child, "_around", ((), ()))
+        found.extend((*before, child, *after))
         if isinstance(child, Composed):
             _walked(child, found)
     return found
