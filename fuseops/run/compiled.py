@@ -82,7 +82,7 @@ def _run(
     live: tuple[str, ...],
 ) -> Any:
     """A run of ops, the piece `at` of a runner."""
-    ops = [modules[int(place)] for place in _listed(told(runner, "ops", at))]
+    ops = [_at(modules, place) for place in _listed(told(runner, "ops", at))]
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
@@ -162,12 +162,28 @@ def in_graph(number: int, x: Any, *inputs: Any) -> Any:
 
 
 def _walked(module: Any, found: list[Any]) -> list[Any]:
-    """Every child that runs, those of Sequentials inside included, and what a style of parallelism put around an op."""
+    """Every child that runs, those of Sequentials inside included."""
     for child in module._planned_modules():
-        before, after = getattr(child, "_around", ((), ()))
-        found.extend((*before, child, *after))
+        found.append(child)
         if isinstance(child, Composed):
             _walked(child, found)
+    return found
+
+
+def _at(modules: Sequence[Any], place: str) -> Any:
+    """The op at a place: of those that were walked, or around one of them, where a style of parallelism has put it."""
+    if "." not in place:
+        return modules[int(place)]
+    child, side, k = place.split(".")
+    return modules[int(child)]._around[int(side)][int(k)]
+
+
+def _places(modules: Sequence[Any]) -> dict[int, str]:
+    """Where `_at` finds each of them, by address."""
+    found = {id(child): str(k) for k, child in enumerate(modules)}
+    for at, child in enumerate(modules):
+        for side, ops in enumerate(getattr(child, "_around", ())):
+            found |= {id(op): f"{at}.{side}.{k}" for k, op in enumerate(ops)}
     return found
 
 
@@ -212,7 +228,7 @@ def _prepared(module: int, identities: tuple[Any, ...]) -> int:
     prepare(found)
     runner: Runner = found._runner
     if not runner.places:
-        runner.places = {id(child): k for k, child in enumerate(_walked(found, []))}
+        runner.places = _places(_walked(found, []))
         torch_private.allow_in_graph(in_graph)
     return id(runner)
 
@@ -253,7 +269,7 @@ class Told:
     def place(self, piece: int) -> int | None:
         """Where a module stands among those that were walked, None of a run of ops."""
         found = self.runner.pieces[piece][1]
-        return None if isinstance(found, Run) else self.runner.places[id(found)]
+        return None if isinstance(found, Run) else int(self.runner.places[id(found)])
 
     def takes(self, piece: int) -> str:
         """The side inputs of a module: keyword and name in turn."""
