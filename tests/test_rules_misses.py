@@ -22,7 +22,7 @@ from fuseops.testing.strategies import readable
 OFFS = torch.tensor([2, 2, 5], dtype=torch.int32)
 POS = torch.tensor([[3], [0], [-1], [4], [1], [2]], dtype=torch.int32)
 INDEX = torch.tensor([1, 4, 5, 0, 3, 0])  # the last row is padding
-ROUTING = {"offs": OFFS, "probs": torch.rand(6), "index": INDEX, "pos": POS}
+ROUTING = {"offs": OFFS, "others": OFFS, "probs": torch.rand(6), "index": INDEX, "pos": POS}
 
 
 class Found(NamedTuple):
@@ -46,10 +46,14 @@ def planned(model: Any, x: Tensor, **side: Tensor) -> Found:
 
 
 def mlp(
-    groups: int = 3, hidden: int = 8, gated: int = 4, biases: tuple[bool, bool] = (False, False)
+    groups: int = 3,
+    hidden: int = 8,
+    gated: int = 4,
+    biases: tuple[bool, bool] = (False, False),
+    offs: str = "offs",
 ) -> fo.Sequential:
     return fo.Sequential(
-        fo.ops.GroupedLinear(3, 6, hidden, bias=biases[0]),
+        fo.ops.GroupedLinear(3, 6, hidden, bias=biases[0], offs=offs),
         fo.ops.ScaledSwiGLU(),
         fo.ops.GroupedLinear(groups, gated, 6, bias=biases[1]),
     )
@@ -91,6 +95,14 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
     ("routed_mlp", "same_top_k"): (routed(2), "Permute has top_k 1, Combine has 2"),
     ("routed_mlp", "same_groups"): (routed(groups=2), "fc1 has 3 groups, fc2 has 2"),
     ("routed_mlp", "act_widths"): (routed(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
+    ("grouped_mlp", "same_sides"): (
+        mlp(offs="others"),
+        "read two tensors as 'offs': 'others' and 'offs'",
+    ),
+    ("routed_mlp", "same_sides"): (
+        routed(offs="others"),
+        "read two tensors as 'offs': 'offs' and 'others'",
+    ),
     ("rmsnorm_mlp", "one_axis"): (
         two_axes_normed(fo.ops.Linear(6, 6), fo.ops.SiLU(), fo.ops.Linear(6, 6)),
         "the norm goes over 2 axes",

@@ -89,6 +89,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     gradients      "forward": made with the loss, 6 N D V operations in all, where the loss is one number and nothing is
                    published; "backward": made later from lse, 8 N D V. None picks the first where it can
     chunk_bytes    the most that logits may take at a time
+    targets        the name that the Sequential knows the targets by
 
     Products are in the dtype of x and weight (of autocast inside it), softmax and sums in float32. The gradient of the
     weight is summed over chunks in float32, into `main_grad` where there is one. Nothing of it is made without a need.
@@ -117,6 +118,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         publishes: tuple[str, ...] = (),
         gradients: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        targets: str = "targets",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -127,6 +129,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 *(publishes, gradients, chunk_bytes),
             )
         )
+        self.rename(targets=targets)
         self.in_features, self.vocab_size = in_features, vocab_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(vocab_size, in_features, **factory))
@@ -180,7 +183,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         for name, plain in DEFAULTS.items():
             value = getattr(self, name)
             said += "" if value == plain else f", {name}={value!r}"
-        return said + (f", publishes={self.writes}" if self.writes else "")
+        said += f", publishes={self.writes}" if self.writes else ""
+        return ", ".join([said, *self.renamed()])
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)

@@ -1,15 +1,21 @@
 """The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from fuseops.ops.activations import GELU, ReLU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.activations import GELU, QGELU, ReLU, ScaledSReLU, SiLU, SReLU
 from fuseops.ops.glu import (
     GEGLU,
+    GLU,
+    QGEGLU,
     ClampedSwiGLU,
     ReGLU,
     ScaledClampedSwiGLU,
     ScaledGEGLU,
+    ScaledGLU,
+    ScaledQGEGLU,
     ScaledReGLU,
+    ScaledSiTUGLU,
     ScaledSReGLU,
     ScaledSwiGLU,
+    SiTUGLU,
     SReGLU,
     SwiGLU,
 )
@@ -26,14 +32,25 @@ from fuseops.rules.fused.mlp import DenseMLP
 from fuseops.rules.fused.rmsnorm_linear import RMSNormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
-from .conditions import act_widths, one_axis, one_bias, same_groups, same_top_k, two_axes
+from .conditions import (
+    act_widths,
+    one_axis,
+    one_bias,
+    same_groups,
+    same_sides,
+    same_top_k,
+    two_axes,
+)
 from .rule import Rule, maybe
 
-SCALED = ScaledSwiGLU | ScaledClampedSwiGLU | ScaledGEGLU | ScaledReGLU | ScaledSReGLU | ScaledSReLU
-PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | ReLU | SiLU | GELU
-ACTS = SiLU | GELU | ReLU | SReLU  # of one kernel that also sums dbias
+ACTS = SiLU | GELU | QGELU | ReLU | SReLU  # of one kernel that also sums dbias
+PLAIN = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU | ACTS
+SCALED = (
+    ScaledSwiGLU | ScaledClampedSwiGLU | ScaledSiTUGLU | ScaledGEGLU | ScaledQGEGLU | ScaledGLU
+    | ScaledReGLU | ScaledSReGLU | ScaledSReLU
+)  # fmt: skip
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
-FIT = (same_groups, act_widths)
+FIT = (same_groups, same_sides, act_widths)
 DENSE = (Linear, maybe(Bias), PLAIN, Linear)
 NORMED = (maybe(Add), maybe(Tap), RMSNorm)
 

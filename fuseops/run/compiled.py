@@ -348,7 +348,7 @@ class Told:
         return run.numbered(run.entry((facts, *key[1:])))
 
     def conditional(self, entry: int) -> bool:
-        return bool(TABLE[entry].scan.candidates)
+        return bool(TABLE[entry].scan.candidates or TABLE[entry].layers)
 
     def plan(self, piece: int, entry: int, reasons: tuple[str | None, ...]) -> int:
         """The number of the plan of an entry, given the outcome of its conditions."""

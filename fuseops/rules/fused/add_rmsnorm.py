@@ -1,7 +1,7 @@
 """The end of one block and the begin of the next: a residual is added, kept for the next addition, and normed."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,10 +23,12 @@ class AddRMSNorm(FusedOp):
         residual, weight = add.operand(x, t[0][add.reads[0]]), t[2]["weight"]
         alike = residual.dtype is x.dtype
         if alike:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, weight, norm.epsilon(x.dtype))
+            y, h, rstd = K.add_rmsnorm_fwd(
+                x, residual, weight, norm.epsilon(x.dtype), norm.weight_offset
+            )
         else:  # torch's promotion decides of what dtype h is
             h = x + residual
-            y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype))
+            y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype), norm.weight_offset)
         added = AddSaved(None if alike else (x.dtype, residual.dtype))
         return Out(y, (added, NothingSaved(), RMSNormSaved(h, weight, rstd)), {tap.writes[0]: h})
 
@@ -41,11 +43,11 @@ class RMSNormAdd(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        add, tap, _ = self.members
+        add, tap, norm = cast(Any, self.members)
         wanted = "weight" in calls[2].needs
         dh, dweight = dside.get(tap.writes[0]), None
         h, weight, rstd = saved[2]
         if dy is not None and h is not None:
-            dh, dweight = K.rmsnorm_bwd(dy, h, weight, rstd, dh, wanted)
+            dh, dweight = K.rmsnorm_bwd(dy, h, weight, rstd, dh, wanted, norm.weight_offset)
         own = Grads() if dh is None else add.bwd(saved[0], dh)
         return own, Grads(), Grads(None, {"weight": dweight} if wanted else None)

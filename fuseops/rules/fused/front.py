@@ -70,12 +70,12 @@ class Front:
         h, eps = x, self.norm.epsilon(x.dtype)
         residual = None if self.add is None else self.add.operand(x, t[0][self.add.reads[0]])
         if residual is not None and residual.dtype is x.dtype:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps)
+            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self.norm.weight_offset)
         else:
             if residual is not None:  # torch's promotion decides of what dtype h is
                 h, dtypes = x + residual, (x.dtype, residual.dtype)
                 eps = self.norm.epsilon(h.dtype)
-            y, rstd = K.rmsnorm_fwd(h, gamma, eps)
+            y, rstd = K.rmsnorm_fwd(h, gamma, eps, self.norm.weight_offset)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
         return _cast(y, compute), FrontSaved(h, gamma, rstd, eps, dtypes), side
 
@@ -83,7 +83,8 @@ class Front:
         """The input of the GEMM once more."""
         if self.norm is None:
             return s.x
-        return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps)[0], compute)
+        y, _ = K.rmsnorm_fwd(s.x, s.gamma, s.eps, self.norm.weight_offset)
+        return _cast(y, compute)
 
     def bwd(
         self,
@@ -100,7 +101,16 @@ class Front:
         dgamma = None
         if dy is not None:
             dtype = None if s.gamma is None else s.gamma.dtype
-            given = dy.to(s.x.dtype), s.x, s.gamma, s.rstd, dh, wanted, 0.0, dtype
+            given = (
+                dy.to(s.x.dtype),
+                s.x,
+                s.gamma,
+                s.rstd,
+                dh,
+                wanted,
+                self.norm.weight_offset,
+                dtype,
+            )
             dh, dgamma = K.rmsnorm_bwd(*given)
         first = Grads(dh)
         if self.add is not None and dh is not None:
