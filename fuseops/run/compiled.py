@@ -82,7 +82,10 @@ def _run(
     live: tuple[str, ...],
 ) -> Any:
     """A run of ops, the piece `at` of a runner."""
-    ops = [_at(modules, place) for place in _listed(told(runner, "ops", at))]
+    ops = [
+        modules[int(place)] if "." not in place else _beside(modules, place)
+        for place in _listed(told(runner, "ops", at))
+    ]
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
@@ -170,16 +173,14 @@ def _walked(module: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-def _at(modules: Sequence[Any], place: str) -> Any:
-    """The op at a place: of those that were walked, or around one of them, where a style of parallelism has put it."""
-    if "." not in place:
-        return modules[int(place)]
+def _beside(modules: Sequence[Any], place: str) -> Any:
+    """The op that a style of parallelism has put around one of those that were walked."""
     child, side, k = place.split(".")
     return modules[int(child)]._around[int(side)][int(k)]
 
 
 def _places(modules: Sequence[Any]) -> dict[int, str]:
-    """Where `_at` finds each of them, by address."""
+    """Where each of them stands, and what is around it, by address."""
     found = {id(child): str(k) for k, child in enumerate(modules)}
     for at, child in enumerate(modules):
         for side, ops in enumerate(getattr(child, "_around", ())):
