@@ -36,9 +36,9 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
 - **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
   element over the mean magnitude of its tensor.
-- **experts over GPUs**: forward and backward of a layer with 8192 tokens a rank, in microseconds of the slowest: the ways
-  of `fuseops.distributed` (`captured`: the first as a CUDA graph) beside a layer as torchtitan writes it, and the share
-  of communication in the captured one.
+- **cells** of `distributed_*`: forward and backward of a layer of experts with 8192 tokens a rank, in microseconds of
+  the slowest: the ways of `fuseops.distributed` (`captured`: the first as a CUDA graph) beside a layer as torchtitan
+  writes it, and the share of communication in the captured one.
 - **step**: forward, loss and backward of a Hugging Face model, stock and after `hf.apply`; the peak is beyond what is
   resident. **bf16**: the error of small models in bf16 over float32, of the logits and of the gradients (median and
   worst), and how many replaced layers wait for the device.
