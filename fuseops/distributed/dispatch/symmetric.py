@@ -62,9 +62,9 @@ _fabrics: dict[Any, Fabric] = {}
 
 def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
     """The buffers of a group, of `nbytes` at least. A collective where they are not there yet."""
-    found = _fabrics.get(group.group_name)
+    found = _fabrics.get(group)
     if found is None or found.nbytes < nbytes:
-        found = _fabrics[group.group_name] = _made(group, nbytes, device)
+        found = _fabrics[group] = _made(group, nbytes, device)
     return found
 
 
@@ -227,10 +227,10 @@ def check_overflow() -> None:
 
     Call it where the loss is read; sums are NaN from the first overflow on.
     """
-    for name, fabric in _fabrics.items():
+    for group, fabric in _fabrics.items():
         if int(fabric.flag):
             fabric.flag.zero_()
             raise FuseOpsError(
-                f"experts of the group {name}: more tokens or copies came than there is room for: raise `capacity` of "
-                "ExpertParallel, or take way='host_counts', which has no bound."
+                f"experts of the group {group.group_name}: more tokens or copies came than there is room for. Raise "
+                "`capacity` of ExpertParallel, or take way='host_counts', which has no bound."
             )
