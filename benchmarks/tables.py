@@ -295,7 +295,7 @@ def models() -> Rows:
     text = HUGGINGFACE.read_text(encoding="utf-8")
     lines = re.findall(r"^\|(.*)\|$", text[text.index("<!-- replaced -->") :], re.MULTILINE)
     head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
-    parts = ["experts", "router", "mlp", "norm", "loss"]
+    parts = [title for title in head if title not in ("family", "left to stock")]
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if len(row) == len(head):

@@ -63,7 +63,7 @@ def grouped_linear(
     roles, kept = call.precision.roles, x
     if roles is not None:
         q = input_operand(x, call, roles, offs, index)
-        y = gemm.fprop(q, weight_rows(weight, call), offs, tiles)
+        y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
         kept = saved_operand(x, q, roles)
     else:
         x = cast("Tensor", x)
@@ -121,7 +121,7 @@ def input_gradient(
         call.precision.roles,
     )
     if roles is not None:
-        return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles)
+        return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles, call.name)
     dy = cast("Tensor", dy)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     dx = (call.out or {}).get("dx")
@@ -150,8 +150,8 @@ def weight_gradient(
     if roles is not None and not roles.high_wgrad:
         columns = columns_of(x, roles, offs, x_index)
         if not unrounded:
-            return gemm.wgrad(dy, columns, dy.dtype, offs)
-        gemm.wgrad_into(buffer, dy, columns, offs, add)  # type: ignore[arg-type]
+            return gemm.wgrad(dy, columns, dy.dtype, offs, call.name)
+        gemm.wgrad_into(buffer, dy, columns, offs, add, call.name)  # type: ignore[arg-type]
         return None
     dy, x = high(dy), high(x)
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])

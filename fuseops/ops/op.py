@@ -74,6 +74,7 @@ class Call(NamedTuple):
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
+    name       of the op, by its path in the model where that is known
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -87,6 +88,7 @@ class Call(NamedTuple):
     precision: Precision = Precision()
     training: bool = True
     store: WeightStore | None = None
+    name: str = ""
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None

@@ -23,6 +23,7 @@ from fuseops.ops.grouped_linear import (
 from fuseops.ops.linear import grad_operand, high
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
+from fuseops.recipes.numbers import watching
 from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
@@ -137,8 +138,10 @@ def _through_activation(
 
 def _writes_codes(s: Any, h: Tensor, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
-    whose gradient reads dh.
+    whose gradient reads dh. Not while somebody watches the numbers, who wants the tensors that the codes are of.
     """
+    if watching() is not None:
+        return False
     kind, *options = cast("tuple[Any, ...]", s.form)
     if (
         kind != "swiglu"
