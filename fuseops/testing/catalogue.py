@@ -139,6 +139,10 @@ def _geglu(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose("none", "tanh"))
 
 
+def _collective(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(None)
+
+
 def _clamped(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0))
 
@@ -204,5 +208,5 @@ register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
 for collective in (ops.AllGather, ops.ReduceScatter, ops.AllReduce):  # one rank: what it sends is tested on ranks
-    register(collective,    lambda w, op=collective: op(None))
+    register(collective,    _collective(collective))
 # fmt: on
