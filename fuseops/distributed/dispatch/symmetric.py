@@ -44,6 +44,13 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
+    begun: Any = None  # the end of a use on the side, for which nobody has waited
+
+    def wait(self) -> None:
+        """For a use on the side, which is over before the next begins."""
+        end, self.begun = self.begun, None
+        if end is not None:
+            torch.cuda.current_stream().wait_event(end)
 
     @functools.cached_property
     def side(self) -> torch.cuda.Stream:
@@ -164,9 +171,10 @@ class PeerMemory(Exchange):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             results, end = self.dispatch_bwd(*args), side.record_event()
+        self._fabric().begun = end
 
         def wait(_read_until_here: Any = args) -> tuple[Tensor, Tensor | None]:
-            torch.cuda.current_stream().wait_event(end)
+            self._fabric().wait()
             return results
 
         return wait
@@ -200,6 +208,7 @@ class PeerMemory(Exchange):
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
         if self.fabric is None:
             self._agree(x)
+        self._fabric().wait()
         row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:
