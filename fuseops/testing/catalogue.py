@@ -171,7 +171,7 @@ def _router(w: Wanted) -> Op[Any]:
 
 
 # fmt: off
-register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(True, False)), width="maps")
+register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(False, True, False)), width="maps")
 register(ops.Bias,          lambda w: ops.Bias(w.width))
 register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
