@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Grads, Out, replaced
 from fuseops.plan.segment import Segment, Step
@@ -283,7 +284,12 @@ class Node(torch.autograd.Function):
         else:
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
-            y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+            here = registry.thread
+            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+            try:
+                y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+            finally:
+                here.unseen = before
         flat, ctx.rows = pack(seg, saved, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
@@ -331,6 +337,8 @@ def _backward_in(
     if live is None:
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, Once())
+    here = registry.thread
+    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
@@ -342,6 +350,8 @@ def _backward_in(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}{unsaved}"
         )
         raise
+    finally:
+        here.unseen = before
 
 
 _apply = torch_private.direct_apply(Node)
@@ -354,7 +364,9 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """
     if torch_private.inside_functorch():
         raise _not_transformed("torch.func", seg, live)
-    if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
+    if torch_private.forward_ad._current_level >= 0 and any(
+        map(torch_private.has_tangent, (x, *inputs))
+    ):
         raise _not_transformed("forward-mode AD", seg, live)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)

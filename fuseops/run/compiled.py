@@ -22,7 +22,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
-from fuseops.plan.segment import Segment
+from fuseops.plan.segment import Segment, is_own
 
 from . import bridge
 from .composed import Composed
@@ -235,7 +235,7 @@ class Told:
     def _own(self, piece: int, op: int) -> dict[str, Any]:
         """What an op of fuseops has of its own."""
         found = self._run(piece).ops[op]
-        if not _known(found):
+        if not is_own(found):
             return {}
         return {n: value for n, value in found.__dict__.items() if n not in OF_EVERY_MODULE}
 
@@ -297,7 +297,7 @@ class Told:
     def alias(self, piece: int, op: int) -> bool | None:
         """Whether an op is one, None where it is not known what that depends on."""
         found = self._run(piece).ops[op]
-        return bool(found.alias) if _known(found) else None
+        return bool(found.alias) if is_own(found) else None
 
     def guarded(self, *about: Any) -> None:
         """What is given to it, dynamo guards on."""
@@ -351,10 +351,12 @@ class Told:
             return "tap"
         if seg.kind == "call":
             return "call"
-        steps = (*seg.forward, *seg.backward)
-        known = all(same) and all(map(_known, (*seg.ops, *(step.target for step in steps))))
         over_ranks = seg.local_reads or any(op._local for op in seg.ops)
-        return "opaque" if seg.kind == "node" and known and not over_ranks else "traced"
+        return (
+            "opaque"
+            if seg.kind == "node" and seg.own and all(same) and not over_ranks
+            else "traced"
+        )
 
     def number(self, plan: int, k: int) -> int:
         number: int = TABLE[plan].segments[k].number
@@ -374,11 +376,6 @@ class Told:
 
     def exports(self, plan: int, k: int) -> str:
         return _words(TABLE[plan].segments[k].exports)
-
-
-def _known(op: Any) -> bool:
-    """Whether fuseops knows what the code of an op, or fused op, reads."""
-    return type(op).__module__.startswith("fuseops.")
 
 
 def _constant(value: Any) -> bool:

@@ -145,7 +145,8 @@ class Run:
         candidates = entry.scan.candidates
         if any(c.rule not in BUILTIN_RULES for c in candidates):
             return None
-        return Attributes([op for c in candidates for op in self.ops[c.start : c.stop]])
+        read = {i for c in candidates for i in range(c.start, c.stop)}
+        return Attributes([self.ops[i] for i in sorted(read)])
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -268,9 +269,9 @@ class Run:
 
         out: the caller's buffers for "y" and "dx" of an op that is by itself.
         """
-        if is_dtensor(type(x)) and self.chain.local:
+        if type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
             x = unwrapped(x, self.chain.layout)
-        watchers = scopes.current().watchers
+        watchers = scopes.thread.inside.watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live)
             if repeated is not None:
@@ -317,6 +318,8 @@ def run_segments(
             elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
                 with torch.autocast(seg.device, enabled=False):
                     x = run_segment(seg, x, env, Live(path, once))
+            elif seg.kind == "node" and seg.needs_grad and not seg.exports:  # most
+                x = bridge.run_node(seg, Live(path, once), x, _inputs(seg, env))
             else:
                 x = run_segment(seg, x, env, Live(path, once))
             for name in seg.ends:
@@ -354,7 +357,8 @@ def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
 
 
 def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
-    inputs = _inputs(seg, env)
+    """Run a segment; in traced code, which has no names and no messages, live is None."""
+    inputs = inputs_of(seg, env) if live is None else _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
             y = bridge.run_traced_node(seg.number, x, inputs)
@@ -379,6 +383,17 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
 
 
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """`inputs_of`, where all of them are what is registered."""
+    try:
+        parameters = [op.__dict__["_parameters"][name] for op, name in seg.registered]
+    except KeyError:  # it is parametrized by now
+        return inputs_of(seg, env)
+    if len(parameters) < len(seg.params):
+        return inputs_of(seg, env)
+    return [*[env[name] for name in seg.reads], *parameters] if seg.reads else parameters
+
+
+def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
     inputs = [env[name] for name in seg.reads]
     for position, local in seg.local_reads:
