@@ -86,19 +86,23 @@ def _run(
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
+    outside = _listed(told(runner, "outside", at))
     if torch_private.is_dtensor(type(x)) and told(runner, "local", at):
         laid_out = told(runner, "laid_out", at)
         x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
+    run = module._runner.pieces[at][1] if told(runner, "swaps", at) else None
     shape = tuple(x.shape)
-    for op in ops:  # guards on widths, as every op checks its own
+    for op in () if run else ops:  # guards on widths, as every op checks its own
         shape = op.out_shape(shape)
+    if run:
+        for _ in run.chain.shapes(shape, {name: tuple(env[name].shape) for name in outside}):
+            pass
     facts = tuple([_facts(runner, at, i, op) for i, op in enumerate(ops)])
-    outside = _listed(told(runner, "outside", at))
     key = tuple(key_of(facts, outside, x, env, tokens, live))
     entry = told(runner, "entry", at, key)
     reasons: tuple[str | None, ...] = ()
     if told(runner, "conditional", entry):
-        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x)
+        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
     same = [_same(runner, at, i, op) for i, op in enumerate(ops)]
     plan = told(runner, "plan", at, entry, reasons)
     for k in range(told(runner, "segments", plan)):
@@ -270,6 +274,9 @@ class Told:
         """The first op of each class."""
         ops = self._run(piece).ops
         return _words({type(op): i for i, op in reversed([*enumerate(ops)])}.values())
+
+    def swaps(self, piece: int) -> bool:
+        return self._run(piece).swaps
 
     def local(self, piece: int) -> bool:
         return self._run(piece).chain.local

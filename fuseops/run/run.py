@@ -6,6 +6,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -22,6 +23,7 @@ from fuseops.ops.halves import check_halves
 from fuseops.ops.local import unwrapped
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
+from fuseops.ops.structure import Swap
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
@@ -57,6 +59,7 @@ class Run:
     def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
         self.chain, self.end, self.alone = chain, end, alone
         self.ops, self.names = chain.ops, chain.names
+        self.swaps = any(isinstance(op, Swap) for op in self.ops)  # y has the shape of a side input
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries = Entries(self.names[0])
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
@@ -71,7 +74,7 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         entry = self._entry_of(x, side, tokens, live)
-        plan = self._plan_in(entry, x)
+        plan = self._plan_in(entry, x, side)
         last = self.last
         if last is not None and last.entry is entry and last.attributes is not None:
             if len(last.plans) >= MOST_SHAPES:
@@ -94,9 +97,9 @@ class Run:
             return None
         return plan
 
-    def _plan_in(self, entry: KnownPlans, x: Tensor) -> RunPlan:
-        self._check_shape(x)
-        reasons = self.reasons(entry, x) if entry.scan.candidates else ()
+    def _plan_in(self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
+        self._check_shape(x, side)
+        reasons = self.reasons(entry, x, side) if entry.scan.candidates else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             plan = self.plan_of(entry, reasons)
@@ -107,18 +110,20 @@ class Run:
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         return plan
 
-    def _check_shape(self, x: Tensor) -> None:
+    def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
         try:
             shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
         except RuntimeError:
             raise checks.nested_tensor(self.chain) from None  # the strided ones have no shape
+        if self.swaps:
+            shape = shape, *[side[name].shape for name in self.chain.outside]
         try:
             if shape not in self.shapes:
-                self._through(0, len(self.ops), tuple(x.shape), x)
+                deque(self._shapes(x, side), maxlen=0)
                 self.shapes.add(shape)
         except TypeError:  # a symbolic size has no hash
-            self._through(0, len(self.ops), tuple(x.shape), x)
+            deque(self._shapes(x, side), maxlen=0)
 
     def _entry_of(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
@@ -153,14 +158,14 @@ class Run:
         self.numbers.append(TABLE.add(item))
         return self.numbers[-1]
 
-    def reasons(self, entry: KnownPlans, x: Tensor) -> tuple[str | None, ...]:
+    def reasons(
+        self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]
+    ) -> tuple[str | None, ...]:
         """Why each candidate of an entry may not fire in this call, None where it may."""
-        shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
+        sides = {name: tuple(side[name].shape) for name in self.chain.outside}
+        shapes = [*self.chain.shapes(tuple(x.shape), sides)]
 
         def conditions(start: int, stop: int) -> Conditions:
-            while len(shapes) <= stop:
-                at = len(shapes)
-                shapes.append(self._through(at - 1, at, shapes[-1], x))
             return self._conditions(entry, x, start, stop, shapes)
 
         return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
@@ -238,20 +243,19 @@ class Run:
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
 
-    def _through(self, start: int, stop: int, shape: Shape, x: Tensor) -> Shape:
-        """The shape after ops start..stop; an error says at which op it came up."""
-        for i in range(start, stop):
-            try:
-                shape = self.ops[i].out_shape(shape)
-            except FuseOpsError as error:
-                # dynamo traces no add_note, and shows the error itself
-                if torch.compiler.is_compiling():
-                    raise
-                path = path_of(self.ops[i])
-                at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
-                error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
-                raise
-        return shape
+    def _shapes(self, x: Tensor, side: Mapping[str, Any]) -> Iterator[Shape]:
+        """Shapes before op 0, 1, ... and after the last one; an error says at which op it came up."""
+        i = -1
+        try:
+            sides = {name: tuple(side[name].shape) for name in self.chain.outside}
+            for shape in self.chain.shapes(tuple(x.shape), sides):
+                i += 1
+                yield shape
+        except FuseOpsError as error:
+            path = path_of(self.ops[i])
+            at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
+            error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
+            raise
 
     # --- running
 
@@ -301,7 +305,7 @@ class Run:
                 f"dx of {op} is to be written to a buffer, but no gradient of its input is computed in this call: "
                 "leave it out of `out`."
             )
-        shape = self._through(0, len(self.ops), tuple(x.shape), x)
+        *_, shape = self._shapes(x, env)
         buffers.check(op, out, x, shape, _inputs(seg, env))
 
 
