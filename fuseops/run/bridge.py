@@ -11,7 +11,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import registry
 from fuseops.ops import names
-from fuseops.ops.op import Grads, Out, replaced
+from fuseops.ops.op import Call, Grads, Out
 from fuseops.plan.segment import Segment, Step
 
 from . import buffers, checks, pure, second_order, weight_grads
@@ -21,6 +21,8 @@ from .first import FirstCall
 from .saving import pack, saved_names, unpack
 from .traced import TABLE, distinct
 
+new = tuple.__new__
+OUT = Call._fields.index("out")  # `scratch` is the last field
 Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 
 
@@ -115,10 +117,18 @@ def _calls(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = []
-    for call, scope in zip(step.calls, step.scopes, strict=True):
-        scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
-        calls.append(replaced(call, scratch=scratch, out=once.out))
+    shared, out = once.scratch, once.out
+    if shared is not None:
+        for scope in step.scopes:
+            if scope not in shared:
+                shared[scope] = {}
+    calls: list[Any] = [
+        # `_replace`, without a call for each
+        new(
+            Call, (*call[:OUT], out, *call[OUT + 1 : -1], None if shared is None else shared[scope])
+        )
+        for call, scope in zip(step.calls, step.scopes, strict=True)
+    ]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 

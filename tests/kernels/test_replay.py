@@ -238,5 +238,6 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
                 assert now == before
     assert not new  # all that is returned was written to
     assert (
-        replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other)) is NOT_REPLAYED
+        replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other))
+        is NOT_REPLAYED
     )
