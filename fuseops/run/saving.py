@@ -46,7 +46,10 @@ def pack(
             flat = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))
-            return [*flat.values()], seg.rows((*map(number.get, map(id, plain)),), values)
+            try:
+                return [*flat.values()], seg.rows((*map(number.get, map(id, plain)),), values)
+            except TypeError:  # a constant has no hash
+                pass
     tensors: list[Tensor] = []
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
