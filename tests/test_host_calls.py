@@ -1,5 +1,6 @@
 """What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -57,3 +58,14 @@ def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:
     one, two, three = map(blocks, (1, 2, 3))
     assert abs((three - two) - (two - one)) <= 8
     assert three - two <= 185  # most of them in the twins of kernels
+
+
+def test_the_first_call_of_a_model_imports_no_compiler() -> None:
+    """The check of fused ops, on the meta device: torch would import dynamo and sympy, a second or two."""
+    code = """if True:
+        import sys, torch, fuseops as fo
+        ops = fo.ops.RMSNorm(16), fo.ops.Linear(16, 32), fo.ops.SwiGLU(), fo.ops.Linear(16, 16)
+        fo.Sequential(fo.Residual(*ops), fo.Residual(*ops))(torch.randn(3, 16))
+        assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
