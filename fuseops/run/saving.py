@@ -43,7 +43,7 @@ def pack(
         kinds = [*map(type, values)]
         if (OWN if seg.own else PLAIN_OR_NONE).issuperset(kinds):
             plain = [v if t in PLAIN else None for v, t in zip(values, kinds, strict=True)]
-            flat = dict(zip(map(id, plain), plain, strict=True))
+            flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))
             try:
