@@ -190,5 +190,5 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
 
 
 # where dynamo has given a call up, it would try its parts
-for _function in (prepare, tokens_of, Run.__call__):
+for _function in (runner_of, Runner.fits, prepare, tokens_of, Run.__call__):
     torch_private.never_compile(_function)
