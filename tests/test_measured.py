@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuseops.explain.charts import ChartBar, bar_chart
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -231,9 +233,8 @@ def test_no_picture_is_stale() -> None:
 
 
 def test_a_chart_is_as_long_as_its_figures() -> None:
-    pictures = loaded("pictures")
-    bars = [pictures.Bar(str(v), v, f"{v} GiB", "ours") for v in (4.0, 8.0, 2.0)]
-    text = pictures.chart("a title", "a note", {"a <group>": bars})
+    bars = [ChartBar(str(v), v, f"{v} GiB", "ours") for v in (4.0, 8.0, 2.0)]
+    text = bar_chart("a title", "a note", {"a <group>": bars})
     widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', text)]
     assert [w / widths[1] for w in widths] == pytest.approx([0.5, 1.0, 0.25], abs=0.01)
     assert "a &lt;group&gt;" in text and text.count(" GiB</text>") == 3
@@ -322,3 +323,10 @@ def test_ways_to_train_show_what_was_predicted() -> None:
         ["plan", "3", "1.020 (1.000-1.040)", "2.5", "-0.01"],
         ["save_on_cpu", "90", "", "", ""],
     ]
+
+
+def test_the_page_on_scale_is_what_its_command_writes() -> None:
+    scale = loaded("scale")
+    assert scale.PAGE.read_text(encoding="utf-8") == scale.page(), "python benchmarks/scale.py"
+    for name, billion in (("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235.1)):  # as published
+        assert abs(scale.MODELS[name].total / 1e9 - billion) < 0.1

@@ -3,8 +3,8 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, cross_entropy, norm, operands, peers, permute,
-                    quantize, rope, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, amax, bias, casts, cross_entropy, dropout, layer_norm, norm, operands, peers,
+                    permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -24,6 +24,8 @@ from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_fwd as scaled_act_fwd
 from .add_mm import add_mm as add_mm
+from .amax import quantize_groups as quantize_groups
+from .amax import quantize_matrices as quantize_matrices
 from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
@@ -34,6 +36,7 @@ from .configs import Space as Space
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .dropout import apply_dropout as apply_dropout
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_wgrad as fp8_wgrad
 from .fp8 import fp8_wgrad_into as fp8_wgrad_into
@@ -47,6 +50,8 @@ from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .launch import launch as launch
+from .layer_norm import layernorm_bwd as layernorm_bwd
+from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
@@ -74,10 +79,6 @@ from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import by_group as by_group
 from .reference import column_offs as column_offs
-from .reference import columns_in_groups as columns_in_groups
-from .reference import dropout_mask as dropout_mask
-from .reference import expert_quantize as expert_quantize
-from .reference import grouped_quantize as grouped_quantize
 from .reference import scaled_mm as scaled_mm
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only

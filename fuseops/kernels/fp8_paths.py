@@ -113,6 +113,11 @@ def wgrad_path(
     )
 
 
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether this device has FP8 GEMMs that are faster than those of bf16."""
+    return device.type == "cuda" and path_of(*_device(device)) == "cooperative"
+
+
 def _device(device: torch.device) -> tuple[str | None, ...]:
     return _hardware(current_arch(device))
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.ops.paths import path_of
 from fuseops.ops.weights import store_of
 from fuseops.recipes import Roles
+from fuseops.recipes.gain import Gain
 from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
@@ -27,6 +29,7 @@ class RunPlan(NamedTuple):
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
     weights: tuple[KeptWeight, ...]
+    gains: tuple[Gain, ...] = ()  # of the call that a watcher sees
 
 
 class _Unit(NamedTuple):
@@ -39,14 +42,14 @@ class _Unit(NamedTuple):
     rule: str | None
 
 
-def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
-    """Plan the run."""
+def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = frozenset()) -> RunPlan:
+    """Plan the run.   high: ops that a recipe leaves in high precision"""
     ops, names, needs = chain.ops, chain.names, needs_of(chain, facts)
     joint = [_unit(c, ops) for c in cover.joint]
     forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
     backward = _units(ops, joint, [_unit(c, ops) for c in cover.backward])
     bounds = _cuts(chain, forward, backward, facts)
-    builder = _Builder(chain, needs, facts, forward, backward)
+    builder = _Builder(chain, needs, facts, forward, backward, high)
     segments = tuple(builder.segment(*ends) for ends in itertools.pairwise(bounds))
     plan = RunPlan(
         segments,
@@ -146,8 +149,9 @@ class _Builder:
         facts: Facts,
         forward: Sequence[_Unit],
         backward: Sequence[_Unit],
+        high: frozenset[int],
     ) -> None:
-        self.chain, self.needs, self.facts = chain, needs, facts
+        self.chain, self.needs, self.facts, self.high = chain, needs, facts, high
         self.ops, self.names = chain.ops, chain.names
         # by the position of the first op; no unit goes over the end of a segment
         self.forward = {u.start: u for u in forward}
@@ -219,6 +223,7 @@ class _Builder:
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
         )
 
@@ -246,6 +251,7 @@ class _Builder:
             dx="x" in calls[0].needs,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])
@@ -287,6 +293,7 @@ class _Builder:
             precision=Precision(self.facts.compute, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
+            name="" if roles is None else path_of(op) or self.names[i],
         )
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
@@ -316,7 +323,7 @@ class _Builder:
 
     def _roles(self, i: int) -> Roles | None:
         recipe = self.facts.settings.recipe
-        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i]:
+        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i] or i in self.high:
             return None
         roles: Roles = recipe.roles()
         return None if roles.high else roles

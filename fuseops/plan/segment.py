@@ -57,6 +57,7 @@ class Step:
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     dx: bool = False  # backward: somebody needs the gradient of x
     later: Step | None = None  # the part that waits for backward_dw
+    rule: str = ""  # that made the target, if one did
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
     def __post_init__(self) -> None:
@@ -147,6 +148,7 @@ class Segment:
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, none where some are not
     registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
+    ranged: dict[str, Segment] = field(default_factory=dict)  # by path, as it runs in a profile
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     # of `reads`, by position: those that an op computes with another tensor in the place of
     local_reads: tuple[tuple[int, Local], ...] = field(init=False)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
@@ -41,12 +42,13 @@ from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
-from . import bridge, buffers, checks
+from . import bridge, buffers, checks, ranges
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
+from .gate import gains, layers_of
 from .modes import mode_of
 from .traced import TABLE
 
@@ -99,16 +101,30 @@ class Run:
 
     def _plan_in(self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
         self._check_shape(x, side)
-        reasons = self.reasons(entry, x, side) if entry.scan.candidates else ()
+        reasons = self.reasons(entry, x, side) if entry.scan.candidates or entry.layers else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
-            reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-            misses = choose(entry.scan, reasons, len(self.ops)).misses
+            against, _ = self._in_precision(entry, reasons)
+            misses = choose(entry.scan, against, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
+        if entry.layers and scopes.current().watchers:
+            shapes = [*self._shapes(x, side)]
+            rows = lambda i: numel(shapes[i][:-1])  # noqa: E731
+            plan = plan._replace(gains=gains(entry.layers, self.names, rows))
         return plan
+
+    def _in_precision(
+        self, entry: KnownPlans, reasons: Sequence[str | None]
+    ) -> tuple[tuple[str | None, ...], frozenset[int]]:
+        """The reasons of candidates under the recipe, and which ops it leaves in high precision."""
+        count = len(entry.scan.candidates)
+        judged = zip(entry.layers, reasons[count:], strict=True)
+        high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
+        settings = entry.facts.settings
+        return in_precision(entry.scan, self.ops, reasons[:count], settings, high), high
 
     def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
@@ -161,14 +177,19 @@ class Run:
     def reasons(
         self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]
     ) -> tuple[str | None, ...]:
-        """Why each candidate of an entry may not fire in this call, None where it may."""
+        """Why each candidate of an entry may not fire in this call, None where it may; then, why each layer stays in
+        high precision.
+        """
         sides = {name: tuple(side[name].shape) for name in self.chain.outside}
         shapes = [*self.chain.shapes(tuple(x.shape), sides)]
 
         def conditions(start: int, stop: int) -> Conditions:
             return self._conditions(entry, x, start, stop, shapes)
 
-        return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+        against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+        if not entry.layers:
+            return against
+        return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.layers])
 
     def _conditions(
         self, entry: KnownPlans, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
@@ -185,6 +206,7 @@ class Run:
             recipe=facts.settings.recipe,
             needs=entry.needs[start:stop],
             training=self.ops[start].training,
+            reads=self.chain.reads[start:stop],
         )
 
     def entry(self, key: tuple[Any, ...]) -> KnownPlans:
@@ -220,8 +242,9 @@ class Run:
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
         held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
+        layers = layers_of(self.chain, scanned, facts, key.dtype)
         return self.entries.put(
-            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {})
+            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {}, layers)
         )
 
     def _wanted(self, key: PlanKey) -> Iterator[tuple[int, str]]:
@@ -236,9 +259,9 @@ class Run:
         answers = tuple(reason is None for reason in reasons)
         if answers in entry.plans:
             return entry.plans[answers]
-        reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-        plan = build(self.chain, choose(entry.scan, reasons, len(self.ops)), entry.facts)
-        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
+        against, high = self._in_precision(entry, reasons)
+        plan = build(self.chain, choose(entry.scan, against, len(self.ops)), entry.facts, high)
+        check_strict(plan.misses, entry.scan, against, entry.facts.settings)
         entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -313,6 +336,8 @@ def run_segments(
     segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
 ) -> Any:
     """Run segments with autocast off where the plan reads it, and say where an error happened."""
+    if profiler._is_profiler_enabled or ranges.NVTX:
+        segments = ranges.in_ranges(segments, path)
     try:
         for seg in segments:  # the except reads it
             if seg.kind == "call":

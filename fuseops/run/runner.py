@@ -52,7 +52,7 @@ class Runner:
         self.last: Tokens | None = None
         self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.children: list[tuple[str, Any]] = []  # of the module itself
-        self.places: dict[int, int] = {}  # of modules that traced code walks, by address
+        self.places: dict[int, str] = {}  # of modules that traced code walks, by address
         self.live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
 

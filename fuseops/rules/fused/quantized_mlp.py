@@ -23,11 +23,12 @@ from fuseops.ops.grouped_linear import (
 from fuseops.ops.linear import grad_operand, high
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
+from fuseops.recipes.numbers import watching
 from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
 Source = Callable[..., tuple[Tensor | None, Tensor | None]]
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
 def activated(
@@ -88,7 +89,9 @@ def gradients(
         below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
-            below = replaced(below, x=finish(input_gradient(q, w1, offs, first)))
+            dx = input_gradient(q, w1, offs, first)
+            below = replaced(below, x=finish(dx, dprobs))
+            del dx
         if "weight" in first.needs:
             x, x_index = source()
             left = dh if _high_wgrad(first) else q
@@ -135,8 +138,10 @@ def _through_activation(
 
 def _writes_codes(s: Any, h: Tensor, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
-    whose gradient reads dh.
+    whose gradient reads dh. Not while somebody watches the numbers, who wants the tensors that the codes are of.
     """
+    if watching() is not None:
+        return False
     kind, *options = cast("tuple[Any, ...]", s.form)
     if (
         kind != "swiglu"
