@@ -57,7 +57,7 @@ def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:
 
     one, two, three = map(blocks, (1, 2, 3))
     assert abs((three - two) - (two - one)) <= 8
-    assert three - two <= 185  # most of them in the twins of kernels
+    assert three - two <= 200  # most of them in the twins of kernels
 
 
 def test_the_first_call_of_a_model_imports_no_compiler() -> None:
