@@ -17,7 +17,7 @@ BIG = np.finfo(np.float32).max
 
 
 def hard(rows, n):
-    """Random rows, and rows of zeros, denormals, infinities, NaN, and amax on a boundary of a format or a power of two."""
+    """Random rows, and some of zeros, denormals, infinities, NaN, and with amax on a boundary of a format or binade."""
     x = np.random.default_rng(0).standard_normal((rows, n)).astype(np.float32)
     x[0] = 0
     x[1] *= np.float32(1e-40)
