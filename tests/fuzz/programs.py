@@ -108,8 +108,8 @@ class Chain:
                 unread.add(name)
             elif kind == "add" and known:
                 width = self.add(path, made, width, self.rng.choice([*known]), known, unread)
-            elif kind == "swap" and (wide := [name for name in known if known[name] == width]):
-                name, new = self.rng.choice(wide), self.name("t")
+            elif kind == "swap" and known:
+                name, new = self.rng.choice([*known]), self.name("t")
                 self.emit(made, f"fo.ops.Swap('{name}', '{new}')", f"h, {new} = {name}, h")
                 width, known[new] = known[name], width
                 unread.discard(name)
