@@ -70,6 +70,9 @@ def gradients(
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
         h = mlp.hidden(replaced(s, x=x), first, x_index)
+        hidden = cast("Roles", first.precision.roles).hidden
+        if hidden is not None:  # what the forward read
+            h = operand(h, hidden)
         del x
     h = None if h is None else high(h)
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
