@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from . import kernels as kernels
 from . import offload as offload
 from . import ops as ops
 from . import recipes as recipes
@@ -16,6 +17,7 @@ from .run.config import recipe as recipe
 from .run.config import reference as reference
 from .run.config import rules as rules
 from .run.debug import debug as debug
+from .explain import Explanation as Explanation
 from .explain import FusionPlan as FusionPlan
 from .explain import explain as explain
 from .explain import plans as plans
@@ -35,7 +37,53 @@ from .ops.op import Grads as Grads
 from .ops.op import Op as Op
 from .ops.op import Out as Out
 from .ops.routing import Routing as Routing
+from .ops.weights import weights_changed as weights_changed
 from .recipes import quantize as quantize
 from . import testing as testing
+
+__all__ = [
+    "Call",
+    "Conditions",
+    "Explanation",
+    "FuseOpsError",
+    "FusedOp",
+    "FusionMissError",
+    "FusionPlan",
+    "Grads",
+    "Miss",
+    "MoE",
+    "Op",
+    "Out",
+    "Residual",
+    "Routing",
+    "Rule",
+    "SavedTensor",
+    "Sequential",
+    "SideInputError",
+    "checkpoint_contexts",
+    "configure",
+    "debug",
+    "explain",
+    "fusion",
+    "kernels",
+    "linear_cross_entropy",
+    "maybe",
+    "offload",
+    "ops",
+    "plans",
+    "quantize",
+    "recipe",
+    "recipes",
+    "reference",
+    "require",
+    "rules",
+    "testing",
+    "weights_changed",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]  # not the parts that it is made of
+
 
 _from_environment()

@@ -394,3 +394,38 @@ def empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
     return lambda shape, strides, dtype: torch.empty_strided(
         shape, strides, dtype=dtype, device=device
     )
+
+
+_watched_fsdp: list[Any] = []  # the class whose methods `watch_fsdp` has wrapped
+
+
+def watch_fsdp(
+    gathered: Callable[[torch.Tensor, Any], None], freed: Callable[[torch.Tensor], None]
+) -> None:
+    """Have `gathered(parameter, shard)` called when FSDP2 has gathered a parameter, whose version it does not move, and
+    `freed(parameter)` when it frees one; once, as soon as FSDP2 is imported.
+
+    shard: which write to the shards the gathered values are of.
+    """
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    if module is None or _watched_fsdp:
+        return
+    cls: Any = module.FSDPParam
+    _watched_fsdp.append(cls)
+    to_unsharded, free = cls.to_unsharded, cls.free_unsharded_param
+
+    @functools.wraps(to_unsharded)
+    def watched(self: Any) -> None:
+        to_unsharded(self)
+        local = self._sharded_local_tensor
+        gathered(
+            self._unsharded_param, (self.sharded_param._version, local._version, local.data_ptr())
+        )
+
+    @functools.wraps(free)
+    def watched_free(self: Any) -> None:
+        if hasattr(self, "_unsharded_param"):  # not before it was gathered once
+            freed(self._unsharded_param)
+        free(self)
+
+    cls.to_unsharded, cls.free_unsharded_param = watched, watched_free

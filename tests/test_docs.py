@@ -1,5 +1,8 @@
 """The code of the documentation pages runs as it stands."""
 
+import ast
+import json
+import linecache
 import re
 import socket
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fuseops as fo
+from fuseops.kernels import configs, registry
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import exported
 
@@ -22,8 +26,10 @@ def run(page: str, namespace: dict[str, Any]) -> None:
     """All snippets of a page, in order, in one namespace."""
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
     assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, page, "exec"), namespace)
+    for number, snippet in enumerate(snippets):
+        name = f"<{page}, snippet {number}>"
+        linecache.cache[name] = len(snippet), None, snippet.splitlines(True), name  # for triton.jit
+        exec(compile(snippet, name, "exec"), namespace)
 
 
 class Stack(nn.Module):
@@ -49,11 +55,6 @@ def test_every_op_and_rule_has_its_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", ["grouped_linear.md", "huggingface.md", "moe.md"])
-def test_the_code_of_a_page_runs(page: str) -> None:
-    run(page, {})
-
-
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torchrun sets for a run of one process."""
@@ -65,6 +66,44 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+WITH_NAMES = {"adopt.md", "offload.md"}  # of their own tests
+CODE = sorted(
+    str(page.relative_to(DOCS))
+    for page in DOCS.rglob("*.md")
+    if page.name not in WITH_NAMES and "```python" in page.read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("page", CODE)
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore")  # of transformers and torch, not ours
+def test_the_code_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fuseops.kernels.configs.SPACES", dict(configs.SPACES))
+    monkeypatch.setattr("fuseops.kernels.registry.KERNEL_OPS", dict(registry.KERNEL_OPS))
+    run(page, {"__name__": f"docs_{Path(page).stem}"})
+
+
+@pytest.mark.parametrize("book", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs(book: Path) -> None:
+    """Every cell, in one namespace; what a cell ends with is shown as a notebook shows it."""
+    cells = json.loads(book.read_text("utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    namespace: dict[str, Any] = {"__name__": book.stem}
+    shown = []
+    for source in sources:
+        body = ast.parse(source, book.name)
+        last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
+        exec(compile(body, book.name, "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), book.name, "eval"), namespace)
+            shown += [value._repr_html_()] if hasattr(value, "_repr_html_") else []
+    assert len(shown) >= 2 and all("<svg" in page for page in shown)
+    assert all(not cell.get("outputs") for cell in cells), "outputs are made where it runs"
 
 
 @pytest.mark.cxx
@@ -82,7 +121,7 @@ def test_a_model_of_transformers_is_adopted(
     assert any("mlp.fc1" in name for name in trained) and all("lora_" in name for name in trained)
 
 
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")])
 
 
 def anchors(page: Path) -> set[str]:

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXPECTED = {
+    "custom_kernel": "main::softcap_fwd(Tensor x, float cap) -> Tensor",
     "custom_op": "Swish",
     "custom_rule": "the width 9 is odd",
     "hf_qwen3_moe": "equal the stock model's",
@@ -37,6 +38,7 @@ def test_an_example_runs(example: Path) -> None:
 @pytest.mark.parametrize(
     "name, limit",
     [
+        ("custom_kernel", 95),
         ("custom_op", 60),
         ("custom_rule", 60),
         ("hf_qwen3_moe", 90),

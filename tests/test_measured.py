@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,25 @@ def test_no_figure_is_stale() -> None:
     assert said == made.page(), "stale: python benchmarks/tables.py"
     readme = made.README.read_text(encoding="utf-8")
     assert readme == made.readme(readme), "stale: python benchmarks/tables.py"
+
+
+def test_no_picture_is_stale() -> None:
+    drawn = loaded("pictures").pictures()
+    assert {path.name for path in drawn} == {"speed.svg", "memory.svg", "plan.svg"}
+    for path, text in drawn.items():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name} is stale: python benchmarks/tables.py"
+        )
+    assert set(drawn) == set((BENCHMARKS.parent / "docs" / "pictures").glob("*.svg"))
+
+
+def test_a_chart_is_as_long_as_its_figures() -> None:
+    pictures = loaded("pictures")
+    bars = [pictures.Bar(str(v), v, f"{v} GiB", "ours") for v in (4.0, 8.0, 2.0)]
+    text = pictures.chart("a title", "a note", {"a <group>": bars})
+    widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', text)]
+    assert [w / widths[1] for w in widths] == pytest.approx([0.5, 1.0, 0.25], abs=0.01)
+    assert "a &lt;group&gt;" in text and text.count(" GiB</text>") == 3
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results(

@@ -482,7 +482,7 @@ def test_another_format_is_refused(recipe: Any, role: str) -> None:
         recipe(**{role: torch.float16})
 
 
-@pytest.mark.parametrize("option", [{"wgrad": "fp8"}, {"hidden": "fp8"}, {"weights": "step"}])
+@pytest.mark.parametrize("option", [{"wgrad": "fp8"}, {"hidden": "fp8"}, {"weights": "epoch"}])
 def test_an_option_that_is_not_there_is_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(fo.FuseOpsError, match=rf"Float8BlockScaling\({name}="):

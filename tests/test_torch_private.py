@@ -611,3 +611,31 @@ def test_the_ddp_whose_forward_runs_is_known() -> None:
 def test_a_halved_shard_is_one_of_two_pieces() -> None:
     placement = torch_private.halved_shard(1)
     assert placement.dim == 1 and placement.split_factor == 2
+
+
+def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    class Param:  # what is read of the real one, by the names that it has there
+        to_unsharded = free_unsharded_param = lambda self: told.append("original")
+        _unsharded_param, sharded_param = torch.zeros(1), torch.zeros(2)
+        _sharded_local_tensor = torch.zeros(2)
+
+    real = _fsdp_param.FSDPParam
+    source = inspect.getsource(real)
+    assert callable(real.to_unsharded) and callable(real.free_unsharded_param)
+    for name in ("_unsharded_param", "sharded_param", "_sharded_local_tensor"):
+        assert f"self.{name}" in source or isinstance(getattr(real, name), property)
+    told: list[Any] = []
+    monkeypatch.setattr(_fsdp_param, "FSDPParam", Param)
+    monkeypatch.setattr(torch_private, "_watched_fsdp", [])
+    for _ in range(2):  # once
+        torch_private.watch_fsdp(lambda p, shard: told.append(shard), told.append)
+    param = Param()
+    param.to_unsharded()
+    Param.sharded_param.mul_(2)
+    param.to_unsharded()
+    param.free_unsharded_param()
+    first, second = told[1], told[3]
+    assert first != second and told[0] == told[2] == told[5] == "original"
+    assert told[4] is Param._unsharded_param

@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fuseops.explain import plans
-from fuseops.explain.html import page
-from fuseops.explain.text import report
+from fuseops.explain import Explanation, plans
 
 from .show import as_json
 from .target import UsageError, load
@@ -23,24 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = load(args.target)
-    found = plans(target.model, *target.args, **target.side)
+    said = Explanation(plans(target.model, *target.args, **target.side))
     if args.html is not None:
         try:
-            args.html.write_text(
-                page(found, title=f"Fusion plan of {target.name}"), encoding="utf-8"
-            )
+            page = said.to_html(f"Fusion plan of {target.name}")
+            args.html.write_text(page, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {args.html}: {error.strerror}.") from None
     if args.json:
-        as_json(
-            "explain",
-            target=target.name,
-            saved_bytes=sum(plan.saved_bytes for plan in found),
-            plans=[plan.to_json() for plan in found],
-            html=None if args.html is None else str(args.html),
-        )
+        html = None if args.html is None else str(args.html)
+        as_json("explain", target=target.name, **said.to_json(), html=html)
         return 0
-    print(report(found))
+    print(said)
     if args.html is not None:
         print(f"\nwrote {args.html}")
     return 0

@@ -44,7 +44,7 @@ def drawings(found: Sequence[FusionPlan]) -> str:
     """HTML of every plan, equal ones once."""
     parts = []
     for group in groups(found):
-        parts.append(fragment(group.plan))
+        parts.append(fragment([group.plan]))
         if others := group.paths[1:]:
             parts.append(f"<p>{plural(len(others), 'equal plan')}: {escape(', '.join(others))}</p>")
     return "\n".join(parts)

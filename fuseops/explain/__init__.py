@@ -1,11 +1,24 @@
 """Plans as people read them: a forward under observation, then text, HTML with a drawing, or JSON.
 
 a forward   plans (`explain`)
-its plan    assemble, fusion_plan
+its plan    assemble, fusion_plan, explanation (all of a model's)
 pages       text, html, drawing; layout is what they share
 """
 
+from .explanation import Explanation as Explanation
 from .fusion_plan import FusionPlan as FusionPlan
 from .plans import explain as explain
 from .plans import plan_of as plan_of
 from .plans import plans as plans
+
+__all__ = [
+    "Explanation",
+    "FusionPlan",
+    "explain",
+    "plan_of",
+    "plans",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

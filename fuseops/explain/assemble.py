@@ -12,7 +12,7 @@ from fuseops.observe.observer import SeenTensor, SequentialCall
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
-from fuseops.plan.records import Miss, Operand, SavedTensor, Span
+from fuseops.plan.records import KeptWeight, Miss, Operand, SavedTensor, Span
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
@@ -28,6 +28,7 @@ class _Part(NamedTuple):
     backward: Sequence[Span]
     misses: Sequence[Miss] = ()
     operands: Sequence[Operand] = ()
+    weights: Sequence[KeptWeight] = ()
     segments: Sequence[tuple[int, int]] = ()
     notes: Sequence[str] = ()
     temporaries: int = 0
@@ -48,6 +49,7 @@ def plan_from(call: SequentialCall, saved: Sequence[tuple[Any, SavedTensor]]) ->
         misses=every("misses"),
         saved=mine,
         operands=every("operands"),
+        weights=every("weights"),
         segments=every("segments"),
         notes=(*dict.fromkeys(every("notes")), *dict.fromkeys(call.gemms), *_notes_on(call)),
         temporaries=max((part.temporaries for part in parts), default=0),
@@ -83,6 +85,7 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
         backward=[_typed(s, run) for s in plan.backward],
         misses=plan.misses,
         operands=plan.operands,
+        weights=plan.weights,
         segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
         notes=list(_notes_of(plan)),
         temporaries=temporaries,

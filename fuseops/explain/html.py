@@ -101,9 +101,10 @@ def document(title: str, body: str, more_style: str = "") -> str:
     )
 
 
-def fragment(plan: Planned) -> str:
-    """One plan, to be put into any page."""
-    return f'<div class="fuseops"><style>{STYLE}</style>{_section(Group(plan, (plan.path,)))}</div>'
+def fragment(plans: Sequence[Planned]) -> str:
+    """Plans, to be put into any page; equal ones share a section."""
+    sections = "".join(map(_section, groups(plans)))
+    return f'<div class="fuseops"><style>{STYLE}</style>{sections}</div>'
 
 
 def _section(group: Group) -> str:
@@ -174,6 +175,12 @@ def _operands(plan: Planned) -> Iterator[str]:
     rows = [_cell(o.op, "mono") + _cell(o.role) + _cell(o.format, "mono") for o in plan.operands]
     if rows:
         yield f"<h3>Formats of operands</h3>{_table(rows)}"
+    kept = [
+        _cell(w.name, "mono") + _cell(w.policy) + _cell(size(w.nbytes), "number")
+        for w in plan.weights
+    ]
+    if kept:
+        yield f"<h3>Quantized weights: {size(plan.kept_bytes)} kept</h3>{_table(kept)}"
 
 
 def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:

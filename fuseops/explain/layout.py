@@ -117,6 +117,7 @@ def signature(plan: Planned) -> Hashable:
             for t in plan.saved
         ),
         plan.operands,
+        plan.weights,
         plan.segments,
         plan.notes,
         plan.temporaries,

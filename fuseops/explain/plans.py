@@ -33,21 +33,21 @@ from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
 from fuseops.run.sides import check_module
 
-from . import text
 from .assemble import plan_from
+from .explanation import Explanation
 from .fusion_plan import FusionPlan
 from .layout import glob
 
 
-def explain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """What every Sequential in `model(*args, **kwargs)` fused, what it did not and why, and what it
-    saved, as text.
+    saved: text, which a notebook shows as a page with drawings.
 
     Runs the forward once, in the grad mode, autocast and scopes of the caller; the model and the
     random states are left as they were. Names of saved tensors become absolute, relative to
     `model`.
     """
-    return text.report(plans(model, *args, **kwargs))
+    return Explanation(plans(model, *args, **kwargs))
 
 
 def plans(model: nn.Module, *args: Any, **kwargs: Any) -> list[FusionPlan]:

@@ -48,6 +48,9 @@ def _group(group: Group) -> list[str]:
     if plan.operands:
         lines.append("  formats of operands")
         lines += _table([[o.op, o.role, o.format] for o in plan.operands])
+    if plan.weights:
+        lines.append(f"  quantized weights: {size(plan.kept_bytes)} kept beside the saved tensors")
+        lines += _table([[w.name, w.policy, size(w.nbytes)] for w in plan.weights], right=(2,))
     lines += _saved(group)
     lines += [f"  note: {note}" for note in plan.notes]
     for nested in groups(plan.nested):

@@ -12,6 +12,8 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
+
+For kernels outside of fuseops `kernel_op`, `launch` and `Space` are public; the launchers of fuseops' own are not.
 """
 
 from . import grouped_autograd as grouped_autograd
@@ -28,6 +30,7 @@ from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .casts import cast as cast
 from .casts import cast_transpose as cast_transpose
+from .configs import Space as Space
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
@@ -43,6 +46,7 @@ from .grouped import scaled_grouped_mm as scaled_grouped_mm
 from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
+from .launch import launch as launch
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
@@ -69,6 +73,7 @@ from .reference import dropout_mask as dropout_mask
 from .reference import expert_quantize as expert_quantize
 from .reference import grouped_quantize as grouped_quantize
 from .reference import scaled_mm as scaled_mm
+from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
 from .router import router_bwd as router_bwd
@@ -80,3 +85,9 @@ from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route
 from .wide_mm import wide_mm as wide_mm
+
+__all__ = ["Space", "kernel_op", "launch"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fuseops import torch_private
+from fuseops.errors import FuseOpsError
 from fuseops.kernels.plans import Again, planning
 from fuseops.kernels.recorder import Launch, LaunchRecorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
@@ -43,8 +44,10 @@ def device(name: str) -> ModuleType:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Run ``kernel[grid](*args, **options)`` on the device of its first argument; nothing when the
+    """Run ``kernel[grid](*args, **options)`` on the device of its first argument, a tensor; nothing when the
     grid is empty.   -> the compiled kernel, if one ran
+
+    Arguments by position, then every constexpr by keyword: they come last in the kernel's signature.
     """
     recorder = thread.recorder
     if recorder is not None:
@@ -54,6 +57,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     if 0 in grid:
         return None
     if INTERPRET:
+        _interpreter().install()  # a kernel from elsewhere comes without `device`
+        constants_of(kernel, args, options)
         with _interpreter().silent():
             kernel[grid](*args, **options)
         return None
@@ -70,7 +75,20 @@ def launched(
     compiled = launch(kernel, grid, *args, **options)
     if compiled is None:
         return None
-    return launcher_of(compiled, tuple(options[name] for name in kernel.arg_names[len(args) :]))
+    return launcher_of(compiled, constants_of(kernel, args, options))
+
+
+def constants_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """The constexprs of a launch, in the order of the kernel's signature.  Raises FuseOpsError where one is missing."""
+    names = kernel.arg_names[len(args) :]
+    missing = [name for name in names if name not in options]
+    if missing:
+        raise FuseOpsError(
+            f"launch({kernel.__name__}, ...): no value for {', '.join(missing)}. Pass every argument by position, and "
+            "then every constexpr by keyword, those with defaults too; a fuseops.kernels.Space picks block sizes, "
+            "not triton.autotune."
+        )
+    return tuple(options[name] for name in names)
 
 
 _bound: dict[tuple[Any, ...], tuple[Any, Launcher | None]] = {}
@@ -86,8 +104,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
     enter_context()
     compiled = kernel[grid](*args, **options)
     if key[2] is not None and key not in _bound:
-        constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-        _bound[key] = compiled, launcher_of(compiled, constants)
+        _bound[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
     return compiled
 
 
@@ -132,8 +149,7 @@ class Prepared:
             return again
         compiled = launch(self.kernel, grid, *args, **self.options)
         if self.aligned and compiled is not None:
-            names = self.kernel.arg_names[len(args) :]
-            self.launcher = launcher_of(compiled, tuple(self.options[name] for name in names))
+            self.launcher = launcher_of(compiled, constants_of(self.kernel, args, self.options))
         return None
 
 

@@ -3,7 +3,8 @@
     @kernel_op(twin=reference.bias_fwd, cases=...)
     def bias_fwd(x: Tensor, bias: Tensor) -> Tensor: ...
 
-registers `torch.ops.fuseops.bias_fwd`, whose schema is the launcher's signature, with
+registers `torch.ops.fuseops.bias_fwd` (outside of fuseops an op of that package's namespace), whose schema is the
+launcher's signature, with
 * a fake for `torch.compile` made from the twin (or `fake=`, where the twin reads values);
 * a FLOP formula where one is given (memory-bound kernels count none, as torch's own elementwise ops) and a byte formula
   (each input read once and each output written once, unless `nbytes=` says otherwise);
@@ -48,11 +49,17 @@ DTYPES = frozenset(
 )
 """What the kernels load; a call with a tensor of any other dtype runs the twin."""
 
-KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}
+OWN = "fuseops"
+KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}  # of fuseops by name, of others by namespace::name
 Call = tuple["KernelOp[Any, Any]", tuple[Any, ...], dict[str, Any]]
 
-_library = torch.library.Library("fuseops", "FRAGMENT")
 _watched: list[Call] | None = None
+
+
+@functools.cache
+def library(namespace: str = OWN) -> torch.library.Library:
+    """Where the kernel ops of a namespace are defined."""
+    return torch.library.Library(namespace, "FRAGMENT")
 
 
 class _RegistryThread(threading.local):
@@ -120,24 +127,31 @@ class KernelOp(Generic[P, R]):
         fuses: bool,
         cases: Callable[[], Iterable[tuple[Any, ...]]],
         mutates: Iterable[str],
+        namespace: str | None,
     ) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
-        self.label = f"fuseops::{self.name}"
+        space = namespace or _namespace_of(launcher)
+        self.label = f"{space}::{self.name}"
         self.launcher, self.twin = launcher, twin
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
         self.cases, self._nbytes = cases, nbytes
-        if self.name in KERNEL_OPS:
-            raise FuseOpsError(f"kernel op '{self.name}' is registered twice")
-        _library.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
-        _library.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
+        key = self.name if space == OWN else self.label
+        if key in KERNEL_OPS:
+            raise FuseOpsError(
+                f"kernel op '{self.label}' is registered twice: torch keeps an op until the process ends, so give the "
+                "launcher another name."
+            )
+        lib = library(space)
+        lib.define(self.name + torch.library.infer_schema(launcher, mutates_args=mutates))
+        lib.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         shapes = fake or twin
         torch.library.register_fake(
-            self.label, lambda *args, **kwargs: _packed(shapes(*args, **kwargs)), lib=_library
+            self.label, lambda *args, **kwargs: _packed(shapes(*args, **kwargs)), lib=lib
         )
-        self.op = getattr(torch.ops.fuseops, self.name).default
+        self.op = getattr(getattr(torch.ops, space), self.name).default
         self.flops = flops
-        KERNEL_OPS[self.name] = self
+        KERNEL_OPS[key] = self
         if flops is not None and "torch.utils.flop_counter" in sys.modules:
             register_flops()
 
@@ -240,17 +254,31 @@ def kernel_op(
     fuses: bool = False,
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
     mutates: Iterable[str] = (),
+    namespace: str | None = None,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
-    """Register the decorated launcher.
+    """Register the decorated launcher: its signature is the op's schema, so every argument has a type that
+    `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
 
+    twin: the same in plain differentiable torch, with the same arguments: it runs wherever the launcher does not.
+    fake: shapes and dtypes alone, where the twin reads values.
+    flops, nbytes: formulas over the arguments, for profilers.
+    cases: arguments on the meta device, for what compiles kernels ahead of time.
     min_arch: the first architecture (80, 90, ...) that can run it; 0 for a launcher without Triton, on any CUDA device.
     traces_twin: False for a twin that reads values: traced code and fake tensors then see the registered op instead.
     fuses: compiled code is given the twin, since the compiler fuses it with what stands around it.
     mutates: names of the tensors that it writes to.
+    namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
+        launcher is defined in ("main" of a script).
+    Raises FuseOpsError for a second op of one name.
     """
     return lambda launcher: KernelOp(
-        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, fuses, cases, mutates
+        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, fuses, cases, mutates, namespace
     )
+
+
+def _namespace_of(launcher: Callable[..., Any]) -> str:
+    """The package that defines it, as torch takes names."""
+    return launcher.__module__.partition(".")[0].strip("_")
 
 
 def tensor_bytes(value: Any) -> int:
@@ -349,6 +377,6 @@ def register_flops() -> None:
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for op in KERNEL_OPS.values():
-        packet = getattr(torch.ops.fuseops, op.name)
+        packet = op.op.overloadpacket
         if op.flops is not None and packet not in flop_registry:
             register_flop_formula(packet)(op.flops)

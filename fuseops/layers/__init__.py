@@ -3,3 +3,13 @@
 from .moe import MoE as MoE
 from .sequential import Residual as Residual
 from .sequential import Sequential as Sequential
+
+__all__ = [
+    "MoE",
+    "Residual",
+    "Sequential",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

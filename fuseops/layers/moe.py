@@ -49,8 +49,8 @@ class MoE(Sequential):
         experts that are built here are then dispatch.num_experts.
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`; "inject" gives it the gradient
         `loss_scale` in the backward instead, so that it crosses plain blocks and pipeline stages.
-    router_bias and **router: options of `ops.Router` (score, normalize, scale, expert_bias, groups, top_groups,
-        balance_loss, z_loss).
+    score, normalize, scale, expert_bias, groups, top_groups, balance_loss, z_loss, replay: of the router, see
+        `ops.Router`; router_bias is its `bias`.
     accumulate_into_main_grad, delay_wgrad: of fc1 and fc2, see `ops.GroupedLinear`.
     Raises FuseOpsError for an unknown activation or aux, or options that exclude each other.
     """
@@ -69,12 +69,20 @@ class MoE(Sequential):
         dispatch: Op[Any] | None = None,
         collect: Op[Any] | None = None,
         aux: str = "return",
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
         router_bias: bool = False,
+        expert_bias: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
+        balance_loss: float | None = None,
+        z_loss: float | None = None,
+        replay: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **router: Any,
     ) -> None:
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
@@ -83,14 +91,14 @@ class MoE(Sequential):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled(activation)
         shared = _shared(shared_experts, activation, dim, ffn, bias, where)
-        route = ops.Router(dim, num_experts, top_k, bias=router_bias, **router, **where)
-        dispatch = dispatch or ops.Dispatch(num_experts, capacity_factor)
-        groups: int = dispatch.num_experts  # type: ignore[assignment]
-        linear: dict[str, Any] = {
-            "bias": bias,
+        route = ops.Router(
+            dim, num_experts, top_k, score=score, normalize=normalize, scale=scale, bias=router_bias,
+            expert_bias=expert_bias, groups=groups, top_groups=top_groups, balance_loss=balance_loss,
+            z_loss=z_loss, replay=replay, **where,
+        )  # fmt: skip
+        linear = {
             "accumulate_into_main_grad": accumulate_into_main_grad,
             "delay_wgrad": delay_wgrad,
-            **where,
         }
         children: dict[str, nn.Module | None] = {
             "tokens": ops.Tap("tokens") if shared else None,
@@ -98,11 +106,9 @@ class MoE(Sequential):
             "swap": ops.Swap("tokens", "shared") if shared else None,
             "router": route,
             "inject": ops.InjectLoss().to(device) if _injects(aux, route) else None,
-            "dispatch": dispatch,
+            "dispatch": dispatch or ops.Dispatch(num_experts, capacity_factor),
             "permute": ops.Permute(top_k),
-            "fc1": ops.GroupedLinear(groups, dim, ffn * (1 + _gated(act)), **linear),
-            "act": act,
-            "fc2": ops.GroupedLinear(groups, ffn, dim, scale_bias=True, **linear),
+            **_experts(dispatch, num_experts, dim, ffn, act, bias, linear | where),
             "combine": ops.Combine(top_k),
             "collect": collect,
             "add": ops.Add("shared") if shared else None,
@@ -242,6 +248,24 @@ def _gated(act: Activation | ScaledActivation) -> bool:
 
 def _injects(aux: str, router: ops.Router) -> bool:
     return aux == "inject" and "router_loss" in router.writes
+
+
+def _experts(
+    dispatch: Op[Any] | None,
+    num_experts: int,
+    dim: int,
+    ffn: int,
+    act: ScaledActivation,
+    bias: bool,
+    options: dict[str, Any],
+) -> dict[str, Op[Any]]:
+    """The MLPs of the experts that are here: all of them, or those of the dispatcher."""
+    here: int = num_experts if dispatch is None else dispatch.num_experts  # type: ignore[assignment]
+    return {
+        "fc1": ops.GroupedLinear(here, dim, ffn * (1 + _gated(act)), bias=bias, **options),
+        "act": act,
+        "fc2": ops.GroupedLinear(here, ffn, dim, bias=bias, scale_bias=True, **options),
+    }
 
 
 def _shared(

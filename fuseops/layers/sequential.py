@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.explain import FusionPlan, plan_of
+from fuseops.explain import Explanation, FusionPlan, plan_of
 from fuseops.ops import names as naming
 from fuseops.ops import op as op_module
 from fuseops.ops.op import Op
@@ -104,9 +104,9 @@ class Sequential(Composed):
         """The FusionPlan of this call: what runs, what did not fuse and why, what is saved. Runs the forward once."""
         return plan_of(self, x, *args, returns=returns, **side)
 
-    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> str:
-        """`plan` as text."""
-        return str(self.plan(x, *args, returns=returns, **side))
+    def explain(self, x: Any, *args: Any, returns: Iterable[str] = (), **side: Any) -> Explanation:
+        """`plan` as text, which a notebook shows as a page with a drawing."""
+        return Explanation([self.plan(x, *args, returns=returns, **side)], whole=False)
 
 
 def _enter(module: Sequential) -> tuple[str, bool]:

@@ -35,3 +35,28 @@ from .scopes import disabled as disabled
 from .scopes import keep as keep
 from .scopes import recompute as recompute
 from .scopes import to_host as to_host
+
+__all__ = [
+    "Candidate",
+    "Entry",
+    "Hardware",
+    "OffloadPlan",
+    "Pipeline",
+    "Policy",
+    "Report",
+    "Scheduler",
+    "disabled",
+    "keep",
+    "mark_module",
+    "mark_not_offload",
+    "mark_offload",
+    "plan",
+    "plan_pipeline",
+    "recompute",
+    "start_offload",
+    "to_host",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

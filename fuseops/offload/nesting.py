@@ -77,6 +77,9 @@ class Guarded:
         self._thread: int | None = None  # the one that entered it
         self._top: Pair | None = None  # torch's innermost hooks while nothing else is open inside
 
+    def __repr__(self) -> str:
+        return f"<offload.{self}, {'closed' if self._thread is None else 'open'}>"
+
     def _open(self) -> None:
         raise NotImplementedError
 

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     times: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a scope saw up to now."""
 
@@ -79,6 +79,9 @@ class Report:
             f"back {size(self.back_bytes)} in {self.back_count}; kept {size(self.kept_bytes)}; "
             f"{size(self.host_bytes)} on the host now"
         )
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.summary()}>"
 
     def __str__(self) -> str:
         rows = [_HEAD, *map(_row, self.entries)]

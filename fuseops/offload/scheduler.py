@@ -16,6 +16,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
 from fuseops.observe.globs import as_globs, matches
 from fuseops.observe.labels import matching
+from fuseops.words import plural
 
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
@@ -94,6 +95,10 @@ class Scheduler:
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
         self._hooks: list[RemovableHandle | Interrupted] = []
         self._recomputed: list[Recomputed] = []
+
+    def __repr__(self) -> str:
+        where = "attached" if self._hooks else "detached"
+        return f"<offload.Scheduler of {type(self.model).__name__}, {plural(len(self.layers), 'layer')}, {where}>"
 
     def _make_mover(self) -> Mover:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))

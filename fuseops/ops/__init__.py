@@ -5,7 +5,7 @@ families          linear, grouped_linear, norms, activations, glu, elementwise, 
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), halves (packed ones
                   as DTensors)
-grouped weights   packing (one Parameter a group), grouped_state_dict
+weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps)
 """
 
 from .activations import GELU as GELU
@@ -42,3 +42,44 @@ from .structure import Identity as Identity
 from .structure import Reshape as Reshape
 from .structure import Swap as Swap
 from .structure import Tap as Tap
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "Add",
+    "Bias",
+    "ClampedSwiGLU",
+    "Combine",
+    "ConstantScale",
+    "Dispatch",
+    "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "InjectLoss",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "Permute",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "RoPE",
+    "Router",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedSwiGLU",
+    "ScaledGEGLU",
+    "ScaledReGLU",
+    "ScaledSReGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "Swap",
+    "SwiGLU",
+    "Tap",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -63,7 +63,7 @@ def grouped_linear(
     roles, kept = call.precision.roles, x
     if roles is not None:
         q = input_operand(x, call, roles, offs, index)
-        y = gemm.fprop(q, weight_rows(weight, roles), offs, tiles)
+        y = gemm.fprop(q, weight_rows(weight, call), offs, tiles)
         kept = saved_operand(x, q, roles)
     else:
         x = cast("Tensor", x)
@@ -121,7 +121,7 @@ def input_gradient(
         call.precision.roles,
     )
     if roles is not None:
-        return gemm.dgrad(dy, weight_columns(weight, roles), offs, tiles)
+        return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles)
     dy = cast("Tensor", dy)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     dx = (call.out or {}).get("dx")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand, weight_operand
 
 from .checks import check_width
@@ -57,10 +58,12 @@ def _quantized(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
 ) -> tuple[Tensor, Operand]:
     q = input_operand(x, call, roles)
-    y = gemm.fprop(q, weight_rows(weight, roles))
+    y = gemm.fprop(q, weight_rows(weight, call))
     y = y if bias is None else y + bias.to(y.dtype)
-    if isinstance(x, Tensor):
-        y = y.view(*x.shape[:-1], y.shape[-1])
+    if (
+        isinstance(x, Tensor) and x.dim() != 2
+    ):  # no view: FSDP2 warns of those that leave its modules
+        y = torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
     return y, saved_operand(x, q, roles)
 
 
@@ -69,8 +72,8 @@ def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) ->
     dx: Tensor | None = None
     q = grad_operand(dy, call, roles)
     if "x" in needs:
-        dx = gemm.dgrad(q, weight_columns(saved.weight, roles))  # type: ignore[arg-type]
-        if isinstance(dy, Tensor):
+        dx = gemm.dgrad(q, weight_columns(saved.weight, call))  # type: ignore[arg-type]
+        if isinstance(dy, Tensor) and dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs and roles.high_wgrad:
         params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
@@ -129,18 +132,23 @@ def _operand(
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
-def weight_rows(weight: Tensor, roles: Roles) -> Operand:
-    """A weight as the forward reads it."""
-    if roles.weight is None:
-        return weight
-    return weight_operand(weight, roles.weight, row=True, col=False)
+def weight_rows(weight: Tensor, call: Call) -> Operand:
+    """A weight as the forward reads it, from the store of the call where it has one."""
+    return _weight(weight, call, "row", "x" in call.needs)
 
 
-def weight_columns(weight: Tensor, roles: Roles) -> Operand:
-    """A weight as the input gradient reads it."""
+def weight_columns(weight: Tensor, call: Call) -> Operand:
+    """A weight as the input gradient reads it, from the store of the call where it has one."""
+    return _weight(weight, call, "col", False)
+
+
+def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return weight
-    return weight_operand(weight, roles.weight, row=False, col=True)
+    if call.store is not None:
+        return call.store.read(weight, roles.weight, layout, roles.weights, both)
+    return weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")
 
 
 def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:

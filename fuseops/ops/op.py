@@ -19,6 +19,7 @@ from fuseops.ops import scopes
 from fuseops.ops.halves import for_checkpoint
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
+from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
     # `class MyOp(fo.Op)` without a Saved; TypeVar itself has defaults from Python 3.13
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     keep       the Saved fields that some needed gradient reads; the others are dropped, so need not be made
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
+    store      of the op's quantized weight, where the recipe keeps it
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -84,6 +86,7 @@ class Call(NamedTuple):
     keep: frozenset[str] = frozenset()
     precision: Precision = Precision()
     training: bool = True
+    store: WeightStore | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
@@ -381,11 +384,26 @@ class FusedOp:
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members
 
-    def fwd(self, *args: Any) -> Out:
-        """The forward of the run: see the class."""
+    def fwd(
+        self,
+        x: Any,
+        t: tuple[Mapping[str, Tensor], ...],
+        calls: tuple[Call, ...],
+        /,
+        *args: Any,
+        **keywords: Any,
+    ) -> Out:
+        """The forward of the run: see the class. A joint one takes `keep: frozenset[str]` too."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd")
 
-    def bwd(self, *args: Any) -> tuple[Grads, ...]:
+    def bwd(
+        self,
+        saved: Any,
+        dy: Any,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor],
+        /,
+    ) -> tuple[Grads, ...]:
         """The backward of the run: see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no bwd")
 

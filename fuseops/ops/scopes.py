@@ -114,7 +114,8 @@ def resolve(*tokens: int) -> Settings:
 
 DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
 WGRAD_HOOKS = "_wgrad_hooks"  # in an op's __dict__: what is called once that is done
-OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS})
+STORE = "_weight_store"  # in an op's __dict__: its quantized weights, where a recipe keeps them
+OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS, STORE})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:

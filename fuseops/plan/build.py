@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.ops.weights import store_of
 from fuseops.recipes import Roles
+from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
 from .cover import Cover, Site
 from .facts import NOTHING, Facts, kept_fields, needs_of
-from .records import Miss, Operand, Span
+from .records import KeptWeight, Miss, Operand, Span
 from .segment import Args, Segment, Slot, Step
 
 
@@ -24,6 +26,7 @@ class RunPlan(NamedTuple):
     backward: tuple[Span, ...]
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
+    weights: tuple[KeptWeight, ...]
 
 
 class _Unit(NamedTuple):
@@ -51,6 +54,7 @@ def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
         tuple(_span(u, names, facts) for u in backward),
         cover.misses,
         tuple(builder.operands()),
+        tuple(builder.weights()),
     )
     _verify(plan, range(facts.offset, facts.offset + len(ops)))
     return plan
@@ -274,13 +278,20 @@ class _Builder:
 
     def _call(self, i: int) -> Call:
         op, needs = self.ops[i], self.needs[i]
-        keep = self._keep(op, needs)
+        keep, roles = self._keep(op, needs), self._roles(i)
         return Call(
             needs=needs,
             keep=keep,
-            precision=Precision(self.facts.compute, self._roles(i)),
+            precision=Precision(self.facts.compute, roles),
             training=op.training,
+            store=None if roles is None else self._store(op, roles),
         )
+
+    def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
+        """Where the op keeps its quantized weight: not in compiled code, which quantizes it each call."""
+        if roles.weights == "none" or roles.weight is None or self.facts.compiling:
+            return None
+        return store_of(op)
 
     def _joint_keep(self, u: _Unit) -> frozenset[str]:
         fused = u.target
@@ -317,6 +328,16 @@ class _Builder:
                 for role in ("input", "weight", *["grad_output"] * backward):
                     scaling = getattr(roles, role)
                     yield Operand(name, role, "high precision" if scaling is None else str(scaling))
+
+    def weights(self) -> Iterator[KeptWeight]:
+        """What of the weights is kept from call to call."""
+        for i, (op, needs) in enumerate(zip(self.ops, self.needs, strict=True)):
+            roles = self._roles(i)
+            if roles is None or self._store(op, roles) is None or "weight" not in op._parameters:
+                continue
+            shape = tuple(op.sample("weight").shape)
+            nbytes = kept_bytes(shape, roles.weight, 1 + ("x" in needs))  # type: ignore[arg-type]
+            yield KeptWeight(f"{self.names[i]}.weight", roles.weights, nbytes)
 
     # --- what is saved
 

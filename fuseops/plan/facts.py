@@ -25,6 +25,7 @@ class Facts(NamedTuple):
     device: torch.device
     live: frozenset[str]  # side names read after the run, or returned
     offset: int  # of the run in its Sequential: spans count from there
+    compiling: bool = False
 
 
 def needs_of(chain: Chain, facts: Facts) -> tuple[frozenset[str], ...]:

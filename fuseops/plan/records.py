@@ -58,6 +58,14 @@ class Operand(NamedTuple):
     format: str
 
 
+class KeptWeight(NamedTuple):
+    """A weight whose quantized layouts a recipe keeps from call to call, and their bytes."""
+
+    name: str
+    policy: str  # "step", "unshard"
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Planned:
     """What one call of a Sequential runs, what did not fuse and why, and what it saves.
@@ -67,6 +75,7 @@ class Planned:
     misses       every rule that came near and did not fire
     saved        what is kept for the backward, that of nested Sequentials included
     operands     of GEMMs that a recipe quantizes
+    weights      whose quantized layouts are kept: they count neither as saved nor as temporary
     segments     (start, stop) of the ops that share one autograd node
     temporaries  bytes beyond the saved ones: all that lives at the peak of a training step where `rehearsed`, else
                  the largest output of a forward span that is not saved
@@ -79,6 +88,7 @@ class Planned:
     misses: tuple[Miss, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
     operands: tuple[Operand, ...] = ()
+    weights: tuple[KeptWeight, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
     temporaries: int = 0
@@ -89,6 +99,11 @@ class Planned:
     def saved_bytes(self) -> int:
         """Bytes kept for the backward beyond the parameters, shared storage counted once."""
         return sum(t.nbytes for t in self.saved)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of quantized weights that are kept from call to call."""
+        return sum(t.nbytes for t in self.weights)
 
     @property
     def peak_bytes(self) -> int:
@@ -113,7 +128,7 @@ class Planned:
     def diff(self, other: "Planned") -> str:
         """What is in one plan and not in the other, a line each; empty when they agree."""
         lines = []
-        for field in ("forward", "backward", "misses", "saved", "operands", "segments"):
+        for field in ("forward", "backward", "misses", "saved", "operands", "weights", "segments"):
             mine, theirs = getattr(self, field), getattr(other, field)
             lines += [f"- {field}: {item}" for item in mine if item not in theirs]
             lines += [f"+ {field}: {item}" for item in theirs if item not in mine]
@@ -134,6 +149,7 @@ class Planned:
             "misses": [miss._asdict() for miss in self.misses],
             "saved": [{**t._asdict(), "dtype": str(t.dtype)} for t in self.saved],
             "operands": [operand._asdict() for operand in self.operands],
+            "weights": [weight._asdict() for weight in self.weights],
             "segments": [list(segment) for segment in self.segments],
             "notes": list(self.notes),
             "saved_bytes": self.saved_bytes,

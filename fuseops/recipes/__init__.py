@@ -1,6 +1,7 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), operands (from tensors), gemm (their products), recipe (who gets what).
+scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
+products), recipe (who gets what).
 """
 
 from .operands import Operand as Operand
@@ -14,3 +15,21 @@ from .recipe import Float8CurrentScaling as Float8CurrentScaling
 from .recipe import Recipe as Recipe
 from .recipe import Roles as Roles
 from .scaling import Scaling as Scaling
+
+__all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Layout",
+    "Operand",
+    "Quantized",
+    "Recipe",
+    "Roles",
+    "Scaling",
+    "operand",
+    "quantize",
+    "weight_operand",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,6 +14,8 @@ from .quantized import Layout, Quantized
 from .scaling import SQUARE, Scaling
 
 Operand = Tensor | Quantized
+"""What a GEMM reads: a tensor, or one that is quantized already."""
+"""What a GEMM reads: a tensor, or one that is quantized already."""
 
 
 def quantize(x: Operand, scaling: Scaling, offs: Tensor | None = None) -> Quantized:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fuseops.errors import FuseOpsError
 
 from .scaling import COLUMN, E4M3, E5M2, SQUARE, VECTOR, Scaling
+from .store import POLICIES
 
-WEIGHTS = ("none",)
 WGRADS = ("square", "block", "bf16")
 HIDDEN = ("bf16", "float8")
 
@@ -22,7 +22,7 @@ class Roles:
     input, weight, grad_output   of the GEMMs' operands
     high_wgrad  the weight gradient multiplies x and dy as they are
     hidden      of what a fused MLP saves between its GEMMs
-    weights     how long quantized weights are kept: "none"
+    weights     how long quantized weights are kept: "none", "step", "unshard"
     """
 
     input: Scaling | None = None
@@ -61,18 +61,21 @@ class Float8CurrentScaling(Recipe):
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
     count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
-    fwd: format of inputs and weights; bwd: of gradients.  Raises FuseOpsError for another dtype.
+    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, as of
+    `Float8BlockScaling`.  Raises FuseOpsError for another value of any of them.
     """
 
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E5M2
+    weights: str = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         _check_formats(self, self.fwd, self.bwd)
+        _check_choices(self, weights=POLICIES)
 
     def roles(self) -> Roles:
-        forward = Scaling(self.fwd, None, None)
-        return Roles(forward, forward, Scaling(self.bwd, None, None))
+        forward, backward = Scaling(self.fwd, None, None), Scaling(self.bwd, None, None)
+        return Roles(forward, forward, backward, weights=self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +92,10 @@ class Float8BlockScaling(Recipe):
         precision. "bf16": of x and dy as they are.
     hidden: what a fused MLP saves between its GEMMs, "bf16" (as computed) or "float8", which the activation of the
         forward reads too.
-    weights: how long quantized weights are kept. "none", the one policy that there is: they are made where they are
-        read, rows in the forward and their transpose in the backward.
+    weights: how long quantized weights are kept. "none": they are made where they are read, rows in the forward and
+        their transpose in the backward. "step": both are made once, in one pass, and kept for every micro-batch until
+        an optimizer steps or `fuseops.weights_changed` says so: 2 bytes a parameter. "unshard": the same, and FSDP2's
+        freeing of a gathered weight frees them.
     fwd: format of inputs and weights; bwd: of gradients.
     Raises FuseOpsError for another value of any of them.
     """
@@ -103,11 +108,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_formats(self, self.fwd, self.bwd)
-        for name, known in (("wgrad", WGRADS), ("hidden", HIDDEN), ("weights", WEIGHTS)):
-            if getattr(self, name) not in known:
-                raise FuseOpsError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}): expected one of {known}."
-                )
+        _check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES)
 
     def roles(self) -> Roles:
         columns = COLUMN if self.wgrad == "block" else SQUARE
@@ -120,6 +121,14 @@ class Float8BlockScaling(Recipe):
             hidden=forward if self.hidden == "float8" else None,
             weights=self.weights,
         )
+
+
+def _check_choices(recipe: Recipe, **choices: tuple[str, ...]) -> None:
+    for name, known in choices.items():
+        if getattr(recipe, name) not in known:
+            raise FuseOpsError(
+                f"{type(recipe).__name__}({name}={getattr(recipe, name)!r}): expected one of {known}."
+            )
 
 
 def _check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:

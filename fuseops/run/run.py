@@ -204,6 +204,7 @@ class Run:
             device=key.device,
             live=frozenset(key.live),
             offset=self.offset,
+            compiling=key.compiling,
         )
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
         check_names(settings, rules)

@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     if name == "strategies":
         return importlib.import_module(".strategies", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,7 +6,7 @@ import pytest
 import torch
 from samples import samples
 
-from fuseops.kernels import launch
+from fuseops.kernels.launch import recording, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
 
 jit = pytest.importorskip("triton.runtime.jit")
@@ -26,22 +26,22 @@ def test_arguments_of_one_variant_are_specialized_alike():
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     backend = nvidia.CUDABackend(target)
     for a, b in itertools.product([*INTS, *TENSORS, 0.0, 1.0], repeat=2):
-        if launch.variant_of((a,)) == launch.variant_of((b,)):
+        if variant_of((a,)) == variant_of((b,)):
             for special in (True, False):  # as do_not_specialize has it
                 same = [specialize(backend, t, False, special, special) for t in (a, b)]
                 assert same[0] == same[1], (a, b)
 
 
 def test_other_arguments_are_left_to_triton():
-    assert launch.variant_of((torch.empty(1), object())) is None
-    assert launch.variant_of((torch.empty(1), True)) is None
+    assert variant_of((torch.empty(1), object())) is None
+    assert variant_of((torch.empty(1), True)) is None
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
 def test_constants_come_last_and_are_all_given(name):
     """A launch that is repeated passes them in the order of the kernel's signature."""
     for args in KERNEL_OPS[name].cases():
-        with launch.recording(90) as recorder:
+        with recording(90) as recorder:
             KERNEL_OPS[name].launcher(*args)
         for made in recorder.launches:
             rest = made.kernel.arg_names[len(made.args) :]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fuseops.kernels import configs, grouped, grouped_paths, launch, plans
+from fuseops.kernels import configs, grouped, grouped_paths, plans
+from fuseops.kernels.launch import recording
 from fuseops.kernels.plans import Plan, planned, planning
 
 KEY = ("kind",)
@@ -43,7 +44,7 @@ def test_plans_of_an_override_are_its_own_and_are_kept():
             nested = planned.now
         with configs.asking():
             asked = planned.now
-        with launch.recording(90):
+        with recording(90):
             recorded = planned.now
     with configs.forced(second, config):
         other = planned.now

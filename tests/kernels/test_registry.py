@@ -281,7 +281,7 @@ def test_names_are_unique():
         return x
 
     with pytest.raises(FuseOpsError, match="registered twice"):
-        kernel_op(twin=bias_bwd)(bias_bwd)
+        kernel_op(twin=bias_bwd, namespace="fuseops")(bias_bwd)
 
 
 WITHOUT_TRITON = """

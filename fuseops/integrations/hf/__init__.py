@@ -22,3 +22,16 @@ from .weights import to_hf as to_hf
 
 if importlib.util.find_spec("transformers") is not None:
     _experts.register()
+
+__all__ = [
+    "ApplyReport",
+    "ReportEntry",
+    "apply",
+    "revert",
+    "to_fuseops",
+    "to_hf",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

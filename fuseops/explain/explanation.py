@@ -1,0 +1,67 @@
+"""Explanation: what `explain()` gives, as text, HTML and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from fuseops.plan.records import SCHEMA_VERSION
+
+from .fusion_plan import FusionPlan
+from .html import fragment, page
+from .text import report, text
+
+
+class Explanation(str):
+    """What ran fused, what did not and why, and what was saved: a `str`, whose text the terminal shows.
+
+    A notebook shows the same plans as HTML, with drawings; programs read them from `plans` or `to_json()`.
+
+    plans: the FusionPlan of every Sequential that runs inside no other one, and of what is saved outside of them.
+    """
+
+    plans: tuple[FusionPlan, ...]
+
+    def __new__(cls, plans: Sequence[FusionPlan], *, whole: bool = True) -> Self:
+        """whole: of a model, summed up in the first line; else of one Sequential."""
+        said = super().__new__(cls, report(plans) if whole else "\n\n".join(map(text, plans)))
+        said.plans = tuple(plans)
+        return said
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> Any:
+        return _said, (str(self), self.plans)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward beyond the parameters, shared storage counted once."""
+        return sum(plan.saved_bytes for plan in self.plans)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with a schema_version."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "saved_bytes": self.saved_bytes,
+            "plans": [plan.to_json() for plan in self.plans],
+        }
+
+    def to_html(self, title: str = "Fusion plan") -> str:
+        """A self-contained page with a drawing of every plan; no network, no script."""
+        return page(self.plans, title)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html()` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return fragment(self.plans)
+
+
+def _said(text: str, plans: tuple[FusionPlan, ...]) -> Explanation:
+    """A pickled one: the text as it was."""
+    said = str.__new__(Explanation, text)
+    said.plans = plans
+    return said

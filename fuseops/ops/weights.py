@@ -1,0 +1,41 @@
+"""The store of an op's quantized weight, and how it is told that weights have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fuseops.errors import FuseOpsError
+from fuseops.recipes.store import WeightStore
+
+from .op import Op
+from .scopes import STORE
+
+
+def store_of(op: Op[Any]) -> WeightStore:
+    """The store of an op."""
+    store: WeightStore | None = op.__dict__.get(STORE)
+    if store is None or store.parameters is not op._parameters:
+        store = op.__dict__[STORE] = WeightStore(op._parameters)
+    return store
+
+
+def weights_changed(model: nn.Module) -> int:
+    """Have every op of `model` quantize its weight anew when it is read next.   -> bytes that were kept
+
+    For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by a
+    kernel of your own, by a wrapper that copies into its parameters' memory.
+    Raises FuseOpsError for something that is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(
+            f"weights_changed(model) expects an nn.Module, got {type(model).__name__}."
+        )
+    dropped = 0
+    for module in model.modules():
+        store = module.__dict__.get(STORE)
+        if store is not None:
+            dropped += store.nbytes
+            store.drop()
+    return dropped

@@ -1,0 +1,184 @@
+"""Quantized weights that are kept between the GEMMs that read them, until the weight may be another.
+
+A store belongs to one op, and knows the op's live Parameter: of any other tensor (`functional_call`, a parametrization,
+experts that are packed for the call) it keeps nothing. What it holds is never saved for a backward, copied or pickled.
+What is kept holds for one Parameter in one storage at one version, which every write in place moves on. Writes that
+move no version are announced: by the step of any `torch.optim.Optimizer`, by FSDP2 when it gathers a parameter from
+shards that have changed, or by `fuseops.weights_changed`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fuseops import torch_private
+from fuseops.kernels.registry import PLAIN
+
+from .operands import weight_operand
+from .quantized import BLOCK, Layout, Quantized
+from .scaling import Scaling
+
+POLICIES = ("none", "step", "unshard")
+"""How long quantized weights are kept: not at all, until the weights change, or until FSDP2 frees them, too."""
+
+
+class _Steps:
+    """How many steps optimizers have taken."""
+
+    taken = 0
+
+
+def _stepped(*_: Any) -> None:
+    if not torch.compiler.is_compiling():  # compiled steps move the versions of what they write
+        _Steps.taken += 1
+
+
+class StoredLayout:
+    """One layout of a weight, made on one stream and safe to read on others."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.index: int | None = layout.data.device.index if layout.data.is_cuda else None
+        if self.index is not None:
+            self.made = torch.cuda.current_stream(self.index).record_event()
+            self.streams = {torch_private.current_stream(self.index)}
+
+    def here(self) -> Layout:
+        """The layout, for the current stream."""
+        if self.index is not None:
+            key = torch_private.current_stream(self.index)
+            if key not in self.streams:
+                stream = torch.cuda.current_stream(self.index)
+                stream.wait_event(self.made)
+                for part in self.layout:
+                    part.record_stream(stream)
+                self.streams.add(key)
+        return self.layout
+
+
+class WeightStore:
+    """The quantized weight of one op."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        """parameters: of the op, as they are at any time."""
+        self.parameters = parameters
+        self.source: weakref.ref[nn.Parameter] | None = None  # what the layouts were made of
+        self.stamp: tuple[Any, ...] | None = None  # where it was then, and which version of it
+        self.place: Any = None  # a WeakStorage, so that no other storage is taken for it
+        self.kept: dict[str, StoredLayout] = {}  # by layout, "row" or "col"
+        _watch_optimizers()
+
+    def read(
+        self, weight: Tensor, scaling: Scaling, layout: str, policy: str, both: bool
+    ) -> Quantized:
+        """The weight with one layout, "row" or "col": the kept one, or one that is kept from now on.
+
+        policy: "step" or "unshard".  both: the other layout will be read too, so it is made in the same pass.
+        """
+        source = self._live(weight)
+        if source is None:
+            return weight_operand(weight, scaling, row=layout == "row", col=layout == "col")
+        stamp = _stamp(source, scaling)
+        if stamp != self.stamp or self.source is None or self.source() is not source:
+            self.drop()
+            self.source, self.stamp = weakref.ref(source), stamp
+            self.place = torch_private.WeakStorage(source.untyped_storage())
+        kept = self.kept.get(layout)
+        if kept is None:
+            kept = self._made(weight, scaling, layout, both)
+            if policy == "unshard":
+                _open[self] = id(source)
+        found = kept.here()
+        row, col = (found, None) if layout == "row" else (None, found)
+        return Quantized(row, col, scaling, None, weight.dtype)
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self.kept.clear()
+        self.source = self.stamp = self.place = None
+        _open.pop(self, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
+
+    def _live(self, weight: Tensor) -> nn.Parameter | None:
+        """The op's Parameter, if that is what the weight is, and something may be kept of it."""
+        source = self.parameters.get("weight")
+        if type(source) is not nn.Parameter or type(weight) not in PLAIN or source.is_inference():
+            return None
+        if weight is not source and not _aliases(weight, source):
+            return None
+        if source.is_cuda and torch_private.is_capturing():
+            return None  # the graph quantizes what it finds at each replay
+        return source
+
+    def _made(self, weight: Tensor, scaling: Scaling, layout: str, both: bool) -> StoredLayout:
+        both = both and not self.kept
+        with torch.inference_mode(False), torch.no_grad():
+            q = weight_operand(
+                weight.detach(), scaling, row=both or layout == "row", col=both or layout == "col"
+            )
+        for name, found in (("row", q.row), ("col", q.col)):
+            if found is not None:
+                self.kept[name] = StoredLayout(found)
+        torch_private.watch_fsdp(_gathered, _freed)
+        return self.kept[layout]
+
+
+def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
+    """Bytes of that many layouts of a weight (N, K) or (E, N, K), with their scales."""
+    n, k = shape[-2:]
+    groups = math.prod(shape[:-2])
+    scales = 1 if scaling.block is None else -(-n // BLOCK) * -(-k // BLOCK)
+    return groups * (n * k * layouts + 4 * scales * (layouts if scaling.block else 1))
+
+
+def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:
+    """What changes when a parameter does."""
+    steps = _Steps.taken if source.requires_grad else None  # optimizers leave a frozen one alone
+    place = torch_private.storage_key(source.untyped_storage()), source.storage_offset()
+    shard = _shards.get(source) if _shards else None
+    return *place, source.shape, source.stride(), source._version, steps, shard, scaling
+
+
+def _aliases(weight: Tensor, source: Tensor) -> bool:
+    """Whether a saved weight that came back through a hook is the parameter itself, as it is now."""
+    return (
+        weight.data_ptr() == source.data_ptr()
+        and weight.dtype is source.dtype
+        and weight.shape == source.shape
+        and weight.stride() == source.stride()
+    )
+
+
+# --- writes that move no version
+
+_open: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
+"""Stores that let go of what they keep when FSDP2 frees the Parameter with this `id`."""
+_shards: Any = WeakIdKeyDictionary()
+"""By Parameter, which versions of its shard FSDP2 gathered it from."""
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _gathered(parameter: Tensor, shard: Any) -> None:
+    _shards[parameter] = shard
+
+
+def _freed(parameter: Tensor) -> None:
+    for store in [store for store, source in _open.items() if source == id(parameter)]:
+        store.drop()

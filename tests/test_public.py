@@ -1,0 +1,151 @@
+"""What a user sees of fuseops by name: nothing that is not meant, nothing undocumented, no two names for two things."""
+
+import importlib
+import inspect
+import itertools
+import pickle
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fuseops as fo
+from fuseops import offload
+
+PUBLIC = [
+    "fuseops",
+    *(f"fuseops.{part}" for part in ("kernels", "offload", "ops", "recipes", "testing")),
+    *(p for p in ("fuseops.distributed",) if importlib.util.find_spec(p)),
+    "fuseops.integrations.hf",
+]
+
+NEARLY = {
+    ("Op", "ops"): "the base of every op, and the catalogue of those that are here",
+    ("Operand", "operand"): "what a GEMM reads, and the function that makes one",
+    ("recipe", "recipes"): "a scope, and what it takes: fo.recipe(fo.recipes.Float8BlockScaling())",
+    ("Rule", "rules"): "what a user writes, and the scope that tries it: fo.rules(fo.Rule(...))",
+}
+"""Names that differ in case or in an s, and why both are there."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_package_shows_what_it_states(name: str) -> None:
+    module = importlib.import_module(name)
+    stated = module.__all__
+    assert len(set(stated)) == len(stated)
+    assert set(dir(module)) - {"__version__"} == set(stated)
+    for public in stated:
+        value = getattr(module, public)
+        assert not public.startswith("_") and inspect.getdoc(value), f"{name}.{public}"
+        if isinstance(value, types.ModuleType):
+            assert value.__name__.startswith(name)
+
+
+@pytest.mark.parametrize(
+    "name", [p for p in PUBLIC if p not in ("fuseops.kernels", "fuseops.testing")]
+)
+def test_what_a_package_exports_is_stated(name: str) -> None:
+    """`import X as X` is for type checkers what `__all__` is for everybody."""
+    module = importlib.import_module(name)
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    assert set(re.findall(r"^from \S+ import (\w+) as \1$", source, re.M)) == set(module.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_no_two_public_names_are_nearly_one(name: str) -> None:
+    def bare(word: str) -> str:
+        return word.lower().replace("_", "").removesuffix("s")
+
+    names = sorted(importlib.import_module(name).__all__)
+    pairs = {(a, b) for a, b in itertools.combinations(names, 2) if bare(a) == bare(b)}
+    assert pairs <= NEARLY.keys(), "one of each is enough, or say in NEARLY why not"
+
+
+def test_moe_spells_out_the_options_of_its_router() -> None:
+    moe, router = (
+        inspect.signature(cls, eval_str=True).parameters for cls in (fo.MoE, fo.ops.Router)
+    )
+    assert not any(p.kind is p.VAR_KEYWORD for p in moe.values())
+    for name, p in router.items():
+        mine = moe["router_bias" if name == "bias" else name]
+        assert (mine.default, mine.annotation, mine.kind) == (p.default, p.annotation, p.kind), name
+    chosen = {
+        "score": "sigmoid", "normalize": False, "scale": 2.5, "expert_bias": True, "groups": 2,
+        "top_groups": 2, "balance_loss": 0.5, "z_loss": 0.25, "replay": True,
+    }  # fmt: skip
+    built = fo.MoE(8, 4, 4, 2, router_bias=True, **chosen)["router"]
+    alone = fo.ops.Router(8, 4, 2, bias=True, **chosen)
+    assert repr(built) == repr(alone) and built.state_dict().keys() == alone.state_dict().keys()
+    for name in (
+        "score",
+        "normalize",
+        "scale",
+        "groups",
+        "top_groups",
+        "balance_loss",
+        "z_loss",
+        "reads",
+    ):
+        assert getattr(built, name) == getattr(alone, name) != getattr(fo.ops.Router(8, 4, 2), name)
+
+
+# --- explain(): one thing, three ways to read it ---------------------------------------------------
+
+
+def stack() -> Any:
+    mlp = [
+        fo.Sequential(fo.ops.Linear(8, 16), fo.ops.GELU(), fo.ops.Linear(16, 8)) for _ in range(2)
+    ]
+    return torch.nn.Sequential(*mlp, torch.nn.Tanh()), torch.randn(3, 8, requires_grad=True)
+
+
+def test_an_explanation_is_its_text_its_page_and_its_data() -> None:
+    model, x = stack()
+    for said in (fo.explain(model, x), model[0].explain(x)):
+        assert isinstance(said, str) and repr(said) == str(said) and type(str(said)) is str
+        data = said.to_json()
+        assert [p["path"] for p in data["plans"]] == [p.path for p in said.plans]
+        assert data["saved_bytes"] == said.saved_bytes == sum(p.saved_bytes for p in said.plans) > 0
+        page, shown = said.to_html(), said._repr_html_()
+        for plan in said.plans:
+            for tensor in plan.saved:
+                name = tensor.name.removeprefix("0.").removeprefix(
+                    "1."
+                )  # equal plans share a section
+                assert name in said and name in page and name in shown
+            assert {m.rule for m in plan.misses} <= {
+                m["rule"] for p in data["plans"] for m in p["misses"]
+            }
+        again = pickle.loads(pickle.dumps(said))
+        assert again == said and type(again) is type(said) and again.plans == said.plans
+
+
+def test_an_explanation_is_written_to_a_page(tmp_path: Path) -> None:
+    model, x = stack()
+    said = model[0].explain(x)
+    said.save_html(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text() == said.to_html()
+    assert "linear_act" in said.to_html("of mine") and "<title>of mine</title>" in said.to_html(
+        "of mine"
+    )
+
+
+def test_plans_and_scopes_are_shown_in_a_line() -> None:
+    model, x = stack()
+    fo.configure(model)
+    moved = offload.to_host(min_bytes=1)
+    assert repr(moved) == "<offload.to_host(min_bytes=1), closed>"
+    with moved, offload.keep() as kept, offload.disabled() as off:
+        assert (
+            repr(moved).endswith(" open>") and "keep()" in repr(kept) and "disabled()" in repr(off)
+        )
+    assert repr(model[0].plan(x)) == "<FusionPlan of 0: 1 fused, 0 not fused, saves 480 B>"
+    scheduler = offload.Scheduler(model, layers=["0", "1"])
+    assert repr(scheduler) == "<offload.Scheduler of Sequential, 2 layers, detached>"
+    with scheduler:
+        assert "attached" in repr(scheduler)
+    shown = [moved.report(), scheduler, *fo.plans(model, x), offload.plan(model, x)]
+    assert all(len(repr(thing)) < 200 and "\n" not in repr(thing) for thing in shown)
