@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from fuseops import kernels as K
@@ -23,6 +24,7 @@ from fuseops.ops.grouped_linear import (
 from fuseops.ops.linear import grad_operand, high
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
+from fuseops.recipes.quantized import BLOCK
 from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
@@ -38,12 +40,13 @@ def activated(
     h: Operand = mlp.hidden(s, calls[0], index)
     if roles.hidden is not None:  # what the backward will read, the forward reads too
         h = operand(h, roles.hidden)
-    if not _writes_codes(s, high(h), calls):
+    if not _writes_codes(s, h, calls):
         return h, mlp.activation(high(h), s)
     scaling = cast("Scaling", cast("Roles", calls[2].precision.roles).input)
-    wide = high(h)
-    parts = K.swiglu_operand(wide, s.probs if mlp.scaled else None, None, scaling.data)
-    return h, Quantized(Layout(*parts[:2]), None, scaling, s.offs, wide.dtype)
+    data, scale = _hidden_codes(h)
+    probs = s.probs if mlp.scaled else None
+    parts = K.swiglu_operand(data, probs, None, scaling.data, True, False, scale)
+    return h, Quantized(Layout(*parts[:2]), None, scaling, s.offs, h.dtype)
 
 
 def gradients(
@@ -70,7 +73,6 @@ def gradients(
         x, x_index = source()
         h = mlp.hidden(replaced(s, x=x), first, x_index)
         del x
-    h = None if h is None else high(h)
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
     dh, a, dprobs = _through_activation(mlp, s, da, h, calls)
     del da, h
@@ -106,7 +108,7 @@ def _through_activation(
     mlp: Any,
     s: Any,
     da: Tensor | None,
-    h: Tensor | None,
+    h: Operand | None,
     calls: tuple[Call, ...],
 ) -> tuple[Operand | None, Operand | None, Tensor | None]:
     """(dh, a as fc2's weight gradient reads it, dprobs), in one pass over h."""
@@ -115,25 +117,36 @@ def _through_activation(
         return None, None, None
     need_a = "weight" in last.needs
     if da is None:
-        return None, mlp.activation(h, s) if need_a else None, None
-    if not (first.needs and _writes_codes(s, h, calls)) or h.shape[1] % 256:
+        return None, mlp.activation(high(h), s) if need_a else None, None
+    if not (first.needs and _writes_codes(s, h, calls)) or da.shape[1] % BLOCK:
+        wide = high(h)
         wanted = bool(first.needs), "probs" in act.needs, need_a
-        high_dh, dprobs, high_a = mlp.activation_bwd(da, h, s, *wanted)
+        high_dh, dprobs, high_a = mlp.activation_bwd(da, wide, s, *wanted)
         if need_a and high_a is None:
-            high_a = mlp.activation(h, s)
+            high_a = mlp.activation(wide, s)
         return high_dh, high_a, dprobs
     row, col = "x" in first.needs, "weight" in first.needs
     of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
     of_a = cast("Scaling", cast("Roles", last.precision.roles).input)
     probs = s.probs if mlp.scaled else None
-    parts = K.dswiglu_operand(da, h, probs, s.offs, of_dh.data, of_a.data, row, col, need_a)
+    data, scale = _hidden_codes(h)
+    parts = K.dswiglu_operand(
+        da, data, probs, s.offs, of_dh.data, of_a.data, row, col, need_a, scale
+    )
     dh_rows, dh_columns = Layout(*parts[:2]), Layout(*parts[2:4])
     dh = Quantized(dh_rows if row else None, dh_columns if col else None, of_dh, s.offs, h.dtype)
     a = Quantized(None, Layout(*parts[4:6]), of_a, s.offs, h.dtype) if need_a else None
     return dh, a, parts[6]
 
 
-def _writes_codes(s: Any, h: Tensor, calls: tuple[Call, ...]) -> bool:
+def _hidden_codes(h: Operand) -> tuple[Tensor, Tensor | None]:
+    """h as the activation's kernels read it: codes with their scales, which stand for bfloat16, or the tensor."""
+    if not isinstance(h, Quantized) or h.row is None or h.dtype is not torch.bfloat16:
+        return high(h), None
+    return h.row
+
+
+def _writes_codes(s: Any, h: Operand, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
     whose gradient reads dh.
     """
@@ -141,7 +154,7 @@ def _writes_codes(s: Any, h: Tensor, calls: tuple[Call, ...]) -> bool:
     if (
         kind != "swiglu"
         or any(options)
-        or h.dim() != 2
+        or (isinstance(h, Tensor) and h.dim() != 2)
         or not calls[0].needs.isdisjoint(("bias", "probs"))
     ):
         return False
