@@ -21,6 +21,7 @@ from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
 TESTED = GLUON_TESTED  # run with 3.6; compiled without any stack with 3.9, where it did not run
+E4M3 = torch.float8_e4m3fn
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -111,6 +112,13 @@ def wgrad_path(
         "vectors of scales over groups, with a float32 sum" if apart else None,
         None if x.numel() and dy.numel() else "an operand is empty",
     )
+
+
+def dswiglu_path(da: Tensor, h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> str:
+    """Which kernel writes the operands of SwiGLU's gradient: "once" reads each input once, "parts" runs everywhere."""
+    formats = {dtype, a_dtype} | ({h.dtype} if h.itemsize == 1 else set())
+    apart = da.dtype != torch.bfloat16 or h.dtype == torch.float16
+    return "parts" if apart or formats != {E4M3} or any(_device(da.device)) else "once"
 
 
 def _device(device: torch.device) -> tuple[str | None, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import fp8_paths, reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, SM_89
@@ -53,6 +53,7 @@ SWIGLU_ROWS = _space(
 DSWIGLU = _space(
     "dswiglu_operand", _tile(8, PARTS=3), _tile(8, PARTS=2), _tile(16, PARTS=2), _tile(8, PARTS=1)
 )
+DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
@@ -216,14 +217,36 @@ def dswiglu_operand(
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     partial = h.new_zeros(n // BLOCK if probs is not None else 0, rows, dtype=torch.float32)
+    operands = (
+        da,
+        h,
+        h if h_scale is None else h_scale.contiguous(),
+        _probs(probs, h),
+        _ends(offs, h),
+    )
+    wanted = {
+        "SCALED": probs is not None,
+        "ROW": row,
+        "COL": col,
+        "ACT": act,
+        "GROUPS": offs is not None,
+    }
+    if fp8_paths.dswiglu_path(da, h, dtype, a_dtype) == "once":
+        groups = 1 if offs is None else len(offs)
+        parts = cdiv(blocks, groups * DSWIGLU_ONCE.pick(rows, (n,), h)["SPAN"])
+        launch(
+            device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * (n // BLOCK),),
+            *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
+            **wanted, num_warps=4,
+        )  # fmt: skip
+        return *out, a, a_scale, partial.sum(0) if probs is not None else partial.view(0)
     config = DSWIGLU.pick(rows, (n,), h)
     programs = max(config["PARTS"] - (not act), 1)
     launch(
         device("fp8_swiglu").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK) * programs,),
-        da, h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), _ends(offs, h), *out, a, a_scale,
-        partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
-        SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], SCALED=probs is not None, ROW=row, COL=col, ACT=act,
-        **_by_group(offs), **overlap(h.device), **config,
+        *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
+        SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
+        **overlap(h.device), **config,
     )  # fmt: skip
     dprobs = partial.sum(0) if probs is not None else partial.view(0)
     return *out, a, a_scale, dprobs
