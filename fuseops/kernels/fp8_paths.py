@@ -147,6 +147,8 @@ def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:
     """k: what is summed over; n: columns of the result."""
     if k % 16:
         return f"K is {k}, not a multiple of 16"
+    if dtype.itemsize == 1 and n % 128:
+        return f"rows of codes are {n} numbers, not a multiple of 128"
     if n % 8 and dtype != torch.float32:
         return f"rows of the result are {n} numbers, not a multiple of 8"
     return None
