@@ -117,6 +117,9 @@ def compared(cells: Any) -> dict[str, dict[str, Any]]:
             found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
         elif "ratios" in c and name.endswith("/uniform"):
             found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
+        elif "over_titan" in c:
+            found[name] = c["us"] | {n: c[n] for n in ("over_titan", "over_host_counts")}
+            found[name]["communication"] = c["communication"]["share"]
         elif "mib_beyond" in c:
             found[name] = c["us"] | {f"{n}, MiB": m for n, m in c["mib_beyond"].items()}
             found[name] |= {f"forward_512 over {p}": r for p, r in c["forward_512_over"].items()}

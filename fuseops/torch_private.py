@@ -8,12 +8,14 @@ import functools
 import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
@@ -106,6 +108,24 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def allow_in_graph(function: Callable[..., Any]) -> None:
+    """`torch.compiler.allow_in_graph`, in a trace, where dynamo has been imported."""
+    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, where a mode traces what runs, `torch.compiler.is_compiling()` is true, as it is to dynamo. (Torch 2.11
+    says so while dynamo traces only.)
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or num_dispatch_modes() > 0
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 # the current stream of a device, by index: (id, index, type), without the Stream made for it; 0 is the default
 current_stream: Callable[[int], Any] = getattr(
     torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream
@@ -148,11 +168,70 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def halved_shard(dim: int) -> Any:
-    """DTensor's placement of an axis in two pieces, each sharded over the ranks."""
-    from torch.distributed.tensor.placement_types import _StridedShard
+def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The ranks' contiguous tensors one after the other along `dim`, of a ProcessGroup or a DeviceMesh."""
+    from torch.distributed import _functional_collectives as collectives
 
-    return _StridedShard(dim, split_factor=2)
+    name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
+    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's part, along `dim`, of the sum of the ranks' contiguous tensors."""
+    from torch.distributed import _functional_collectives as collectives
+
+    new = hasattr(collectives, "reduce_scatter_single")  # the other is deprecated then
+    name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
+    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))
+
+
+def all_gather_matmul(
+    x: torch.Tensor, weight: torch.Tensor, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks' rows one after the other, and their product with `weight` (K, N): one overlaps the other, on CUDA."""
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x.contiguous(), [weight], 0, _symmetric(group)
+    )
+    return gathered, y
+
+
+def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's rows of the sum of the ranks' x times `weight` (K, N): one overlaps the other, on CUDA."""
+    y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        x.contiguous(), weight, "sum", 0, _symmetric(group)
+    )
+    return y
+
+
+@functools.cache
+def _symmetric(group: Any) -> str:
+    """The name of a group (or of the one that a DeviceMesh has), whose ranks may share memory from here on."""
+    from torch.distributed import _symmetric_memory
+
+    group = group.get_group() if hasattr(group, "get_group") else group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later ones want no call
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    name: str = group.group_name
+    return name
+
+
+def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of the ranks' tensors, in a new one."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+
+def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
+    """What `shard_placement_fn` of FSDP2 gives for a parameter on a mesh of its own, as a class (None before torch
+    2.12, which has none), and what that takes of the mesh.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    return getattr(common, "ShardPlacementResult", None), common.FSDPMeshInfo(
+        mesh, shard_mesh_dim=0
+    )
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -172,8 +251,8 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def is_fake(t: torch.Tensor) -> bool:
-    """A fake tensor: shapes without data."""
-    return isinstance(t, torch._subclasses.FakeTensor)
+    """A fake tensor: shapes without data. (AOTAutograd traces functional tensors around them.)"""
+    return isinstance(t, torch._subclasses.FakeTensor | FunctionalTensor)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

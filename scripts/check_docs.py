@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
 PAGES = {
     "fuseops": "fuseops",
-    **{f"fuseops.{name}": name for name in ("ops", "offload", "recipes", "kernels", "testing")},
+    **{
+        f"fuseops.{name}": name
+        for name in ("ops", "offload", "recipes", "distributed", "kernels", "testing")
+    },
     "fuseops.integrations.hf": "hf",
 }
 

@@ -13,7 +13,8 @@ import torch
 import fuseops as fo
 import fuseops.demo
 from fuseops import kernels
-from fuseops.cli import main, show
+from fuseops.cli import bench, main, show
+from fuseops.cli.progress import progress
 from fuseops.cli.tune import distinct
 from fuseops.offload.planning.hardware import Hardware
 
@@ -57,7 +58,7 @@ def test_explain_prints_the_plan_and_the_misses_of_the_quickstart() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "GroupedMLP  rule grouped_mlp (joint)" in run.stdout
-    assert "LinearAct  rule linear_act (forward)" in run.stdout
+    assert "DenseMLP  rule rmsnorm_mlp (joint)" in run.stdout
     assert "experts.fc1.x" in run.stdout
 
 
@@ -254,6 +255,54 @@ def test_bench_times_every_way(capsys: pytest.CaptureFixture[str], model_file: s
     assert "nn.Sequential" in text and "eight Linear" in text
     assert torch.get_num_threads() == threads
     assert "1 or more" in output(capsys, "bench", "--rounds", "0", code=2)
+
+
+def test_bench_draws_what_it_measured(
+    capsys: pytest.CaptureFixture[str], model_file: str, tmp_path: Path
+) -> None:
+    few, plot = ("--rounds", "3", "--calls", "1"), tmp_path / "bench.svg"
+    data = as_json(capsys, "bench", model_file, *few, "--plot", str(plot))
+    drawn = plot.read_text()
+    assert data["plot"] == str(plot) and "http" not in drawn.replace("http://www.w3.org", "")
+    for way, times in data["microseconds"].items():
+        assert way in drawn and f">{times['median']:.0f}<" in drawn
+    assert drawn.count('class="range"') == len(data["microseconds"])
+    wrong = str(tmp_path / "no" / "bench.svg")
+    assert "cannot write" in output(capsys, "bench", model_file, *few, "--plot", wrong, code=2)
+
+
+def test_bench_and_recorded_plans_tell_how_far_they_are(
+    model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str, int, int]] = []
+    steps = dict.fromkeys(("fused", "unfused"), lambda: None)
+    bench.measure(steps, 3, 1, lambda: None, lambda *told: heard.append(told))
+    assert heard == [
+        (f"round {k + 1}, {way}", k, 3) for k in range(3) for way in ("fused", "unfused")
+    ]
+    heard.clear()
+    model, x = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.GELU()), torch.randn(3, 4)
+    fo.offload.plan(model, x, record=True, progress=lambda *told: heard.append(told))
+    assert [done for _, done, _ in heard] == [0, 1, 2, 3, 4] and {n for *_, n in heard} == {5}
+
+
+def test_progress_is_seen_where_somebody_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress("timing", quiet=False) as told:
+        told("one", 1, 2)
+    assert capsys.readouterr() == ("", "timing\n")  # a line where nobody does
+    for quiet, lines in ((True, True), (False, False)):
+        with progress("timing", quiet, lines) as told:
+            told("one", 1, 2)
+        assert capsys.readouterr() == ("", "")
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("timing", quiet=False) as told:
+        told("one", 1, 2)
+    out, err = capsys.readouterr()
+    assert out == "" and "timing one" in err and "50%" in err
 
 
 def test_bench_runs_each_way_as_it_says(model_file: str) -> None:

@@ -291,3 +291,69 @@ def test_blocks_that_differ_in_a_number_compile_one_by_one(op: type) -> None:
         block.compile(backend="eager", fullgraph=True)
         torch.manual_seed(0)
         torch.testing.assert_close(block(x, side), expected)
+
+
+def guards_in(model: nn.Module, x: Tensor) -> int:
+    """What every later call of a compiled module is checked against."""
+    found: list[set[Any]] = []
+
+    def counted(guards: Any) -> list[bool]:
+        found.append({(g.guard_type, g.name) for g in guards})
+        return [True] * len(guards)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", options={"guard_filter_fn": counted})(x)
+    return sum(map(len, found))
+
+
+def test_a_compiled_call_is_guarded_on_little() -> None:
+    """Of an op, at most twice what dynamo checks of a plain module; what was planned is no guard."""
+    x = torch.randn(3, 16, requires_grad=True)
+
+    def of_one(layer: Callable[[int, int], nn.Module], seq: type[nn.Sequential]) -> float:
+        few, many = (guards_in(seq(*(layer(16, 16) for _ in range(n))), x) for n in (2, 6))
+        return (many - few) / 4
+
+    assert of_one(fo.ops.Linear, fo.Sequential) <= 2 * of_one(nn.Linear, nn.Sequential)
+    assert guards_in(residual(), x) <= 300
+
+
+def changed(op: fo.Op, name: str) -> None:
+    value = getattr(op, name)
+    setattr(op, name, value * 2 if isinstance(value, float) else not value)
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        (lambda: fo.ops.RMSNorm(16, eps=0.5), "eps"),
+        (lambda: fo.ops.Dropout(1e-9), "training"),
+        (lambda: fo.ops.ClampedSwiGLU(limit=0.25), "options"),
+    ],
+)
+def test_a_compiled_call_sees_an_attribute_that_changed(op: Callable[[], fo.Op], name: str) -> None:
+    torch._dynamo.reset()
+    seq, x = fo.Sequential(fo.ops.Linear(16, 16), op()), torch.randn(3, 16)
+    run = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(x), seq(x))
+    value = getattr(seq[1], name)
+    if isinstance(value, tuple):
+        setattr(seq[1], name, tuple(2 * v if type(v) is float else v for v in value))
+    else:
+        changed(seq[1], name)
+    torch.testing.assert_close(run(x), seq(x))
+
+
+def test_a_mode_set_inside_of_compiled_code_is_that_of_the_call() -> None:
+    torch._dynamo.reset()
+    seq, x = fo.Sequential(fo.ops.RMSNorm(16, eps=0.5)), torch.randn(3, 16)
+
+    def halved(x: Tensor) -> Tensor:
+        seq[0].eps = 0.25
+        y = seq(x)
+        seq[0].eps = 0.5
+        return y
+
+    expected = halved(x)
+    assert not torch.allclose(expected, seq(x))
+    torch.testing.assert_close(torch.compile(halved, backend="aot_eager")(x), expected)

@@ -16,6 +16,7 @@ EXPECTED = {
     "hf_qwen3_moe": "equal the stock model's",
     "moe_layer": "learnt",
     "offload_any_model": "offload   58.0 MiB leave",
+    "pretrain": "step 6 loss",
 }
 
 
@@ -44,6 +45,7 @@ def test_an_example_runs(example: Path) -> None:
         ("hf_qwen3_moe", 90),
         ("moe_layer", 80),
         ("offload_any_model", 40),
+        ("pretrain", 240),
         ("quickstart", 41),
     ],
 )

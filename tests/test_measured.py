@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuseops.explain.charts import ChartBar, bar_chart
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -231,9 +233,8 @@ def test_no_picture_is_stale() -> None:
 
 
 def test_a_chart_is_as_long_as_its_figures() -> None:
-    pictures = loaded("pictures")
-    bars = [pictures.Bar(str(v), v, f"{v} GiB", "ours") for v in (4.0, 8.0, 2.0)]
-    text = pictures.chart("a title", "a note", {"a <group>": bars})
+    bars = [ChartBar(str(v), v, f"{v} GiB", "ours") for v in (4.0, 8.0, 2.0)]
+    text = bar_chart("a title", "a note", {"a <group>": bars})
     widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', text)]
     assert [w / widths[1] for w in widths] == pytest.approx([0.5, 1.0, 0.25], abs=0.01)
     assert "a &lt;group&gt;" in text and text.count(" GiB</text>") == 3

@@ -86,98 +86,6 @@ def test_what_does_not_divide_is_refused() -> None:
         gate_up_shard(torch.zeros(3, 8, 5), 2, 2)
 
 
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from fuseops.integrations.sharding import distribute_gate_up, gate_up_shard, gather_gate_up
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-for shape, dim in (((3, 8, 5), -2), ((3, 8), -1), ((8, 5), 0)):
-    full = torch.arange(8.0 * 15).view(-1)[: torch.Size(shape).numel()].view(shape)
-    split = distribute_gate_up(full, mesh, dim)
-    assert torch.equal(split.to_local(), gate_up_shard(full, rank, 2, dim)), shape
-    assert split.shape == full.shape
-    assert torch.equal(gather_gate_up(split, dim), full), shape
-
-import copy
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-import fuseops as fo
-from fuseops.integrations.sharding import checkpointable
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = fo.Sequential(
-            {"fc1": fo.ops.Linear(6, 16, bias=False), "act": fo.ops.SwiGLU(), "fc2": fo.ops.Linear(8, 6, bias=False)}
-        ).double()
-
-    def forward(self, x):
-        return self.mlp(x)
-
-torch.manual_seed(0)
-whole = Model()
-x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-expected = whole(x)
-dx, dw, _ = torch.autograd.grad(expected.square().sum(), [x, *whole.parameters()])
-plan = {"mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel()}
-torn = parallelize_module(copy.deepcopy(whole), mesh, plan)
-for warm in (False, True):
-    try:
-        torn(x)
-    except fo.FuseOpsError as error:
-        assert "fc1.weight (16, 6) is [gate | up] for 'act'" in str(error) and "distribute_gate_up" in str(error)
-    else:
-        raise AssertionError("a contiguous shard was taken")
-apart = parallelize_module(copy.deepcopy(whole), mesh, {"mlp.fc1": ColwiseParallel(use_local_output=False)})
-torch.testing.assert_close(apart.mlp[:2](x).full_tensor(), whole.mlp[:2](x))  # DTensor knows what it holds
-
-def tensor_parallel(model):
-    model = parallelize_module(copy.deepcopy(model), mesh, plan)
-    full = model.mlp.fc1.weight.full_tensor().detach()
-    model.mlp.fc1.weight = nn.Parameter(distribute_gate_up(full, mesh))
-    return model
-
-split = tensor_parallel(whole)
-y = split(x)
-torch.testing.assert_close(y, expected)
-optimizer = torch.optim.AdamW(split.parameters(), lr=0.1)
-y.square().sum().backward()
-torch.testing.assert_close(x.grad, dx)
-torch.testing.assert_close(split.mlp.fc1.weight.grad.full_tensor(), dw)
-
-# saved at TP=2, loaded whole, and at TP=2 again; of the optimizer too
-folder = sys.argv[3]
-dcp.save(get_model_state_dict(split), checkpoint_id=folder + "/tp")
-optimizer.step()
-dcp.save(checkpointable(get_optimizer_state_dict(split, optimizer)), checkpoint_id=folder + "/optimizer")
-alone, again = Model(), tensor_parallel(Model())
-for model in (alone, again):
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder + "/tp")
-    model.load_state_dict(state)
-    torch.testing.assert_close(model(x), expected)
-assert torch.equal(alone.mlp.fc1.weight, whole.mlp.fc1.weight)
-dcp.save(alone.state_dict(), checkpoint_id=folder + "/one")
-state = again.state_dict()
-for t in state.values():
-    t.zero_()
-dcp.load(state, checkpoint_id=folder + "/one")
-assert torch.equal(gather_gate_up(state["mlp.fc1.weight"]), whole.mlp.fc1.weight)
-first = {"state": {"mlp.fc1.weight": {"exp_avg": torch.zeros_like(dw)}}}
-dcp.load(first, checkpoint_id=folder + "/optimizer")
-torch.testing.assert_close(first["state"]["mlp.fc1.weight"]["exp_avg"], 0.1 * dw)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
 def on_two_ranks(script: str, folder: Path, *arguments: object) -> None:
     """Run a script as rank 0 and 1: its arguments are the rank, a file for both, and these."""
     command = [sys.executable, "-W", "ignore", "-c", script]
@@ -193,10 +101,6 @@ def on_two_ranks(script: str, folder: Path, *arguments: object) -> None:
     ]
     errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], errors
-
-
-def test_a_dtensor_holds_the_shard_and_gives_the_whole_back(tmp_path: Path) -> None:
-    on_two_ranks(RANK, tmp_path, tmp_path)
 
 
 MOE_RANK = """

@@ -120,11 +120,15 @@ def test_a_fused_op_publishes_each_keyword_once() -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
+# What begins at the norm saves less, and the rule across blocks takes the norm away from it.
+JOINT = ["rmsnorm_mlp", "rmsnorm_linear"]
+
+
 @pytest.mark.parametrize("rules", [(), (ADD_NORM,)], ids=["as built", "across blocks"])
 @pytest.mark.parametrize("make", [stack, lambda n: fo.Sequential(stack(n), stack(n))])
 def test_splicing_joins_no_nodes(rules: Any, make: Callable[[int], fo.Sequential]) -> None:
     blocks, x = 4, data(64, D)
-    with fo.rules(*rules):
+    with fo.rules(*rules), fo.fusion(disable=JOINT if rules else ()):
         nodes, unpacked = outcome_of_unpacking(make(blocks), x)
         _, before = outcome_of_unpacking(unspliced(make(blocks)), x)
     assert nodes >= blocks and unpacked <= before
@@ -133,7 +137,7 @@ def test_splicing_joins_no_nodes(rules: Any, make: Callable[[int], fo.Sequential
 @pytest.mark.parametrize("rules", [(), (ADD_NORM,)], ids=["as built", "across blocks"])
 def test_splicing_does_not_raise_the_peak(rules: Any) -> None:
     x = data(64, D)
-    with fo.rules(*rules):
+    with fo.rules(*rules), fo.fusion(disable=JOINT if rules else ()):
         peak, before = (m.plan(x).peak_bytes for m in (stack(4), unspliced(stack(4))))
     assert peak <= before
 
@@ -247,7 +251,7 @@ def test_a_change_deep_below_takes_effect() -> None:
 def test_saved_names_are_the_users_paths() -> None:
     x = data()
     names = [{t.name for t in m.plan(x).saved} for m in (stack(2), unspliced(stack(2)))]
-    assert names[0] == names[1] and "1.3.x" in names[0]
+    assert names[0] == names[1] and "1.2.x" in names[0]
 
 
 def test_names_of_side_tensors_belong_to_where_they_were_written() -> None:

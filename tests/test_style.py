@@ -33,6 +33,7 @@ LAYERS = [
     {"run"},
     {"observe"},
     {"explain"},
+    {"distributed"},
     {"layers"},
     {"offload"},
     {"testing", "integrations", "demo", "cli", "__main__"},

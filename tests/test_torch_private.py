@@ -608,9 +608,44 @@ def test_the_ddp_whose_forward_runs_is_known() -> None:
         dist.destroy_process_group()
 
 
-def test_a_halved_shard_is_one_of_two_pieces() -> None:
-    placement = torch_private.halved_shard(1)
-    assert placement.dim == 1 and placement.split_factor == 2
+@pytest.mark.gpu
+def test_symmetric_memory_multiplies_what_it_gathers_and_scatters() -> None:
+    """Over one rank, as the laws of two ranks need them."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, w = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        rows, y = torch_private.all_gather_matmul(x, w, dist.group.WORLD)
+        assert torch.equal(rows, x) and torch.equal(y, x @ w)
+        assert torch.equal(torch_private.matmul_reduce_scatter(x, w, dist.group.WORLD), x @ w)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, group = torch.randn(2, 3), dist.group.WORLD
+        for y in (
+            torch_private.all_gather(x, 1, group),
+            torch_private.reduce_scatter(x, 1, group),
+            torch_private.all_reduce(x, group),
+        ):
+            assert type(y) is Tensor and torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_parameter_may_have_a_mesh_of_its_own_under_fsdp() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        made, info = torch_private.shard_placement_on(init_device_mesh("cpu", (2,)))
+        assert made is None or made(Shard(0), info).mesh_info.shard_mesh_size == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

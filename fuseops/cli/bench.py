@@ -10,20 +10,23 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fuseops.explain.charts import ChartBar, bar_chart
 from fuseops.layers.sequential import Sequential
 from fuseops.ops import Linear
 from fuseops.run.config import fusion, reference
 from fuseops.words import plural
 
 from .arguments import positive
+from .progress import Told, progress
 from .show import as_json, table
-from .target import Target, load
+from .target import Target, UsageError, load
 
 Step = Callable[[], None]
 
@@ -55,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="CPU threads of torch (default: torch's; 1 without a target)",
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the times to FILE, an SVG image"
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
@@ -65,11 +71,16 @@ def run(args: argparse.Namespace) -> int:
         if threads:
             torch.set_num_threads(threads)
         target, others = (load(args.target), {}) if args.target else _overhead()
-        times = measure({**ways(target), **others}, args.rounds, args.calls, _synchronize(target))
+        steps = {**ways(target), **others}
+        with progress("timing", quiet=args.json, lines=False) as told:
+            times = measure(steps, args.rounds, args.calls, _synchronize(target), told)
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
     device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
+    title = f"{target.name} on {device}, {plural(used, 'thread')}"
+    if args.plot:
+        _draw(title, times, args.plot)
     if args.json:
         as_json(
             "bench",
@@ -78,18 +89,35 @@ def run(args: argparse.Namespace) -> int:
             threads=used,
             rounds=args.rounds,
             microseconds=times,
+            plot=args.plot and str(args.plot),
         )
         return 0
-    print(
-        f"{target.name} on {device}, {plural(used, 'thread')}; microseconds, forward and backward"
-    )
+    print(f"{title}; microseconds, forward and backward")
     fastest = {name: f"{t['median'] / times['fused']['median']:.2f}" for name, t in times.items()}
     rows = [
         [n, *(f"{t[k]:.1f}" for k in ("median", "low", "high")), fastest[n]]
         for n, t in times.items()
     ]
     table(["way", "median", "25 %", "75 %", "fused = 1"], rows)
+    if args.plot:
+        print(f"wrote {args.plot}")
     return 0
+
+
+def _draw(title: str, times: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """A bar a way: its median, and the quartiles over it."""
+    kinds = {"fused": "ours", "unfused": "peer"}
+    bars = [
+        ChartBar(
+            way, t["median"], f"{t['median']:.0f}", kinds.get(way, "other"), (t["low"], t["high"])
+        )
+        for way, t in times.items()
+    ]
+    note = "microseconds, forward and backward; medians with quartiles, shorter is faster"
+    try:
+        path.write_text(bar_chart("A training step", note, {title: bars}, room=64), "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}.") from None
 
 
 def ways(target: Target) -> dict[str, Step]:
@@ -137,14 +165,18 @@ def _synchronize(target: Target) -> Callable[[], None]:
 
 
 def measure(
-    steps: Mapping[str, Step], rounds: int, calls: int, wait: Callable[[], None]
+    steps: Mapping[str, Step], rounds: int, calls: int, wait: Callable[[], None], told: Told
 ) -> dict[str, dict[str, float]]:
-    """Median and quartiles in microseconds, the ways interleaved so that drift hits all of them."""
+    """Median and quartiles in microseconds, the ways interleaved so that drift hits all of them.
+
+    told: is told how far it is, between the times that are taken.
+    """
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    for number in range(rounds):
         for name, step in steps.items():
+            told(f"round {number + 1}, {name}", number, rounds)
             wait()
             start = time.perf_counter()
             for _ in range(calls):

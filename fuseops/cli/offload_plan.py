@@ -5,17 +5,20 @@ what it costs. Without a target it plans an example; no GPU is needed.
 import argparse
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fuseops import offload
 from fuseops.errors import FuseOpsError
 from fuseops.offload.planning.hardware import Hardware
+from fuseops.offload.planning.html import page_of_ranks
 from fuseops.offload.planning.plan import OffloadPlan
 from fuseops.words import size
 
 from .arguments import amount, positive
 from .example import example
+from .progress import progress
 from .show import as_json, table
 from .target import UsageError, load
 
@@ -71,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace to FILE"
     )
     pipeline = parser.add_argument_group(
-        "a pipeline", "One plan a rank, and one FILE each; the target is one micro-batch."
+        "a pipeline",
+        "One plan a rank, one page for all and one trace each; the target is one micro-batch.",
     )
     pipeline.add_argument(
         "--ranks", type=positive, metavar="N", help="GPUs that hold the model's layers in turn"
@@ -87,16 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     pipeline = _pipeline(args)
     target = example() if args.target is None else load(args.target)
-    plan = offload.plan(
-        target.model,
-        *target.args,
-        hardware=None if args.hardware is None else _hardware(args.hardware),
-        peak=args.peak,
-        host=args.host,
-        layers=args.layers,
-        record=args.record,
-        **target.side,
-    )
+    hardware = None if args.hardware is None else _hardware(args.hardware)
+    with progress("planning", quiet=args.json, lines=False) as told:
+        plan = offload.plan(
+            target.model,
+            *target.args,
+            hardware=hardware,
+            peak=args.peak,
+            host=args.host,
+            layers=args.layers,
+            record=args.record,
+            progress=told,
+            **target.side,
+        )
     if pipeline is None:
         return _one(plan, target.name, args)
     plans = offload.plan_pipeline(plan.profile, plan.hardware, pipeline, plan.limits)
@@ -150,26 +157,31 @@ def _rank_row(rank: int, plan: OffloadPlan) -> tuple[str, ...]:
 
 
 def _write_files(plans: Sequence[OffloadPlan], args: argparse.Namespace) -> list[Files]:
-    """Write the pages and traces that were asked for.   -> the files of every plan"""
-    pages = _write(plans, OffloadPlan.save_html, args.html)
-    traces = _write(plans, OffloadPlan.save_trace, args.trace)
-    return [*map(Files, pages, traces)]
+    """Write the page of all plans and the trace of each that were asked for.   -> the files of every plan"""
+    if args.html is not None:
+        text = plans[0].to_html() if len(plans) == 1 else page_of_ranks(plans)
+        _told(partial(args.html.write_text, text, "utf-8"), args.html)
+    traces = _traces(plans, args.trace)
+    return [Files(args.html, trace) for trace in traces]
 
 
-def _write(
-    plans: Sequence[OffloadPlan], save: Callable[[OffloadPlan, Path], None], path: Path | None
-) -> list[Path | None]:
-    """Save every plan: to `path`, or of several to `<stem>.rank<k>`.   -> its file"""
+def _traces(plans: Sequence[OffloadPlan], path: Path | None) -> list[Path | None]:
+    """Save the trace of every plan: to `path`, or of several to `<stem>.rank<k>`.   -> its file"""
     if path is None:
         return [None] * len(plans)
     several = len(plans) > 1
     paths = [path.with_stem(f"{path.stem}.rank{k}") if several else path for k in range(len(plans))]
     for plan, file in zip(plans, paths, strict=True):
-        try:
-            save(plan, file)
-        except OSError as error:
-            raise UsageError(f"cannot write {file}: {error.strerror}.") from None
+        _told(partial(plan.save_trace, file), file)
     return [*paths]
+
+
+def _told(write: Callable[[], Any], file: Path) -> None:
+    """Write a file.  Raises UsageError where that cannot be."""
+    try:
+        write()
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}.") from None
 
 
 def _with_files(plan: OffloadPlan, files: Files) -> dict[str, Any]:
@@ -180,5 +192,6 @@ def _with_files(plan: OffloadPlan, files: Files) -> dict[str, Any]:
 
 
 def _print_files(written: Sequence[Files]) -> None:
-    for path in (path for files in zip(*written, strict=True) for path in files if path):
-        print(f"wrote {path}")
+    for path in dict.fromkeys(path for files in zip(*written, strict=True) for path in files):
+        if path is not None:
+            print(f"wrote {path}")

@@ -1,12 +1,7 @@
 """`fuseops tune`: time the kernels that a model launches on this GPU, and keep the fastest configurations."""
 
 import argparse
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,10 +9,9 @@ from fuseops.kernels import configs, timing
 from fuseops.kernels.registry import Call, meta, watching
 
 from .bench import training_step
+from .progress import progress
 from .show import as_json
 from .target import UsageError, load
-
-Progress = Callable[[str, int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{target.name} launches no kernel: is the model on CUDA?")
     found: dict[str, configs.Config] = {}
     for number, (op, given, keywords) in enumerate(calls, 1):
-        with _progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as told:
+        with progress(f"[{number}/{len(calls)}] {op.name}", quiet=args.json) as told:
             call = partial(op.launcher, *given, **keywords)
             found.update(configs.tune(call, timing.time_us, progress=told))
     if args.json:
@@ -56,21 +50,3 @@ def distinct(calls: list[Call]) -> list[Call]:
             for op, args, kw in calls
         }.values()
     )
-
-
-@contextmanager
-def _progress(title: str, quiet: bool) -> Iterator[Progress | None]:
-    """A bar by rich where it is installed and somebody looks, a line a kernel otherwise."""
-    if quiet:
-        yield None
-    elif not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
-        print(title, flush=True)
-        yield None
-    else:
-        from rich.progress import Progress as Bar
-
-        with Bar(transient=True) as bar:
-            task: Any = bar.add_task(title, total=None)
-            yield lambda what, done, total: bar.update(
-                task, completed=done, total=total, description=f"{title} {what}"
-            )

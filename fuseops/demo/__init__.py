@@ -34,12 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the report is written (default fuseops-demo)",
     )
     parser.add_argument(
+        "--ranks",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="with more than one: pretrain over so many processes instead, examples/pretrain.py",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object; what happens goes to stderr"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo.  -> 0, 1 when a check or the loss bar fails, 2 when it cannot start."""
+    if args.ranks > 1:
+        from .ranks import run_ranks
+
+        return run_ranks(args)
     from .job import run_job
 
     return run_job(args)

@@ -2,7 +2,7 @@
 
 a forward   plans (`explain`)
 its plan    assemble, fusion_plan, explanation (all of a model's)
-pages       text, html, drawing; layout is what they share
+pages       text, html, drawing; layout is what they share; charts (images of bars)
 """
 
 from .explanation import Explanation as Explanation

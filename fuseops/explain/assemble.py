@@ -13,10 +13,12 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
 from fuseops.plan.records import KeptWeight, Miss, Operand, SavedTensor, Span
+from fuseops.recipes.gain import Gain
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import runner_of
 from fuseops.run.splice import border
+from fuseops.words import size
 
 from .fusion_plan import FusionPlan
 
@@ -87,7 +89,10 @@ def _of_run(run: Run, plan: RunPlan, temporaries: int) -> _Part:
         operands=plan.operands,
         weights=plan.weights,
         segments=[(s.start + run.offset, s.stop + run.offset) for s in plan.segments],
-        notes=list(_notes_of(plan)),
+        notes=[
+            *_notes_of(plan),
+            *(f"{n}: {o.note}" for n, o in zip(run.names, run.ops, strict=True) if o.note),
+        ],
         temporaries=temporaries,
     )
 
@@ -116,8 +121,22 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         if span.kind in _RUNS and span.note != "alias":
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
+    yield from map(_predicted, plan.gains)
     if plan.operands:
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"
+
+
+def _predicted(gain: Gain) -> str:
+    """What a recipe is predicted to bring, and what becomes of it."""
+    ops, moved = ", ".join(gain.ops), size(gain.nbytes)
+    said = f"a step in FP8 is predicted to be {gain.ratio:.2f} times as fast over {gain.rows} rows"
+    if gain.pays:
+        return f"{ops}: {said}; the passes that quantize move {moved} of it"
+    until = "with no number of rows" if gain.fewest is None else f"from {gain.fewest} rows on"
+    return (
+        f"{ops}: high precision: {said}, since the passes that quantize would move {moved}; it pays {until}. "
+        "fo.recipe(..., strict=True) quantizes all the same"
+    )
 
 
 def _notes_on(call: SequentialCall) -> Iterator[str]:

@@ -7,6 +7,7 @@ in ten years.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -45,6 +46,7 @@ body.fuseops{margin:0;background:var(--back)}
 .fuseops p{margin:0 0 20px;color:var(--soft)}
 .fuseops section{background:var(--paper);border:1px solid var(--line);border-radius:10px;
 padding:18px 20px;margin:0 0 16px}
+.fuseops section>h3:first-child{margin-top:0}
 .fuseops section section{background:none;margin:16px 0 0}
 .fuseops header{display:flex;flex-wrap:wrap;gap:6px 18px;align-items:baseline;
 justify-content:space-between}
@@ -81,13 +83,38 @@ border:0;border-top:1px solid var(--line)}
 .fuseops .rule{white-space:nowrap;font-weight:600}
 .fuseops .rule.lost{color:var(--miss)}
 .fuseops ul{margin:0;padding-left:18px;font-size:13px}
+.fuseops .tiles{display:flex;flex-wrap:wrap;gap:12px;margin:0 0 16px}
+.fuseops .tiles div{flex:1 1 220px;background:var(--paper);border:1px solid var(--line);
+border-radius:10px;padding:12px 16px;color:var(--soft);font-size:13px}
+.fuseops .tiles b{display:block;font-size:22px;line-height:1.3;color:var(--ink);font-weight:600}
+@media(max-width:560px){
+.fuseops main{padding:18px 10px 32px}
+.fuseops section{padding:14px 12px}
+.fuseops td{padding-right:10px}
+.fuseops .mono{overflow-wrap:break-word}
+.fuseops .list tr{display:flex;flex-wrap:wrap;gap:0 10px;padding:5px 0;border-top:1px solid var(--line)}
+.fuseops .list tr:first-child{border-top:0}
+.fuseops .list td{border:0;padding:0}
+.fuseops .bars tr{display:grid;grid-template-columns:1fr auto;padding:5px 0;border-top:1px solid var(--line)}
+.fuseops .bars tr:first-child{border-top:0}
+.fuseops .bars td{border:0;padding:0}
+.fuseops .bars td:first-child,.fuseops .bars .share{grid-column:1/-1;width:auto}
+}
 """
 
 
 def page(plans: Sequence[Planned], title: str = "Fusion plan") -> str:
     """A whole document for the plans of a model; equal ones share a section."""
     sections = "\n".join(_section(group) for group in groups(plans))
-    return document(title, f"<p>{escape(summary(plans))}</p>\n{sections}")
+    every = [plan for top in plans for plan in top.walk()]
+    fused, missed = (sum(len(getattr(p, which)) for p in every) for which in ("fused", "misses"))
+    numbers = tiles(
+        [
+            (f"{fused} fused", f"{missed} not fused, each with its reason below"),
+            (size(sum(plan.saved_bytes for plan in plans)), "saved for the backward"),
+        ]
+    )
+    return document(title, f"<p>{escape(summary(plans))}</p>\n{numbers}{sections}")
 
 
 def document(title: str, body: str, more_style: str = "") -> str:
@@ -99,6 +126,11 @@ def document(title: str, body: str, more_style: str = "") -> str:
         f"<title>{name}</title>\n<style>{STYLE}{more_style}</style>\n</head>\n"
         f'<body class="fuseops">\n<main>\n<h1>{name}</h1>\n{body}\n</main>\n</body>\n</html>\n'
     )
+
+
+def tiles(numbers: Sequence[tuple[str, str]]) -> str:
+    """The numbers that matter, large, with what they are."""
+    return f'<div class="tiles">{"".join(f"<div><b>{escape(n)}</b>{escape(what)}</div>" for n, what in numbers)}</div>'
 
 
 def fragment(plans: Sequence[Planned]) -> str:
@@ -191,6 +223,11 @@ def _saved(rows: Sequence[SavedRow]) -> Iterator[str]:
     yield f"<h3>Saved for the backward</h3>{table}"
 
 
+def breakable(name: str) -> str:
+    """A dotted name, escaped, that may break before a child, not inside one nor before a number."""
+    return re.sub(r"\.(?=[A-Za-z])", ".<wbr>", escape(name))
+
+
 def _saved_row(row: SavedRow, most: int) -> str:
     tensor = row.tensor
     times = f' <span class="quiet">{row.times} times</span>' if row.times > 1 else ""
@@ -201,6 +238,6 @@ def _saved_row(row: SavedRow, most: int) -> str:
         number = f'<span class="quiet">{word}</span>'
         last = f'<span class="quiet mono">{escape(other)}</span>' if row.times == 1 else ""
     return (
-        f'<td class="mono">{escape(row.name)}{times}</td>{_cell(shape_of(tensor), "mono quiet")}'
+        f'<td class="mono">{breakable(row.name)}{times}</td>{_cell(shape_of(tensor), "mono quiet")}'
         f'<td class="number">{number}</td><td class="share">{last}</td>'
     )

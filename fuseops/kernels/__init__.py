@@ -3,8 +3,8 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, bias, casts, cross_entropy, norm, operands, permute, quantize,
-                    rope, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, amax, bias, casts, cross_entropy, norm, operands, peers,
+                    permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -24,6 +24,8 @@ from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
 from .activation import scaled_act_fwd as scaled_act_fwd
 from .add_mm import add_mm as add_mm
+from .amax import quantize_groups as quantize_groups
+from .amax import quantize_matrices as quantize_matrices
 from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
@@ -56,6 +58,12 @@ from .operands import permute_operand as permute_operand
 from .operands import quantize_operand as quantize_operand
 from .operands import quantize_weight as quantize_weight
 from .operands import swiglu_operand as swiglu_operand
+from .peers import add_sums as add_sums
+from .peers import bound_rows as bound_rows
+from .peers import return_sums as return_sums
+from .peers import send_tokens as send_tokens
+from .peers import take_tokens as take_tokens
+from .peers import token_slots as token_slots
 from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
@@ -69,10 +77,7 @@ from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import by_group as by_group
 from .reference import column_offs as column_offs
-from .reference import columns_in_groups as columns_in_groups
 from .reference import dropout_mask as dropout_mask
-from .reference import expert_quantize as expert_quantize
-from .reference import grouped_quantize as grouped_quantize
 from .reference import scaled_mm as scaled_mm
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only

@@ -33,6 +33,7 @@ import torch
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import configs
 from fuseops.kernels.launch import recording
+from fuseops.kernels.peers import PEER_KERNELS, PeerKernel
 from fuseops.kernels.recorder import Launch
 from fuseops.kernels.registry import INTERPRET, KERNEL_OPS, KernelOp
 
@@ -75,13 +76,14 @@ class Row(NamedTuple):
 
 
 def rows(
-    ops: Iterable[KernelOp[Any, Any]] | None = None, archs: Iterable[int] = ARCHS
+    ops: Iterable[KernelOp[Any, Any] | PeerKernel] | None = None, archs: Iterable[int] = ARCHS
 ) -> dict[str, Row]:
     """Every variant that a launcher can choose, by key."""
     if INTERPRET:
         raise FuseOpsError("the ahead-of-time table needs compiled kernels: unset TRITON_INTERPRET")
     found: dict[str, Row] = {}
-    for op in KERNEL_OPS.values() if ops is None else ops:
+    every: list[KernelOp[Any, Any] | PeerKernel] = [*KERNEL_OPS.values(), *PEER_KERNELS]
+    for op in every if ops is None else ops:
         for args in op.cases():
             for arch in archs:
                 for row in _rows_of(op, args, arch):
@@ -89,7 +91,9 @@ def rows(
     return found
 
 
-def _rows_of(op: KernelOp[Any, Any], args: tuple[Any, ...], arch: int) -> Iterator[Row]:
+def _rows_of(
+    op: KernelOp[Any, Any] | PeerKernel, args: tuple[Any, ...], arch: int
+) -> Iterator[Row]:
     if arch < op.min_arch:
         dtypes = ",".join(_TYPES[a.dtype] for a in args if isinstance(a, torch.Tensor))
         scalars = " ".join(_text(a) for a in args if not isinstance(a, torch.Tensor))

@@ -138,7 +138,7 @@ def permute_operand(
     """(rows, their scales, columns, their scales) of rows index[r] of an operand: of all, in order, without one."""
     data = _rows(data, data.dtype)
     tokens, n = data.shape
-    rows = tokens if index is None else len(index)
+    rows = tokens if index is None else index.shape[0]
     require(
         scale.shape == (cdiv(n, BLOCK), tokens),
         f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
@@ -173,7 +173,7 @@ def swiglu_operand(
     h_scale: (ceil(2F/128), R) of an h that is codes, and stands for bfloat16 values.
     """
     h = _rows(h, dtype)
-    rows, n = len(h), h.shape[1] // 2
+    rows, n = h.shape[0], h.shape[1] // 2
     if not h.numel() or not (row or col) or _uneven(n, h) or not _split(h, h_scale):
         return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)

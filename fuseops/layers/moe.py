@@ -45,6 +45,7 @@ class MoE(Sequential):
     bias: of fc1 and fc2 (an expert's output is probability times its biased result).
     shared_experts: how many experts every token goes through, as one dense MLP of shared_experts * ffn hidden units;
         or a module of your own, (T, dim) -> (T, dim). Their output is added.
+    ep: a DeviceMesh of one dimension whose ranks share the experts: `distributed.ExpertParallel` with its defaults.
     capacity_factor, dispatch, collect: see `ops.Dispatch`. The two ops of a dispatcher replace the local one; the
         experts that are built here are then dispatch.num_experts.
     aux: "return" publishes `router_loss` for `moe(x, returns=("router_loss",))`; "inject" gives it the gradient
@@ -66,6 +67,7 @@ class MoE(Sequential):
         bias: bool = False,
         shared_experts: int | nn.Module = 0,
         capacity_factor: float | None = None,
+        ep: Any = None,
         dispatch: Op[Any] | None = None,
         collect: Op[Any] | None = None,
         aux: str = "return",
@@ -86,8 +88,8 @@ class MoE(Sequential):
     ) -> None:
         if aux not in ("return", "inject"):
             raise FuseOpsError(f"MoE: aux is {aux!r}, expected 'return' or 'inject'.")
-        if dispatch is not None and capacity_factor is not None:
-            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor.")
+        if dispatch is not None and (capacity_factor, ep) != (None, None):
+            raise FuseOpsError("MoE: a dispatch op of your own has its own capacity_factor and ep.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         act = scaled(activation)
         shared = _shared(shared_experts, activation, dim, ffn, bias, where)
@@ -115,42 +117,8 @@ class MoE(Sequential):
         }
         super().__init__({name: op for name, op in children.items() if op is not None})
         self.register_load_state_dict_post_hook(_leave_meta)  # type: ignore[no-untyped-call]
-
-    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module. Experts of a dispatcher with a `mesh`, the 1-d DeviceMesh over whose ranks they are spread,
-        are DTensors, shards of all experts: a distributed checkpoint would take those of one rank for all otherwise.
-        """
-        found: dict[str, Any] = super().state_dict(*args, **keywords)
-        mesh = self._spread()
-        if mesh is not None:
-            from torch.distributed.tensor import DTensor, Shard
-
-            prefix = keywords.get("prefix", args[1] if len(args) > 1 else "")
-            for key in self._expert_keys(prefix):
-                if key in found and not torch_private.is_dtensor(type(found[key])):
-                    found[key] = DTensor.from_local(found[key], mesh, [Shard(0)], run_check=False)
-        return found
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
-    ) -> None:
-        if self._spread() is not None:
-            for key in self._expert_keys(prefix):
-                given = state_dict.get(key)
-                if torch_private.is_dtensor(type(given)) and not torch_private.is_dtensor(
-                    type(self.get_parameter(key.removeprefix(prefix)))
-                ):
-                    state_dict[key] = given.to_local()  # type: ignore[union-attr]
-        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
-
-    def _spread(self) -> Any:
-        """The mesh over whose ranks the experts are spread, None where all are here."""
-        mesh = getattr(self._modules.get("dispatch"), "mesh", None)
-        return None if mesh is None or mesh.size() == 1 else mesh
-
-    def _expert_keys(self, prefix: str) -> list[str]:
-        own = ((fc, self._modules.get(fc)) for fc in ("fc1", "fc2"))
-        return [f"{prefix}{fc}.{name}" for fc, op in own if op for name in op._parameters]
+        if ep is not None:
+            _spread(self, ep)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
@@ -215,6 +183,12 @@ class MoE(Sequential):
         children = dict(self.named_children())
         children["router"] = self["router"].replaying()
         return self._like(children.items())
+
+
+def _spread(moe: nn.Module, mesh: Any) -> None:
+    from fuseops.distributed import ExpertParallel  # which imports DTensor, for a second
+
+    ExpertParallel()._apply(moe, mesh)
 
 
 def _leave_meta(moe: nn.Module, keys: Any) -> None:

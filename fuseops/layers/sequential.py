@@ -16,7 +16,7 @@ from fuseops.ops import op as op_module
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of
 from fuseops.ops.structure import Add, Tap
-from fuseops.run import buffers, weight_grads
+from fuseops.run import buffers, compiled, weight_grads
 from fuseops.run.buffers import Buffers
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
@@ -48,8 +48,10 @@ class Sequential(Composed):
         out: Mapping[str, Any] | None = None,
         **side: Any,
     ) -> Any:
-        runner = runner_of(self)
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
+        if torch.compiler.is_compiling():
+            return compiled.forward(self, x, args, returns, out, side)
+        runner = runner_of(self)
         env = side_inputs(self, runner, args, side) if args or side or runner.reads else {}
         if returns:
             check_returns(self, runner, returns)
@@ -69,9 +71,7 @@ class Sequential(Composed):
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
                 else:
-                    # blocks in blocks may be deep
-                    compiling = torch.compiler.is_compiling()
-                    call: Any = piece if compiling else torch_private.direct_call(piece)
+                    call = torch_private.direct_call(piece)  # blocks in blocks may be deep
                     x = call(x, **{keyword: env[name] for keyword, name in runner.takes[at]})
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
@@ -111,8 +111,6 @@ class Sequential(Composed):
 
 def _enter(module: Sequential) -> tuple[str, bool]:
     """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
-    if torch.compiler.is_compiling():
-        return "", False  # the partitioner decides what is saved there: it has no names
     prefix = prefix_of(module)
     if prefix is not None or not naming.thread.observers:
         return prefix or "", False
@@ -149,6 +147,8 @@ def _run_alone(
     **side: Any,
 ) -> Any:
     """One op, called by itself: planned, saved and named exactly as inside a Sequential."""
+    if torch.compiler.is_compiling():
+        return compiled.forward(op, x, args, op.writes, out, side)
     check_input(op, x)
     runner = runner_of(op)
     env = side_inputs(op, runner, args, side)

@@ -1,10 +1,11 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, cross_entropy
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, cross_entropy,
+                  collectives
 tokens, experts   routing, router, permute, inject
-what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), halves (packed ones
-                  as DTensors)
+what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
+                  what an op computes with), halves (of gated MLPs that are sharded)
 weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps)
 """
 
@@ -13,6 +14,9 @@ from .activations import ReLU as ReLU
 from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
 from .activations import SReLU as SReLU
+from .collectives import AllGather as AllGather
+from .collectives import AllReduce as AllReduce
+from .collectives import ReduceScatter as ReduceScatter
 from .cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from .elementwise import ConstantScale as ConstantScale
 from .elementwise import Dropout as Dropout
@@ -47,6 +51,8 @@ __all__ = [
     "GEGLU",
     "GELU",
     "Add",
+    "AllGather",
+    "AllReduce",
     "Bias",
     "ClampedSwiGLU",
     "Combine",
@@ -63,6 +69,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "RoPE",
     "Router",

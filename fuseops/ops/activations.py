@@ -133,7 +133,8 @@ class Approximated:
     @property
     def kind(self) -> str:
         check_approximate(type(self).__name__, self.approximate)
-        return self.kinds[self.approximate == "tanh"]
+        plain, tanh = self.kinds
+        return tanh if self.approximate == "tanh" else plain
 
     @kind.setter
     def kind(self, kind: str) -> None:

@@ -57,7 +57,7 @@ def grouped_linear(
     index: row r of x is its row index[r].
     out: (R, out), where y is written to if no other kernel comes after the product.
     """
-    rows = len(index) if index is not None else rows_of(x)
+    rows = index.shape[0] if index is not None else rows_of(x)
     check_splits(offs, rows, offs.device)
     tiles = tiles_of(call, offs, rows)
     roles, kept = call.precision.roles, x
@@ -117,7 +117,7 @@ def input_gradient(
 ) -> Tensor:
     """-> (R, in), in the caller's buffer where one of its dtype was given. index: of dy."""
     tiles, roles = (
-        tiles_of(call, offs, len(index) if index is not None else rows_of(dy)),
+        tiles_of(call, offs, index.shape[0] if index is not None else rows_of(dy)),
         call.precision.roles,
     )
     if roles is not None:
@@ -154,7 +154,7 @@ def weight_gradient(
         gemm.wgrad_into(buffer, dy, columns, offs, add)  # type: ignore[arg-type]
         return None
     dy, x = high(dy), high(x)
-    tiles = tiles_of(call, offs, len(dy if dy_index is None else dy_index))
+    tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
     if not unrounded or x.dtype is torch.float64:
         return K.grouped_wgrad(dy, x, offs, tiles, dy_index, x_index)
     K.grouped_wgrad_into(buffer, dy, x, offs, tiles, add, dy_index, x_index)  # type: ignore[arg-type]
@@ -164,8 +164,8 @@ def weight_gradient(
 def rows_of(x: Operand) -> int:
     """R."""
     if not isinstance(x, Quantized):
-        return len(x)
-    return len(x.row.data) if x.row is not None else x.col.data.shape[1]  # type: ignore[union-attr]
+        return x.shape[0]
+    return x.row.data.shape[0] if x.row is not None else x.col.data.shape[1]  # type: ignore[union-attr]
 
 
 class GroupedLinear(Op[GroupedLinearSaved]):
@@ -251,8 +251,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             self.register_parameter(key, nn.Parameter(part))
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
+            bound = 1 / math.sqrt(self.weight.shape[-1])  # of all ranks together
             self.weight.uniform_(-bound, bound)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)

@@ -1,5 +1,6 @@
 """Linear: y = x W^T + b.   Shapes: (..., in) -> (..., out), weight (out, in), bias (out,)."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -180,6 +181,16 @@ class Linear(Op[LinearSaved], nn.Linear):
     floats = True
     autocast = True
     multiplies = True
+
+    def reset_parameters(self) -> None:
+        """As `torch.nn.Linear` draws them; of a part or of two halves by the inputs of all ranks together."""
+        if not self._local:
+            super().reset_parameters()
+            return
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def out_shape(self, shape: Shape) -> Shape:
         check_width(self, shape, self.in_features)

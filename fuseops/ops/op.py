@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
-from fuseops.ops.halves import for_checkpoint
+from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
 from fuseops.recipes.store import WeightStore
@@ -152,6 +152,8 @@ class Op(nn.Module, Generic[S]):
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
+    apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
+    note         what `explain()` says of it
     """
 
     reads: tuple[str, ...] = ()
@@ -164,11 +166,18 @@ class Op(nn.Module, Generic[S]):
     multiplies: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
+    apart_when_compiled: ClassVar[bool] = False
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
+    note: str = ""
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op
+    # what a style of parallelism says of it: tensors that it computes with in the place of others, by name; ops that
+    # run before it and after it wherever it runs; and DTensor's placement of its input
+    _local: Mapping[str, Local] = {}
+    _around: tuple[tuple["Op[Any]", ...], tuple["Op[Any]", ...]] = ((), ())
+    _layout: Any = None
 
     Saved: ClassVar[type[Any]]
     signature: ClassVar[Signature]
@@ -289,13 +298,11 @@ class Op(nn.Module, Generic[S]):
     def _planned_modules(self) -> tuple[nn.Module, ...]:
         return (self,)
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._parameters:
-            if prefix + name in destination:
-                for_checkpoint(destination[prefix + name])
+        fit_all(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)

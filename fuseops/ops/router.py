@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_experts, check_rows, check_width
@@ -62,6 +63,9 @@ class RouterSaved(NamedTuple):
     logits: Tensor | None  # (T, E) float32, or (T, K) of the chosen experts where those are enough
     experts: Tensor | None  # (T, K) int32
     load: Tensor | None  # (E,) int32: the copies of each expert, where there is a balance loss
+    share: (
+        Tensor | None
+    )  # (): where the loss is over many ranks, what this one's part of the mean is multiplied by
     form: (
         Form | None
     )  # that of the forward: attributes may have changed by the time of the backward
@@ -91,11 +95,12 @@ class Router(Op[RouterSaved]):
     integers = frozenset({"experts"})
     floats = True
     saves_for = {
-        "x": ("weight", "logits", "experts", "load", "form"),
-        "weight": ("x", "logits", "experts", "load", "form"),
-        "bias": ("logits", "experts", "load", "form"),
+        "x": ("weight", "logits", "experts", "load", "share", "form"),
+        "weight": ("x", "logits", "experts", "load", "share", "form"),
+        "bias": ("logits", "experts", "load", "share", "form"),
     }
 
+    over: Any = None  # a DeviceMesh of one dimension: losses and expert_bias are over the tokens of all its ranks
     expert_bias: Tensor | None
     tokens_per_expert: Tensor | None  # counted since the last update
 
@@ -222,13 +227,16 @@ class Router(Op[RouterSaved]):
     def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
         """Raise the bias of experts that got less than the mean by `rate`, and lower that of the others: once a step.
 
-        Of the copies that were counted since the last update. group: a process group over which they are summed.
+        Of the copies that were counted since the last update. group: a process group over which they are summed, those
+        of `over` by default.
         Raises FuseOpsError where there is no expert_bias.  Waits for nothing but that sum.
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise FuseOpsError(
                 "Router has no expert_bias to update: Router(..., expert_bias=True)."
             )
+        if group is None and self.over is not None:
+            group = self.over.get_group()
         if group is not None:
             torch.distributed.all_reduce(self.tokens_per_expert, group=group)
         load = self.tokens_per_expert.to(self.expert_bias)
@@ -259,13 +267,18 @@ class Router(Op[RouterSaved]):
             experts = self._given(x, chosen)
             weights = self._weights(logits, experts)
             picked = logits.gather(-1, experts.long())
-        load = K.expert_counts(experts, self.num_experts) if self.balance_loss is not None else None
+        load = share = None
+        if self.balance_loss is not None or (loses and self.over is not None):
+            load = K.expert_counts(experts, self.num_experts)
+        if load is not None and self.over is not None:
+            load, share = over_ranks(load, experts, self.over, logits.dtype)
         side = {"experts": experts, "weights": weights}
         if loses:
-            side["router_loss"] = K.router_loss(logits, load, *form.losses)
+            loss = K.router_loss(logits, load, *form.losses)
+            side["router_loss"] = loss if share is None else loss * share.to(loss.dtype)
         if form.chosen_suffice:
             logits = picked
-        return Out(x, RouterSaved(x, weight, logits, experts, load, form), side)
+        return Out(x, RouterSaved(x, weight, logits, experts, load, share, form), side)
 
     def _form(self) -> Form:
         # a normalised softmax is the softmax over the chosen logits
@@ -297,7 +310,7 @@ class Router(Op[RouterSaved]):
     def bwd(
         self, saved: RouterSaved, dy: Tensor | None, *, dside: dict[str, Tensor | None], call: Call
     ) -> Grads:
-        x, weight, logits, experts, load, known = saved
+        x, weight, logits, experts, load, share, known = saved
         if dside["weights"] is None and dside.get("router_loss") is None:
             return Grads(dy, {"weight": None, "bias": None})
         form: Form = known  # type: ignore[assignment]
@@ -306,6 +319,7 @@ class Router(Op[RouterSaved]):
         dtype = None if exact else _common_dtype(x, weight)
         dlogits = _dlogits(dside["weights"], logits, experts, form, dtype)  # type: ignore[arg-type]
         if dloss is not None:
+            dloss = dloss if share is None else dloss * share.to(dloss.dtype)
             dlogits = K.router_loss_bwd(dlogits, logits, load, dloss, *form.losses)  # type: ignore[arg-type]
         params: dict[str, Tensor | None] = {}
         if "bias" in call.needs:
@@ -314,6 +328,19 @@ class Router(Op[RouterSaved]):
         if "weight" in call.needs:
             params["weight"] = K.wide_mm(dlogits.to(x.dtype).t(), x.t())  # type: ignore[union-attr]
         return Grads(_dx(dlogits, weight, dy) if "x" in call.needs else None, params)  # type: ignore[arg-type]
+
+
+def over_ranks(
+    load: Tensor, experts: Tensor, mesh: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """For the loss over the tokens of all W ranks, T of N of them here: the copies of each expert among all (E,), times
+    T / N, as the formula divides by T; and W T / N (), so that the mean of what ranks publish is the loss of all.
+    """
+    total = load.clone()
+    if not (total.is_meta or torch_private.is_fake(total)):
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+    share = experts.numel() / total.sum().clamp(min=1).double()
+    return (total * share).to(dtype), share * mesh.size()
 
 
 def _dlogits(

@@ -9,6 +9,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.ops.weights import store_of
 from fuseops.recipes import Roles
+from fuseops.recipes.gain import Gain
 from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
@@ -27,6 +28,7 @@ class RunPlan(NamedTuple):
     misses: tuple[Miss, ...]
     operands: tuple[Operand, ...]
     weights: tuple[KeptWeight, ...]
+    gains: tuple[Gain, ...] = ()  # of the call that a watcher sees
 
 
 class _Unit(NamedTuple):
@@ -39,14 +41,14 @@ class _Unit(NamedTuple):
     rule: str | None
 
 
-def build(chain: Chain, cover: Cover, facts: Facts) -> RunPlan:
-    """Plan the run."""
+def build(chain: Chain, cover: Cover, facts: Facts, high: frozenset[int] = frozenset()) -> RunPlan:
+    """Plan the run.   high: ops that a recipe leaves in high precision"""
     ops, names, needs = chain.ops, chain.names, needs_of(chain, facts)
     joint = [_unit(c, ops) for c in cover.joint]
     forward = _units(ops, joint, [_unit(c, ops) for c in cover.forward])
     backward = _units(ops, joint, [_unit(c, ops) for c in cover.backward])
     bounds = _cuts(chain, forward, backward, facts)
-    builder = _Builder(chain, needs, facts, forward, backward)
+    builder = _Builder(chain, needs, facts, forward, backward, high)
     segments = tuple(builder.segment(*ends) for ends in itertools.pairwise(bounds))
     plan = RunPlan(
         segments,
@@ -125,7 +127,8 @@ def _cuts(chain: Chain, forward: list[_Unit], backward: list[_Unit], facts: Fact
             cuts |= {i, i + 1}
         elif op.cut_before:
             cuts.add(i)
-        if i and chain.scopes[i] != chain.scopes[i - 1]:
+        outside = any(keyword in op._local for keyword, _ in chain.reads[i])  # of the node
+        if outside or (i and chain.scopes[i] != chain.scopes[i - 1]):
             while i in begins:
                 i = begins[i]
             cuts.add(i)
@@ -145,8 +148,9 @@ class _Builder:
         facts: Facts,
         forward: Sequence[_Unit],
         backward: Sequence[_Unit],
+        high: frozenset[int],
     ) -> None:
-        self.chain, self.needs, self.facts = chain, needs, facts
+        self.chain, self.needs, self.facts, self.high = chain, needs, facts, high
         self.ops, self.names = chain.ops, chain.names
         # by the position of the first op; no unit goes over the end of a segment
         self.forward = {u.start: u for u in forward}
@@ -218,6 +222,7 @@ class _Builder:
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
         )
 
@@ -237,13 +242,15 @@ class _Builder:
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
-                op.Saved._make([None] * len(op.Saved._fields)) for op in self.ops[u.start : u.stop]
+                saver.Saved._make([None] * len(saver.Saved._fields))
+                for saver in ([u.target] if u.kind == "joint" else self.ops[u.start : u.stop])
             ),
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
+            rule=u.rule or "",
             writes=self._writes(u, position),
             params=tuple(
                 (k, name, position[("param", i - base, name)])
@@ -314,7 +321,7 @@ class _Builder:
 
     def _roles(self, i: int) -> Roles | None:
         recipe = self.facts.settings.recipe
-        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i]:
+        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i] or i in self.high:
             return None
         roles: Roles = recipe.roles()
         return None if roles.high else roles

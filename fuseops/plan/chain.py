@@ -40,6 +40,16 @@ class Chain(NamedTuple):
         str, ...
     ]  # side tensors that are read and not written before, by their names in the plan
 
+    @property
+    def local(self) -> bool:
+        """Whether a style of parallelism laid out some of the ops, so that they take local tensors."""
+        return any(op._local or op._layout is not None for op in self.ops)
+
+    @property
+    def layout(self) -> Any:
+        """DTensor's placement of what goes into the first of them, None where none says."""
+        return next((op._layout for op in self.ops if op._layout is not None), None)
+
     @classmethod
     def of(cls, children: Sequence[Child]) -> Chain:
         """The chain of children that are ops."""

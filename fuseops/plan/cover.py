@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
 
 from .chain import Chain, Sides
@@ -80,11 +81,18 @@ def _nearest(matches: Sequence[Match]) -> list[int]:
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
-    """Leftmost first, all rules tried in order at each position; joint first, then forward and backward in the gaps."""
+    """Rules of the user first, then the built-in ones in the gaps: of each the joint ones, then forward and backward
+    ones where those left room. Leftmost first, all rules tried in order at each position.
+    """
     able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
-    joint = _leftmost(able, "joint", size, ())
-    forward = _leftmost(able, "forward", size, joint)
-    backward = _leftmost(able, "backward", size, joint)
+    joint: tuple[Site, ...] = ()
+    forward: tuple[Site, ...] = ()
+    backward: tuple[Site, ...] = ()
+    for built_in in (False, True):
+        mine = [c for c in able if (c.rule in BUILTIN_RULES) is built_in]
+        joint += _leftmost(mine, "joint", size, joint + forward + backward)
+        forward += _leftmost(mine, "forward", size, joint + forward)
+        backward += _leftmost(mine, "backward", size, joint + backward)
     misses = [
         c.miss(reason, scanned.offset)
         for c, reason in zip(scanned.candidates, reasons, strict=True)
@@ -117,20 +125,29 @@ def _overlaps(
     backward: tuple[Site, ...],
     offset: int,
 ) -> list[Miss]:
-    kinds = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    every = joint + forward + backward
+    kinds = {"joint": every, "forward": joint + forward, "backward": joint + backward}
     winners = {
         kind: {i: r for r in rs for i in range(r.start, r.stop)} for kind, rs in kinds.items()
     }
-    chosen = {id(c) for c in joint + forward + backward}
+    chosen = {id(c) for c in every}
     misses = []
     for c in able:
         if id(c) in chosen:
             continue
+        if any(_within(c, longer) for longer in able):
+            continue  # said of the longer one, or it fired
         over = winners[c.rule.kind]
         winner = next(over[i] for i in range(c.start, c.stop) if i in over)
         span = f"{winner.start + offset}:{winner.stop + offset}"
         misses.append(c.miss(f"overlaps {span} of {winner.rule.name}", offset))
     return misses
+
+
+def _within(c: Site, other: Site) -> bool:
+    """Whether another site of the same rule has all its ops, and more."""
+    inside = other.start <= c.start and c.stop <= other.stop
+    return inside and other.rule is c.rule and other is not c
 
 
 def reasons_against(
@@ -166,16 +183,24 @@ def _clash(writes: Sequence[Sides]) -> Reason:
 
 
 def in_precision(
-    scanned: Scan, ops: Sequence[Op[Any]], reasons: Sequence[Reason], settings: Settings
+    scanned: Scan,
+    ops: Sequence[Op[Any]],
+    reasons: Sequence[Reason],
+    settings: Settings,
+    high: frozenset[int] = frozenset(),
 ) -> tuple[Reason, ...]:
-    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one."""
+    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one.
+
+    high: ops that it leaves in high precision.
+    """
     recipe = settings.recipe
     if recipe is None:
         return tuple(reasons)
     answers = []
     for c, reason in zip(scanned.candidates, reasons, strict=True):
         members = ops[c.start : c.stop]
-        if reason is None and any(op.multiplies for op in members):
+        quantized = (ops[i].multiplies and i not in high for i in range(c.start, c.stop))
+        if reason is None and any(quantized):
             takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"

@@ -41,19 +41,26 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
     kind: type = op.__class__
     if "parametrizations" in own["_modules"]:
         kind = kind.__bases__[0]  # torch makes a class anew for every registration
-    # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
-    facts = [kind, own["training"], True if op.alias else False]  # noqa: SIM210
+    facts = [kind, own["training"], bool(op.alias)]
     if has_hooks(own):
         facts.append("hooks")
-    if "forward" in own or "fwd" in own or "bwd" in own:
+    if has_methods(own):
         facts.append("a method of its own")
     for name in parameters:
-        p = registered[name] if name in registered else op.sample(name)
-        known = None
-        if p is not None:
-            known = grad and p.requires_grad, p.dtype, p.is_meta, p.__class__
-        facts.append(known)
+        facts.append(
+            parameter_facts(registered[name] if name in registered else op.sample(name), grad)
+        )
     return tuple(facts)
+
+
+def parameter_facts(p: Tensor | None, grad: bool) -> Any:
+    """What a plan depends on, of a parameter: need, dtype, on meta, class."""
+    return None if p is None else (grad and p.requires_grad, p.dtype, p.is_meta, p.__class__)
+
+
+def has_methods(own: Mapping[str, Any]) -> bool:
+    """Whether an op, given as its `__dict__`, has methods that its class does not."""
+    return "forward" in own or "fwd" in own or "bwd" in own
 
 
 def has_hooks(own: Mapping[str, Any]) -> bool:
@@ -75,35 +82,28 @@ def hooked() -> bool:
 
 
 def key_of(
-    chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    facts: tuple[Any, ...],
+    outside: Iterable[str],
+    x: Tensor,
+    side: Mapping[str, Any],
+    tokens: Tokens,
+    live: tuple[str, ...],
 ) -> PlanKey:
-    """The key of a call."""
-    grad, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
-    if compiling:  # dynamo guards on attributes that it reads, not on what is in a `__dict__`
-        for op in chain.ops:
-            _ = op.forward, op.fwd, op.bwd
+    """The key of a call.  facts: `op_facts` of its ops; outside: as of their `Chain`"""
+    grad = torch.is_grad_enabled()
+    sides = [(name, side[name]) for name in outside]
     return PlanKey(
-        tuple(
-            [
-                op_facts(op, names, grad)
-                for op, names in zip(chain.ops, chain.parameters, strict=True)
-            ]
-        ),
-        tuple(
-            [
-                (n, t.dtype, t.is_meta, grad and t.requires_grad)
-                for n, t in [(n, side[n]) for n in chain.outside]
-            ]
-        ),
+        facts,
+        tuple([(n, t.dtype, t.is_meta, grad and t.requires_grad) for n, t in sides]),
         tokens,
         live,
         x.dtype,
         x.device,
         grad and x.requires_grad,
-        x.__class__,
+        type(x),
         _autocast(x),
         hooked(),
-        compiling,
+        torch.compiler.is_compiling(),
     )
 
 

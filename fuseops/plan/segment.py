@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
 
@@ -36,7 +37,8 @@ class Step:
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
-    empty: tuple[Any, ...] = ()  # backward: the Saved of each member with every field None
+    # backward: the Saved of each member, or that of a joint target, with every field None
+    empty: tuple[Any, ...] = ()
     takes_call: bool = False
     takes_dside: bool = False
     # what the fwd or bwd of a single op takes by keyword, besides tensors
@@ -50,6 +52,7 @@ class Step:
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
     dx: bool = False  # backward: somebody needs the gradient of x
     later: Step | None = None  # the part that waits for backward_dw
+    rule: str = ""  # that made the target, if one did
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
 
     def __post_init__(self) -> None:
@@ -115,7 +118,10 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[int | None, ...], Rows] = field(default_factory=dict)
+    ranged: dict[str, Segment] = field(default_factory=dict)  # by path, as it runs in a profile
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
+    # of `reads`, by position: those that an op computes with another tensor in the place of
+    local_reads: tuple[tuple[int, Local], ...] = field(init=False)
     tap: str | None = field(
         init=False
     )  # the name under which a Tap, which stands alone, publishes x
@@ -123,9 +129,22 @@ class Segment:
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
+        self.local_reads = self._local_reads()
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
+
+    def _local_reads(self) -> tuple[tuple[int, Local], ...]:
+        found: dict[int, Local] = {}
+        for step in self.forward:
+            for i, args in zip(step.members, step.args, strict=True):
+                local = self.ops[i]._local
+                found |= {
+                    at: local[keyword]
+                    for keyword, at in args
+                    if keyword in local and at < len(self.reads)
+                }
+        return tuple(found.items())
 
     def rows(self, numbers: tuple[int | None, ...]) -> Rows:
         """The rows of a call whose kept fields are the saved tensors of these numbers, or None."""

@@ -76,7 +76,7 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = Non
     left, right = values(dy, "col"), values(x, "col")
     if offs is None:
         return K.wide_mm(left, right.to(left.dtype)).to(dtype)
-    dw = left.new_empty(len(offs), len(left), len(right), dtype=torch.float32)
+    dw = left.new_empty(len(offs), left.shape[0], right.shape[0], dtype=torch.float32)
     wgrad_into(dw, dy, x, offs, accumulate=False)
     return dw.to(dtype)
 

@@ -76,19 +76,15 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     if col:  # from high precision, never from rows
         ends = offs
         if ends is None:
-            ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+            ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
         columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data, True))
     return rows, columns
 
 
 def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
     """One scale of the tensor's own, or one a group, for both layouts."""
-    if offs is None:
-        data, _, scale, _ = K.quantize_tensor(x, scaling.data)
-    else:
-        data, scale = K.grouped_quantize(x, offs, scaling.data)
-    columns = Layout(K.columns_in_groups(data, offs), scale) if col else None
-    return Layout(data, scale) if row else None, columns
+    data, columns, scale = K.quantize_groups(x, offs, scaling.data, row, col)
+    return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
 def _from_codes(
@@ -122,19 +118,13 @@ def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -
     """A weight (N, K) or (E, N, K) as `row`, which the forward reads, and its transpose as `col`, for dx."""
     if isinstance(weight, Quantized):
         return weight
+    matrices = weight.reshape(-1, *weight.shape[-2:])
     if scaling.block is None:
-        data, scale = _weight_by_tensor(weight, scaling)
-        parts = data, scale, data.mT.contiguous() if col else data, scale
+        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
+        parts = data, scale, turned, scale
     else:
-        parts = K.quantize_weight(weight.reshape(-1, *weight.shape[-2:]), scaling.data, row, col)
-        if weight.dim() == 2:
-            parts = tuple([part[0] if part.numel() else part for part in parts])  # type: ignore[assignment]
+        parts = K.quantize_weight(matrices, scaling.data, row, col)
+    if weight.dim() == 2:
+        parts = tuple([part[0] if part.numel() else part for part in parts])  # type: ignore[assignment]
     rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
     return Quantized(rows if row else None, columns if col else None, scaling, None, weight.dtype)
-
-
-def _weight_by_tensor(weight: Tensor, scaling: Scaling) -> Layout:
-    if weight.dim() == 3:
-        return Layout(*K.expert_quantize(weight, scaling.data))
-    data, _, scale, _ = K.quantize_tensor(weight, scaling.data)
-    return Layout(data, scale)

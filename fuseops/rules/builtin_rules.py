@@ -22,6 +22,8 @@ from fuseops.rules.fused.add_rmsnorm import AddRMSNorm, RMSNormAdd
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.fused.mlp import DenseMLP
+from fuseops.rules.fused.rmsnorm_linear import RMSNormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
 from .conditions import act_widths, one_axis, one_bias, same_groups, same_top_k, two_axes
@@ -32,11 +34,16 @@ PLAIN = SwiGLU | ClampedSwiGLU | GEGLU | ReGLU | SReGLU | SReLU | ReLU | SiLU | 
 ACTS = SiLU | GELU | ReLU | SReLU  # of one kernel that also sums dbias
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
 FIT = (same_groups, act_widths)
+DENSE = (Linear, maybe(Bias), PLAIN, Linear)
+NORMED = (maybe(Add), maybe(Tap), RMSNorm)
 
 # fmt: off
 JOINT = (
     Rule("routed_mlp",  (Permute, *EXPERTS, maybe(Combine)),          RoutedMLP,  "joint", (same_top_k, *FIT)),
     Rule("grouped_mlp", EXPERTS,                                      GroupedMLP, "joint", (*FIT, two_axes)),
+    Rule("rmsnorm_mlp", (*NORMED, *DENSE),                            DenseMLP,   "joint", (one_axis, one_bias, act_widths)),
+    Rule("mlp",         DENSE,                                        DenseMLP,   "joint", (one_bias, act_widths)),
+    Rule("rmsnorm_linear", (*NORMED, Linear),                         RMSNormLinear, "joint", (one_axis,)),
 )
 FORWARD = (
     Rule("add_rmsnorm", (Add, Tap, RMSNorm),                          AddRMSNorm, "forward", (one_axis,)),

@@ -3,6 +3,9 @@
 from typing import Any
 
 from fuseops.kernels import GATES
+from fuseops.ops.grouped_linear import GroupedLinear
+from fuseops.ops.linear import Bias, Linear
+from fuseops.ops.norms import RMSNorm
 from fuseops.ops.permute import Combine, Permute
 
 from .rule import Conditions, require
@@ -11,7 +14,7 @@ Ops = tuple[Any, ...]
 
 
 def same_groups(ops: Ops, c: Conditions) -> str | None:
-    fc1, _, fc2 = expert_ops(ops)
+    fc1, fc2 = (op for op in ops if isinstance(op, GroupedLinear))
     return require(
         fc1.num_groups == fc2.num_groups,
         f"fc1 has {fc1.num_groups} groups, fc2 has {fc2.num_groups}",
@@ -19,7 +22,8 @@ def same_groups(ops: Ops, c: Conditions) -> str | None:
 
 
 def act_widths(ops: Ops, c: Conditions) -> str | None:
-    fc1, act, fc2 = expert_ops(ops)
+    first, last = (i for i, op in enumerate(ops) if isinstance(op, Linear | GroupedLinear))
+    fc1, act, fc2 = ops[first], ops[last - 1], ops[last]
     halves = 1 + (act.kind in GATES)
     return require(
         fc1.out_features == halves * fc2.in_features,
@@ -32,11 +36,6 @@ def same_top_k(ops: Ops, c: Conditions) -> str | None:
     return require(len(set(ks)) == 1, f"Permute has top_k {ks[0]}, Combine has {ks[-1]}")
 
 
-def expert_ops(ops: Ops) -> Ops:
-    """fc1, the activation and fc2 among the ops of a span."""
-    return tuple(op for op in ops if not isinstance(op, Permute | Combine))
-
-
 def two_axes(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(c.shape) == 2, f"x has {len(c.shape)} axes, the fused op takes (rows, width)"
@@ -44,11 +43,11 @@ def two_axes(ops: Ops, c: Conditions) -> str | None:
 
 
 def one_bias(ops: Ops, c: Conditions) -> str | None:
-    return require(
-        len(ops) == 2 or ops[0].bias is None, "the Linear has a bias of its own, and a Bias follows"
-    )
+    linear = next(op for op in ops if isinstance(op, Linear))
+    twice = linear.bias is not None and any(isinstance(op, Bias) for op in ops)
+    return require(not twice, "the Linear has a bias of its own, and a Bias follows")
 
 
 def one_axis(ops: Ops, c: Conditions) -> str | None:
-    axes = len(ops[-1].normalized_shape)
+    axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")

@@ -258,9 +258,9 @@ def _fused_bwd(
     calls = _calls(step, once, out) if step.live else step.calls
     bwd: Callable[..., Sequence[Grads]] = step.target.bwd
     if step.kind == "joint" and step.target.takes_saved:
-        return bwd([_taken(saved, step.members[0])], dy, calls, dside)
+        return bwd([_taken(saved, step.members[0]) or step.empty[0]], dy, calls, dside)
     if step.kind == "joint":
-        return bwd(_taken(saved, step.members[0]), dy, calls, dside)
+        return bwd(_taken(saved, step.members[0]) or step.empty[0], dy, calls, dside)
     mine = [_taken(saved, i) or none for i, none in zip(step.members, step.empty, strict=True)]
     return bwd(tuple(mine), dy, calls, dside)
 
@@ -329,7 +329,8 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
-        return run_backward(seg, saved, dy, dsides, entered, Once())
+        with torch_private.compiling():
+            return run_backward(seg, saved, dy, dsides, entered, Once())
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):

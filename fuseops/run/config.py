@@ -167,7 +167,9 @@ def rules(*extra: Rule) -> AbstractContextManager[None]:
 def recipe(value: Recipe | None, *, strict: bool = False) -> AbstractContextManager[None]:
     """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
 
-    strict: an op that would ignore it (it works on DTensors, or under `fo.reference()`) raises FusionMissError.
+    On Hopper, layers that FP8 is predicted not to make faster stay as they are; `explain()` says which, and why.
+    strict: they are quantized too, and an op that would ignore the recipe (it works on DTensors, or under
+    `fo.reference()`) raises FusionMissError.
     """
     return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
 

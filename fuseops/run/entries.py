@@ -13,6 +13,8 @@ from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
 from fuseops.plan.key import Attributes, Glance, PlanKey
 
+from .gate import GatedRun
+
 MOST = 64  # keys
 MOST_SHAPES = 64  # of x, whose plans a run knows without asking conditions
 log = logging.getLogger("fuseops.fusion")
@@ -27,6 +29,7 @@ class KnownPlans(NamedTuple):
     facts: Facts
     needs: tuple[frozenset[str], ...]  # of every op
     plans: dict[tuple[bool, ...], RunPlan]
+    layers: tuple[GatedRun, ...] = ()  # where a recipe has to pay
 
 
 class Last(NamedTuple):

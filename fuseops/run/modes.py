@@ -35,7 +35,8 @@ def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[s
         why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
     if why is not None:
         return "call", why
-    if is_dtensor(key.x_class) or any(is_dtensor(type(p)) for p in op._parameters.values()):
+    sharded = [name for name, p in op._parameters.items() if is_dtensor(type(p))]
+    if is_dtensor(key.x_class) or any(name not in op._local for name in sharded):
         return "plain", "works on DTensors"
     if settings.reference:
         return "plain", "reference"
@@ -46,4 +47,6 @@ def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[s
         )
     if op.pure and key.compiling:
         return "plain", "level-1 op under torch.compile"
+    if op.apart_when_compiled and key.compiling:
+        return "plain", "ops of its own under torch.compile"
     return ("plain", "alias") if op.alias else ("", "")

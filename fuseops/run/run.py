@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn.utils import parametrize
 
 from fuseops import kernels
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
-from fuseops.ops.halves import check_halves, in_rank_order
+from fuseops.ops.halves import check_halves
+from fuseops.ops.local import unwrapped
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
 from fuseops.plan.build import RunPlan, build
@@ -32,18 +34,19 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of
-from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of
+from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
-from . import bridge, buffers, checks, traced
+from . import bridge, buffers, checks, ranges
 from .bridge import Live, Once
 from .buffers import Buffers
 from .checks import check_dtype, check_meta, describe, dtype_mismatch
 from .entries import MOST_SHAPES, Entries, KnownPlans, Last
 from .first import FirstCall
+from .gate import gains, layers_of
 from .modes import mode_of
 from .traced import TABLE
 
@@ -95,16 +98,33 @@ class Run:
 
     def _plan_in(self, entry: KnownPlans, x: Tensor) -> RunPlan:
         self._check_shape(x)
-        reasons = self.reasons(entry, x) if entry.scan.candidates else ()
+        reasons = self.reasons(entry, x) if entry.scan.candidates or entry.layers else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             plan = self.plan_of(entry, reasons)
         if reasons and scopes.current().watchers:
             # who reads the misses gets the reasons of this call
-            reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-            misses = choose(entry.scan, reasons, len(self.ops)).misses
+            against, _ = self._in_precision(entry, reasons)
+            misses = choose(entry.scan, against, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
+        if entry.layers and scopes.current().watchers:
+            shape = tuple(x.shape)
+            plan = plan._replace(
+                gains=gains(
+                    entry.layers, self.names, lambda i: numel(self._through(0, i, shape, x)[:-1])
+                )
+            )
         return plan
+
+    def _in_precision(
+        self, entry: KnownPlans, reasons: Sequence[str | None]
+    ) -> tuple[tuple[str | None, ...], frozenset[int]]:
+        """The reasons of candidates under the recipe, and which ops it leaves in high precision."""
+        count = len(entry.scan.candidates)
+        judged = zip(entry.layers, reasons[count:], strict=True)
+        high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
+        settings = entry.facts.settings
+        return in_precision(entry.scan, self.ops, reasons[:count], settings, high), high
 
     def _check_shape(self, x: Tensor) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
@@ -123,14 +143,16 @@ class Run:
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        last = self.last  # once: another thread may put its own there
+        chain, last = self.chain, self.last  # once: another thread may put its own there
         if (
             last is not None
             and last.glance.fits(x, side, tokens, live)
             and (last.attributes is None or last.attributes.unchanged())
         ):
             return last.entry
-        key = key_of(self.chain, x, side, tokens, live)
+        grad, pairs = torch.is_grad_enabled(), zip(chain.ops, chain.parameters, strict=True)
+        facts = tuple([op_facts(op, names, grad) for op, names in pairs])
+        key = key_of(facts, chain.outside, x, side, tokens, live)
         entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
@@ -150,16 +172,25 @@ class Run:
         return self.numbers[-1]
 
     def reasons(self, entry: KnownPlans, x: Tensor) -> tuple[str | None, ...]:
-        """Why each candidate of an entry may not fire in this call, None where it may."""
+        """Why each candidate of an entry may not fire in this call, None where it may; then, why each layer stays in
+        high precision.
+        """
         shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
 
-        def conditions(start: int, stop: int) -> Conditions:
+        def before(stop: int) -> Shape:
             while len(shapes) <= stop:
                 at = len(shapes)
                 shapes.append(self._through(at - 1, at, shapes[-1], x))
+            return shapes[stop]
+
+        def conditions(start: int, stop: int) -> Conditions:
+            before(stop)
             return self._conditions(entry, x, start, stop, shapes)
 
-        return reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+        against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
+        if not entry.layers:
+            return against
+        return (*against, *[j.reason(numel(before(j.ops[0])[:-1])) for j in entry.layers])
 
     def _conditions(
         self, entry: KnownPlans, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
@@ -211,8 +242,9 @@ class Run:
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
         held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
+        layers = layers_of(self.chain, scanned, facts, key.dtype)
         return self.entries.put(
-            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {})
+            key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {}, layers)
         )
 
     def _wanted(self, key: PlanKey) -> Iterator[tuple[int, str]]:
@@ -227,9 +259,9 @@ class Run:
         answers = tuple(reason is None for reason in reasons)
         if answers in entry.plans:
             return entry.plans[answers]
-        reasons = in_precision(entry.scan, self.ops, reasons, entry.facts.settings)
-        plan = build(self.chain, choose(entry.scan, reasons, len(self.ops)), entry.facts)
-        check_strict(plan.misses, entry.scan, reasons, entry.facts.settings)
+        against, high = self._in_precision(entry, reasons)
+        plan = build(self.chain, choose(entry.scan, against, len(self.ops)), entry.facts, high)
+        check_strict(plan.misses, entry.scan, against, entry.facts.settings)
         entry.plans[answers] = plan
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
@@ -265,12 +297,8 @@ class Run:
 
         out: the caller's buffers for "y" and "dx" of an op that is by itself.
         """
-        if torch.compiler.is_compiling():
-            if out is not None:
-                raise FuseOpsError(
-                    "out= is eager only: compile around the ops that write to buffers."
-                )
-            return self._traced(x, env, tokens, live)
+        if is_dtensor(type(x)) and self.chain.local:
+            x = unwrapped(x, self.chain.layout)
         watchers = scopes.current().watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live)
@@ -304,32 +332,24 @@ class Run:
         shape = self._through(0, len(self.ops), tuple(x.shape), x)
         buffers.check(op, out, x, shape, _inputs(seg, env))
 
-    def _traced(self, x: Any, env: dict[str, Any], tokens: Tokens, live: tuple[str, ...]) -> Any:
-        """A call as dynamo traces it."""
-        # guards on widths, as every op checks its own
-        self._through(0, len(self.ops), tuple(x.shape), x)
-        key = tuple(key_of(self.chain, x, env, tokens, live))
-        plan = traced.plan(self, key, lambda entry: self.reasons(entry, x))
-        for seg in plan.segments:
-            x = _call(seg, x, env) if seg.kind == "call" else _run(seg, x, env, None)
-        return x
-
 
 def run_segments(
     segments: Sequence[Segment], x: Any, env: dict[str, Any], path: str, once: Once
 ) -> Any:
     """Run segments with autocast off where the plan reads it, and say where an error happened."""
+    if profiler._is_profiler_enabled or ranges.NVTX:
+        segments = ranges.in_ranges(segments, path)
     try:
         for seg in segments:  # the except reads it
             if seg.kind == "call":
-                x = _call(seg, x, env)
+                x = call_op(seg, x, env)
             elif seg.tap is not None and seg.checked_forward:
                 env[seg.tap] = x
             elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
                 with torch.autocast(seg.device, enabled=False):
-                    x = _run(seg, x, env, Live(path, once))
+                    x = run_segment(seg, x, env, Live(path, once))
             else:
-                x = _run(seg, x, env, Live(path, once))
+                x = run_segment(seg, x, env, Live(path, once))
             for name in seg.ends:
                 del env[name]
         return x
@@ -351,7 +371,7 @@ def _others(seg: Segment, env: Mapping[str, Any]) -> str:
     return "".join(f", {name} {describe(t)}" for name, t in tensors if isinstance(t, Tensor))
 
 
-def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
+def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     """An op through its own `__call__`, which returns what it publishes after y."""
     (op,), (step,) = seg.ops, seg.forward
     reads = [(keyword, at) for keyword, at in step.args[0] if at < len(seg.reads)]
@@ -364,7 +384,7 @@ def _call(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
     return y
 
 
-def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
+def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     inputs = _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
@@ -384,8 +404,6 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
     else:
         with kernels.reference_only():
             y, _, _ = bridge.run_forward(seg, x, inputs, once)
-        if is_dtensor(type(y)):
-            y = in_rank_order(y, seg.ops[-1])
     for name, place in zip(seg.exports, seg.export_positions, strict=True):
         env[name] = inputs[place]
     return y
@@ -394,8 +412,12 @@ def _run(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
     inputs = [env[name] for name in seg.reads]
+    for position, local in seg.local_reads:
+        inputs[position] = local.of(inputs[position])
     for i, name in seg.params:
         op = seg.ops[i]
         registered = op.__dict__["_parameters"]
-        inputs.append(registered[name] if name in registered else getattr(op, name))
+        t = registered[name] if name in registered else getattr(op, name)
+        own = op._local
+        inputs.append(own[name].of(t) if name in own else t)
     return inputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from fuseops import torch_private
@@ -15,11 +14,10 @@ from fuseops.ops.structure import Tap
 from fuseops.plan.chain import Chain, Child, Sides
 from fuseops.plan.key import Tokens
 
-from . import traced
 from .composed import Composed
 from .run import Run
 from .sides import described
-from .splice import Spliced, side_names_of, splice
+from .splice import Spliced, opaque_reason, side_names_of, splice
 
 
 class Runner:
@@ -34,9 +32,14 @@ class Runner:
         self.pieces, self.takes = _pieces(spliced, alone, apart)
         modules = [child.module for child in self.planned]
         self.said = [
-            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad)
+            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad, op._around)
             for op in modules
             if isinstance(op, Op)
+        ]
+        self.around = [
+            (op, opaque_reason(op) is None)
+            for op in modules
+            if isinstance(op, Op) and op._around is not Op._around and not alone
         ]
         kinds: set[Any] = {type(op) for op in modules if isinstance(op, Op)}
         self.kinds = [(k, k.forward, k.__call__, k.fwd, k.bwd) for k in kinds]
@@ -50,6 +53,7 @@ class Runner:
         self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.children: tuple[nn.Module, ...] = ()  # of the module itself
         self.names: list[str] = []
+        self.places: dict[int, int] = {}  # of modules that traced code walks, by address
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
 
@@ -70,10 +74,13 @@ class Runner:
         for nested in self.spliced.nested:
             if not nested.stands(settings):
                 return False
-        for op, reads, writes, delays, into_main_grad in self.said:
-            if op.reads is not reads or op.writes is not writes:
+        for op, reads, writes, delays, into_main_grad, around in self.said:
+            if op.reads is not reads or op.writes is not writes or op._around is not around:
                 return False
             if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
+                return False
+        for op, spliced in self.around:
+            if (opaque_reason(op) is None) is not spliced:
                 return False
         for kind, forward, call, fwd, bwd in self.kinds:
             if kind.forward is not forward or kind.__call__ is not call:
@@ -95,8 +102,7 @@ class Runner:
             live.append(tuple(sorted(later)))
             later.update([name for _, name in takes])
         found = tuple(reversed(live))
-        if not torch.compiler.is_compiling():  # a checkpoint inside compiled code may not write
-            self._live[returns] = found
+        self._live[returns] = found
         return found
 
     def _check_published(self, returns: tuple[str, ...]) -> None:
@@ -151,30 +157,9 @@ def _pieces(
 
 def runner_of(module: Any) -> Runner:
     """The runner of a Sequential, rebuilt when what it runs has changed."""
-    if torch.compiler.is_compiling():
-        _prepare_outside(id(module), _guarded(module))
-    else:
-        prepare(module)
+    prepare(module)
     runner: Runner = module._runner
     return runner
-
-
-def _guarded(module: Any) -> tuple[int, ...]:
-    """Of traced code: all that a runner depends on that may be another at the next call."""
-    found = []
-    for child in module._planned_modules():
-        found.append(id(child))
-        if isinstance(child, Composed):
-            found.append(child._settings)
-            found.extend(_guarded(child))
-    return tuple(found)
-
-
-@torch_private.assume_constant_result
-def _prepare_outside(module: int, guarded: tuple[int, ...]) -> int:
-    """`prepare` outside of the trace, which then holds as long as `guarded` does."""
-    prepare(traced.alive(module))
-    return 0
 
 
 def _names(module: Any) -> list[str]:
@@ -193,8 +178,6 @@ def prepare(module: Any) -> None:
 def tokens_of(module: Any, runner: Runner) -> Tokens:
     """The settings of this call. A recomputation must find those of its forward."""
     tokens = (scopes.process.token, module._settings, scopes.current().token)
-    if torch.compiler.is_compiling():
-        return tokens
     if runner.last == tokens:
         return tokens
     if runner.last is not None and torch_private.in_backward():
@@ -209,3 +192,8 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
             )
     runner.last, runner.held = tokens, scopes.held(tokens)
     return tokens
+
+
+# where dynamo has given a call up, it would try its parts
+for _function in (prepare, tokens_of, Run.__call__):
+    torch_private.never_compile(_function)

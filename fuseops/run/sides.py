@@ -16,8 +16,10 @@ RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fw
 class Sides(Protocol):
     """What a sequence reads from its caller, and what it writes."""
 
-    reads: tuple[str, ...]
-    writes: frozenset[str]
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def writes(self) -> frozenset[str]: ...
 
 
 def check_side_names(name: str, op: Op[Any], sides: Sequence[str]) -> None:

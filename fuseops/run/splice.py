@@ -8,7 +8,7 @@ border.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -152,16 +152,32 @@ class _Names:
         return tuple([(name, self.scope + name) for name in names])
 
 
+def around(op: Op[Any], alone: bool) -> Any:
+    """The ops that run before an op and after it; none where it is called, and brings them itself."""
+    if op._around is Op._around or (not alone and opaque_reason(op) is not None):
+        return Op._around
+    return op._around
+
+
+def _beside(ops: Iterable[Op[Any]], path: str, names: _Names) -> Iterator[Child]:
+    """Ops that a style of parallelism has put before another one or after it: no children, so without state."""
+    for op in ops:
+        yield Child(f"{path}.{type(op).__name__}", op, names.scope)
+
+
 def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> Iterator[Child]:
     for name, child in module._planned():
         path = names.scope + name
         if isinstance(child, Op):
+            before, after = around(child, child is module)
+            yield from _beside(before, path, names)
             if opaque_reason(child) is None:
                 check_declared(path, child)
             read = child.side_names()
             check_side_names(path, child, (*read, *child.writes))
             reads = names.reading(read, path)
             yield Child(path, child, names.scope, reads, names.writing(child.writes, path))
+            yield from _beside(after, path, names)
             continue
         if isinstance(child, Composed):
             nested.append(Nested(child, border(child, settings)))

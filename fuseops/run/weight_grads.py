@@ -76,11 +76,20 @@ def _own(op: Op[Any], name: str, node: Any) -> bool:
     registered = op.registered(name)
     if any(n not in op._parameters for n in registered):
         return True  # parametrized, or put there by a wrapper: refused, where it has no buffer
+    if name in op._local:
+        node = _behind(node)
     nodes = [node] if name in registered else [behind for behind, _ in node.next_functions]
     found = [getattr(behind, "variable", None) for behind in nodes if behind is not None]
     if name in registered and not op._parameters[name].requires_grad:  # type: ignore[union-attr]
         return False  # frozen since the forward: autograd drops its gradient
     return all(any(leaf is op._parameters[n] for n in registered) for leaf in found)
+
+
+def _behind(node: Any) -> Any:
+    """The node of the leaf that a local tensor was made of, by one function after another."""
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
 
 
 def _as_asked(
@@ -248,23 +257,44 @@ def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
     return [(name, value)] if isinstance(value, Tensor) else []
 
 
+def take_delayed(module: nn.Module) -> Callable[[], int]:
+    """What computes the gradients that backwards have put off until now in the ops of `module`, and no others, whenever
+    it is called: once.
+    """
+    taken = [
+        (path, op, op.__dict__.pop(DELAYED))
+        for path, op in reversed(list(module.named_modules()))
+        if op.__dict__.get(DELAYED)
+    ]
+
+    def run() -> int:
+        return sum(_work_off(path, op, queue) for path, op, queue in taken)
+
+    return run
+
+
 def run_delayed(module: nn.Module) -> int:
     """Compute what backwards have put off in every op of `module`, oldest first, and add it to `.grad` or main_grad.
 
     -> how many gradients.  Raises FuseOpsError for a parameter that has been sharded since. What an error stops stays
     in the queue.
     """
+    return sum(
+        _work_off(path, op, op.__dict__.get(DELAYED, []))
+        for path, op in reversed(list(module.named_modules()))
+    )
+
+
+def _work_off(path: str, op: Any, queue: list[Delayed]) -> int:
     done = 0
-    for path, op in reversed(list(module.named_modules())):
-        queue = op.__dict__.get(DELAYED, [])
-        while queue:
-            try:
-                with torch.no_grad():
-                    done += _accumulate(op, queue[0])
-            except Exception as error:
-                error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
-                raise
-            queue.pop(0)
+    while queue:
+        try:
+            with torch.no_grad():
+                done += _accumulate(op, queue[0])
+        except Exception as error:
+            error.add_note(f"in backward_dw of {path or 'the op'!r} ({type(op).__name__})")
+            raise
+        queue.pop(0)
     return done
 
 
@@ -279,7 +309,7 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
             )
     names = sorted(step.calls[0].needs)
     for registered in (key for name in names for key in op.registered(name)):
-        if torch_private.is_dtensor(type(getattr(op, registered))):
+        if _sharded_since(op, registered):
             raise FuseOpsError(
                 f"backward_dw: {type(op).__name__}.{registered} is sharded by now (FSDP2 has reduced its gradients "
                 "at the end of the backward): a delayed weight gradient does not go with it. Leave delay_wgrad off."
@@ -297,12 +327,23 @@ def _accumulate(op: Op[Any], delayed: Delayed) -> int:
     return len(names)
 
 
+def _sharded_since(op: Op[Any], registered: str) -> bool:
+    """Whether a parameter is another DTensor than the one that the op computes with its part of."""
+    parameter = getattr(op, registered)
+    if not torch_private.is_dtensor(type(parameter)):
+        return False
+    local = op._local.get(registered)
+    return local is None or parameter.device_mesh.ndim != local.dims
+
+
 def _add_to_grad(op: Op[Any], name: str, gradient: Tensor) -> None:
     names = op.registered(name)
     parts = (gradient,) if name in names else gradient.unbind()
     for registered, part in zip(names, parts, strict=True):
         parameter = getattr(op, registered)
         if parameter.requires_grad:
+            if registered in op._local:
+                part = op._local[registered].gradient(parameter, part)
             part = data_parallel.reduced(op, part.to(parameter.dtype))
             parameter.grad = part if parameter.grad is None else parameter.grad + part
             hooks = parameter._post_accumulate_grad_hooks or {}

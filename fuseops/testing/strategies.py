@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuseops.layers.sequential import Residual, Sequential
+from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
@@ -277,13 +278,22 @@ def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[
     return made
 
 
-def readable(made: Sequence[Op[Any]]) -> list[Op[Any]]:
-    """With a reader for every Tap, under a name that no other op has."""
-    ends: list[Op[Any]] = []
+def readable(made: Sequence[Op[Any]], width: int) -> list[Op[Any]]:
+    """Ops that take so many columns with a reader for every Tap, under a name that no other op has."""
+    tapped: dict[str, int] = {}
     for k, op in enumerate(made):
         if isinstance(op, Tap):
             op.writes = (f"tap{k}",)
-            ends.append(Add(f"tap{k}"))
+            tapped[f"tap{k}"] = width
+        width = op.out_shape((1, width))[-1]
+    ends: list[Op[Any]] = []
+    for name, wanted in tapped.items():
+        if width != wanted:
+            ends.append(Linear(width, wanted, bias=False))
+            values = filled((wanted, width), torch.float64, "normal", len(name))
+            ends[-1].weight.data.copy_(values)  # type: ignore[operator]
+        ends.append(Add(name))
+        width = wanted
     return [*made, *ends]
 
 
@@ -303,7 +313,7 @@ def rule_cases(
     groups = draw(group_counts())
     split = draw(group_splits(groups))
     width = draw(widths()) * _before(types)[0]
-    model = Sequential(*readable(_fitted(draw, types, width, groups))).to(dtype)
+    model = Sequential(*readable(_fitted(draw, types, width, groups), width)).to(dtype)
     split, rows = _rows(list(model), split)
     x = draw(tensors((rows, width), dtype, kinds))
     probs = draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
@@ -348,7 +358,7 @@ def _next(
     if not any(isinstance(op, Tap | Add) for op in made):
         return [*made]
     # names of their own, and what they add of the width that is here
-    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made))]
+    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made, width))]
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:

@@ -4,6 +4,10 @@ holds what its schedule says.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +15,10 @@ from profiles_drawn import LINK, MB, profile_of
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.planning.pipeline import (
+    BACKWARD,
     FORWARD,
+    INPUT,
+    WEIGHT,
     Pipeline,
     Turn,
     parts,
@@ -136,3 +143,88 @@ def test_pipelines_that_there_are_not(wrong: Pipeline) -> None:
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(FuseOpsError, match="at least as"):
         parts(profile_for(Pipeline(2, 2)), 3)
+
+
+# --- the halves of a backward apart
+
+
+def halved(pipeline: Pipeline, late: int) -> Pipeline:
+    """The same order with every backward in two: the weight half `late` backwards after its input half."""
+    order = []
+    for rank in range(pipeline.ranks):
+        mine: list[Turn] = []
+        waiting: list[Turn] = []
+        for turn in turns(pipeline, rank):
+            mine.append(turn if turn.way == FORWARD else turn._replace(way=INPUT))
+            if turn.way != FORWARD:
+                waiting.append(turn._replace(way=WEIGHT))
+            if len(waiting) > late:
+                mine.append(waiting.pop(0))
+        order.append((*mine, *waiting))
+    return pipeline._replace(order=tuple(order))
+
+
+def products(profile: Profile) -> Profile:
+    """The profile where every saved storage is the input of a product."""
+    saved = tuple(s._replace(op="Linear", name=f"{s.name}.x") for s in profile.saved)
+    return replace(profile, saved=saved)
+
+
+@given(pipelines(), st.integers(0, 3))
+def test_halves_of_a_backward_take_together_what_it_takes(pipeline: Pipeline, late: int) -> None:
+    profile, split = products(profile_for(pipeline)), halved(pipeline, late)
+    for rank in range(pipeline.ranks):
+        ran = profile_of_rank(profile, split, rank)
+        work = sum(op.seconds for op in ran.ops if op.name != "bubble")
+        assert work == pytest.approx(3e-3 * pipeline.micro_batches * pipeline.chunks)
+        began = starts(profile, split)
+        for turn, at in began.items():
+            if turn.way == WEIGHT:
+                assert at >= began[turn._replace(way=INPUT)] + 1e-3 - 1e-9
+        done = simulate(ran, [*ran.candidates()], LINK, LinkSettings(lag=1, small=0))
+        assert done.levels[-1].nbytes == ran.ops[-1].resident
+
+
+def test_x_and_the_gradient_of_a_product_are_held_until_its_weight_half() -> None:
+    pipeline, size = Pipeline(1, 4), 10 * MB
+    profile = products(profile_for(pipeline))
+    assert profile_of_rank(profile, pipeline, 0).peak == BASE + size
+    for late in range(4):  # x and gradient of one between its halves, and of those that wait
+        split = profile_of_rank(profile, halved(pipeline, late), 0)
+        assert split.peak == BASE + 2 * (late + 1) * size
+        waiting = [s for s in split.saved if s.why is not None]
+        assert len(waiting) == 4 and all(s.nbytes == size for s in waiting)
+    other = profile_of_rank(profile_for(pipeline), halved(pipeline, 3), 0)  # of ops that delay none
+    assert other.peak == BASE + size
+
+
+class Action(NamedTuple):
+    """As torch's schedules list them."""
+
+    stage_index: int
+    computation_type: Any
+    microbatch_index: int
+    sub_actions: Any = None
+
+
+def test_the_order_of_a_schedule_of_torch_is_taken() -> None:
+    def action(way: str, batch: int) -> Action:
+        return Action(0, SimpleNamespace(value=way), batch)
+
+    order = [action("F", 0), None, action("F", 1), action("I", 0), action("W", 0)]
+    pair = Action(0, SimpleNamespace(value="OVERLAP_F_B"), 0, (action("F", 2), action("B", 1)))
+    other = [*order, pair, action("B", 2), action("REDUCE_GRAD", 0)]
+    pipeline = Pipeline.of(SimpleNamespace(pipeline_order={0: other}))
+    assert pipeline[:3] == (1, 3, 1)
+    assert [turn.way for turn in turns(pipeline, 0)] == [
+        *(FORWARD, FORWARD, INPUT, WEIGHT, FORWARD, BACKWARD, BACKWARD)
+    ]
+    with pytest.raises(FuseOpsError, match="has no pipeline_order"):
+        Pipeline.of(SimpleNamespace())
+
+
+def test_an_order_that_waits_for_itself_is_refused() -> None:
+    order = ((Turn(BACKWARD, 0, 0), Turn(FORWARD, 0, 0)),)
+    pipeline = Pipeline(1, 1, 1, order)
+    with pytest.raises(FuseOpsError, match="waits for itself"):
+        starts(profile_for(pipeline), pipeline)

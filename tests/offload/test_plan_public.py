@@ -209,7 +209,8 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
         assert tag not in {"script", "link", "img", "iframe"}
-        assert not {"src", "href"} & {name for name, _ in attrs}
+        places = [value for name, value in attrs if name in ("src", "href")]
+        assert all(value and value.startswith("#") for value in places)  # within the page
         if tag not in self.VOID or tag == "rect":
             self.open.append(tag)
 
@@ -477,12 +478,19 @@ def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_pa
     assert len(peaks) == 2 and peaks[0] > peaks[1]
     assert [rank["html"] for rank in data["ranks"]] == [None, None]
     options = (*options, "--html", str(tmp_path / "p.html"))
-    pages = [tmp_path / "p.rank0.html", tmp_path / "p.rank1.html"]
+    page, trace = tmp_path / "p.html", tmp_path / "t.json"
+    options = (*options, "--trace", str(trace))
     text = output(capsys, *options)
-    assert all(page.exists() and str(page) in text for page in pages)
+    traces = [tmp_path / "t.rank0.json", tmp_path / "t.rank1.json"]
+    assert all(file.exists() and text.count(str(file)) == 1 for file in (page, *traces))
+    checker = Checker()
+    checker.feed(page.read_text().replace("<circle", "<rect").replace("</circle>", "</rect>"))
+    assert checker.open == [] and "http" not in page.read_text()
+    assert checker.text.count("% less") == 2 and "Rank 1" in checker.text
+    assert all(f'href="#rank{k}"' in page.read_text() for k in range(2))
     data = json.loads(output(capsys, *options, "--json"))
     assert [(rank["html"], rank["trace"]) for rank in data["ranks"]] == [
-        (str(page), None) for page in pages
+        (str(page), str(file)) for file in traces
     ]
 
 

@@ -302,10 +302,9 @@ NOTES = (
     "ones round.",
     "LoRA: PEFT's adapters on linear layers that are ops, all else frozen.",
     "moe_block: router and experts are one `fo.MoE`, whose auxiliary loss is injected with the micro-batch's scale.",
-    "EP=2: a dispatcher of two ops in its slots, an all-to-all in uneven splits. `fo.MoE` tells checkpoints that its "
-    "experts are shards of all of them, by its dispatcher's `mesh`. For the experts of qwen3_moe (a plain Sequential), "
-    "and where FSDP2 shards a rank's experts again, the harness says it: a distributed checkpoint alone would take one "
-    "rank's experts for all.",
+    "EP=2: `fuseops.distributed.ExpertParallel`. Weights of experts are DTensors, which checkpoints take as they are; "
+    "under FSDP2 `expert_placement` gives them a mesh of their own. Losses of routers are set to be over the tokens of "
+    "a rank (`router.over = None`), as the stock model's are.",
     "user's rule: in a `fo.rules` scope; user's op: a level-1 op in the place of `ScaledSwiGLU`.",
 )
 

@@ -13,37 +13,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from expert_parallel import expert_parallel, split_experts, split_weights
 from port import Feature, Port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+import fuseops as fo
+from fuseops.distributed import ExpertParallel, expert_placement
 
 
 @cache
 def meshes() -> DeviceMesh:
-    """All ranks, and each rank alone."""
+    """Each rank alone, and all ranks."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("all", "alone"))
+    return init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("alone", "all"))
 
 
 def sharded(port: Port, model: nn.Module, **policy: Any) -> nn.Module:
-    """FSDP2: each block by itself, then the rest. Experts that are split already have one rank a shard."""
-    for experts in split_experts(model).values():
-        fully_shard(experts, mesh=meshes()["alone"], **policy)
+    """FSDP2: each block by itself, then the rest. Experts that are spread already have one rank a shard."""
+    place = expert_placement(meshes()["alone"]) if spread_weights(model) else None
     for module in (*port.blocks(model), model):
-        fully_shard(module, mesh=meshes()["all"], **policy)
+        fully_shard(module, mesh=meshes()["all"], shard_placement_fn=place, **policy)
     return model
 
 
 def replicated(port: Port, model: nn.Module) -> nn.Module:
-    """DDP. Experts that are split are no replicas of each other."""
+    """DDP. Experts that are spread are no replicas of each other."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, list(split_weights(model))
+        model, spread_weights(model)
     )
     return DistributedDataParallel(model)
+
+
+def spread_weights(model: nn.Module) -> list[str]:
+    """The parameters of which every rank has a part of its own."""
+    return [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -56,23 +63,17 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 
 def split(port: Port, model: nn.Module) -> nn.Module:
-    return expert_parallel(model)
+    """Experts over all ranks. Losses of routers stay those of a rank's own tokens, as in the stock model."""
+    parallelize_module(model, meshes()["all"], ExpertParallel())
+    for module in model.modules():
+        if isinstance(module, fo.ops.Router):
+            module.over = None
+    return model
 
 
 def whole(t: Tensor) -> Tensor:
     """A tensor of all ranks."""
     return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights. Split experts are what they are: shards of one tensor, as `fo.MoE` says by itself of those
-    that nobody else has sharded.
-    """
-    local, found = split_weights(model), model.state_dict()
-    for name, weight in local.items():
-        if isinstance(weight, DTensor) or not isinstance(found[name], DTensor):
-            found[name] = DTensor.from_local(whole(found[name]), meshes()["all"], [Shard(0)])
-    return found
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def shared_folder() -> Iterator[Path]:
 def distributed_checkpoint(port: Port, model: nn.Module) -> nn.Module:
     """Two ranks save, one loads and saves, two load: the weights come back, under the stock keys."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    stock = port.to_stock(state(inner))
+    stock = port.to_stock(inner.state_dict())
     with shared_folder() as folder:
         dcp.save(stock, checkpoint_id=folder / "two")
         if dist.get_rank() == 0:
@@ -101,18 +102,8 @@ def distributed_checkpoint(port: Port, model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(float("nan"))
-    local = split_weights(inner)
-    loaded = {n: like(local[n], t) if n in local else t for n, t in port.to_ported(again).items()}
-    inner.load_state_dict(loaded)
+    inner.load_state_dict(port.to_ported(again))
     return model
-
-
-def like(weight: Tensor, part: DTensor) -> Tensor:
-    """This rank's part of all experts, in the form that its weight has."""
-    mine = part.to_local()
-    if isinstance(weight, DTensor):
-        return DTensor.from_local(mine, weight.device_mesh, weight.placements)
-    return mine
 
 
 SINGLE_PRECISION = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)

@@ -63,21 +63,17 @@ class RankPort:
 
 def averaged(port: Any, model: nn.Module, step: Any) -> Any:
     """The step with gradients averaged over the ranks, of whole weights, where no wrapper did it."""
-    from expert_parallel import split_weights
     from rank_features import whole
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
     spread = isinstance(model, FSDPModule | DistributedDataParallel)
-    local = set(port.to_stock(split_weights(getattr(model, "module", model))))
     grads = {}
     for name, grad in sorted(step.grads.items()):
+        alike = not spread and not isinstance(grad, DTensor)  # experts have been averaged, too
         grad = whole(grad)
-        if name in local:  # the backward of the exchange added up both ranks' rows
-            parts = [torch.empty_like(grad) for _ in range(WORLD)]
-            dist.all_gather(parts, grad.contiguous())
-            grad = torch.cat(parts) / WORLD
-        elif not spread:
+        if alike:
             grad = grad.contiguous()
             dist.all_reduce(grad)
             grad /= WORLD

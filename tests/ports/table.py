@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
+
+import rows
 from features import FEATURES, NOTES, PORTS, REFUSED, refusal
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
@@ -26,7 +29,7 @@ data (`python tests/ports/table.py`); CI fails when it is stale.
 
 def text() -> str:
     """The whole file."""
-    parts = [HEAD, *(_port(name) for name in PORTS), _refusals(), _notes()]
+    parts = [HEAD, *(_port(name) for name in PORTS), rows.text(), _refusals(), _notes()]
     return "\n".join(part for part in parts if part)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import ops
+from fuseops.errors import FuseOpsError
 from fuseops.layers.sequential import Sequential
-from fuseops.ops.paths import LENT
+from fuseops.ops.paths import LENT, SPREAD
 from fuseops.torch_private import assume_constant_result
 
 from . import lent, recognise
@@ -60,10 +61,15 @@ def forward(
         stand_in = self.__dict__.get(LENT)
     else:
         stand_in = built(self, top_k_index.shape[-1])
-    if stand_in is None or lent.sharded(self):
+    spread = SPREAD in self.__dict__
+    if spread and stand_in is None:
+        raise FuseOpsError(
+            f"these experts are spread over ranks, and fuseops cannot run them: {refused(self)}."
+        )
+    if stand_in is None or (lent.sharded(self) and not spread):
         return _stock()(self, hidden_states, top_k_index, top_k_weights)
     experts: Any = self
-    if getattr(self, "_is_expert_parallel", True):
+    if getattr(self, "_is_expert_parallel", True) and not spread:
         top_k_index = top_k_index.masked_fill(top_k_index >= experts.num_experts, -1)
     device = hidden_states.device.type
     x = hidden_states
@@ -122,6 +128,7 @@ def built(experts: nn.Module, top_k: int) -> Sequential | None:
         *(said.get("has_gate"), said.get("has_bias"), said.get("is_transposed")),
         *(said.get("act_fn"), experts._modules.get("act_fn")),
         *(said.get("_apply_gate"), getattr(type(experts), "_apply_gate", None)),
+        said.get(SPREAD),
     )
     found: Sequential | None = lent.hung(experts, known)
     if found is None and refused(experts) is None:
@@ -144,7 +151,7 @@ def _build(experts: Any, top_k: int) -> Sequential:
     act = None if gate is None else gate.scaled()
     first, last, *_ = _names(experts)
     fc1, fc2 = _projection(experts, first), _projection(experts, last, scale_bias=True)
-    return Sequential(
+    layer = Sequential(
         {
             "dispatch": ops.Dispatch(experts.num_experts),
             "permute": ops.Permute(top_k),
@@ -154,6 +161,10 @@ def _build(experts: Any, top_k: int) -> Sequential:
             "combine": ops.Combine(top_k),
         }
     )
+    spread = vars(experts).get(SPREAD)
+    if spread is not None:
+        spread(layer)
+    return layer
 
 
 def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection:

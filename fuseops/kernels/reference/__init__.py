@@ -46,9 +46,17 @@ from .operands import columns_in_groups as columns_in_groups
 from .operands import columns_of as columns_of
 from .operands import dswiglu_operand as dswiglu_operand
 from .operands import permute_operand as permute_operand
+from .operands import quantize_groups as quantize_groups
+from .operands import quantize_matrices as quantize_matrices
 from .operands import quantize_operand as quantize_operand
 from .operands import quantize_weight as quantize_weight
 from .operands import swiglu_operand as swiglu_operand
+from .peers import add_sums as add_sums
+from .peers import bound_rows as bound_rows
+from .peers import return_sums as return_sums
+from .peers import send_tokens as send_tokens
+from .peers import take_tokens as take_tokens
+from .peers import token_slots as token_slots
 from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows

@@ -40,7 +40,7 @@ def dequantized_rows(
     """The rows (R, K) of `fp8_mm`; of "tensor" one scale, or one a group."""
     if scaling == "tensor" and scale.numel() > 1 and offs is not None:
         by_group = torch.cat([scale, scale.new_ones(1)])
-        scale, scaling = by_group[group_of_row(offs, len(x))], "row"
+        scale, scaling = by_group[group_of_row(offs, x.shape[0])], "row"
     return dequantize(x, scale, scaling, dtype)
 
 

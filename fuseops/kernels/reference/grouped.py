@@ -111,8 +111,8 @@ def grouped_dswiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, a, dprobs) of a = swiglu(h) * probs for da = grouped_mm(dy, weight)."""
     da = grouped_mm(dy, weight, offs, None, None, index)
-    padding = padding_mask(offs, len(h))
-    scale = wide(da).new_ones(len(h)) if probs is None else probs
+    padding = padding_mask(offs, h.shape[0])
+    scale = wide(da).new_ones(h.shape[0]) if probs is None else probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
     dh, dprobs, a = scaled_act_bwd(da, h, scale, "swiglu", probs is not None, True)
     return dh, a, dprobs

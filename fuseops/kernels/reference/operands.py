@@ -16,7 +16,17 @@ from torch import Tensor
 from .activation import act_fwd, scaled_act_bwd, scaled_act_fwd
 from .fp8 import dequantize
 from .grouped import group_of_row, padding_mask
-from .quantize import BLOCK, SMALLEST, inverse_scale, magnitude, quantize_blocks, saturate
+from .quantize import (
+    BLOCK,
+    SMALLEST,
+    expert_quantize,
+    grouped_quantize,
+    inverse_scale,
+    magnitude,
+    quantize_blocks,
+    quantize_tensor,
+    saturate,
+)
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -174,3 +184,24 @@ def dswiglu_operand(
     if probs is not None and offs is not None:
         dprobs = dprobs.masked_fill(padding_mask(offs, h.shape[0])[:, 0], 0.0)
     return *first, *second, *columns, dprobs
+
+
+def quantize_groups(
+    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True, col: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, columns, scale) with one scale a group, or one for all.   (R, N) -> (R, N), (N, C), (E,) or ()"""
+    if offs is None:
+        data, _, scale, _ = quantize_tensor(x, dtype)
+    else:
+        data, scale = grouped_quantize(x, offs, dtype)
+    columns = columns_in_groups(data, offs) if col else data.new_empty(0)
+    return data if row else data.new_empty(0), columns, scale
+
+
+def quantize_matrices(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K) -> (E, N, K), (E, K, N), (E,)"""
+    data, scale = expert_quantize(weight, dtype)
+    turned = data.mT.contiguous() if col else data.new_empty(0)
+    return data if row else data.new_empty(0), turned, scale

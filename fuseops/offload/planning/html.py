@@ -5,11 +5,10 @@ page, without a script.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fuseops.explain.html import STYLE, document
+from fuseops.explain.html import STYLE, breakable, document, tiles
 from fuseops.offload.lanes.simulated import Level
 from fuseops.words import size
 
@@ -18,6 +17,7 @@ from .text import HEADER, facts, rows
 from .trace import spans
 
 WIDTH, LEFT, CHART, LANE = 1020, 76, 180, 26
+LEAST = 640  # narrower, the drawing scrolls
 MORE_STYLE = """
 .fuseops .plan text{text-anchor:start}
 .fuseops .plan .tick{text-anchor:middle;fill:var(--soft);font-size:11px}
@@ -44,9 +44,22 @@ MORE_STYLE = """
 .fuseops .decided .mono{overflow-wrap:anywhere;min-width:7em}
 .fuseops .decided :is(td,th):nth-child(4){min-width:0;padding-right:0}
 }
+@media(max-width:560px){
+.fuseops .decided thead{display:none}
+.fuseops .decided tr{display:grid;grid-template-columns:1fr auto;padding:6px 0;border-top:1px solid var(--line)}
+.fuseops .decided td{padding:0;border:0}
+.fuseops .decided td:nth-child(odd){grid-column:1}
+.fuseops .decided td:is(:nth-child(1),:nth-child(4)){grid-column:1/-1}
+.fuseops .decided td.number{grid-row:2;grid-column:2}
+.fuseops .decided td:nth-child(3){grid-row:2}
+}
 .fuseops th{text-align:left;font-weight:600;color:var(--soft);padding:0 18px 6px 0}
 .fuseops th.number{text-align:right}
 .fuseops .wide{overflow-x:auto}
+.fuseops details{margin:0 0 16px}
+.fuseops summary{cursor:pointer;margin:0 0 10px}
+.fuseops summary h2{display:inline}
+.fuseops a{color:var(--forward)}
 .fuseops .offload{color:var(--joint);font-weight:600}
 .fuseops .recompute{color:var(--backward);font-weight:600}
 .fuseops .warning{color:var(--miss);background:var(--missback);border:1px solid var(--miss);
@@ -59,6 +72,59 @@ def page(plan: Decided) -> str:
     return document(f"Offload plan of {plan.profile.model}", "".join(_body(plan)), MORE_STYLE)
 
 
+RANKS = ("rank", "peak as it is", "planned", "leaves", "step", "waits")
+
+
+def page_of_ranks(plans: Sequence[Decided]) -> str:
+    """A whole document for the ranks of a pipeline: a line each that leads to its plan."""
+    head = "".join(f"<th>{title}</th>" for title in RANKS)
+    lines, parts = [], []
+    for rank, plan in enumerate(plans):
+        before, after = plan.before, plan.after
+        cells = (
+            size(before.peak),
+            size(after.peak),
+            size(after.moved),
+            _ms(after.seconds),
+            _ms(after.stall),
+        )
+        numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+        lines.append(f'<tr><td><a href="#rank{rank}">{rank}</a></td>{numbers}</tr>')
+        shown = " open" if rank == 0 else ""
+        parts.append(
+            f'<details id="rank{rank}"{shown}><summary><h2>Rank {rank}</h2></summary>{"".join(_body(plan))}</details>'
+        )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    overview = f'<section><div class="wide">{table}</div></section>'
+    model = plans[0].profile.model.partition(", rank ")[0]
+    return document(
+        f"Offload plans of {model}, {len(plans)} ranks", overview + "".join(parts), MORE_STYLE
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _numbers(plan: Decided) -> str:
+    """Peak and time: what a plan is about."""
+    before, after = plan.before, plan.after
+    less = 100 * (1 - after.peak / before.peak) if before.peak else 0.0
+    slower = 100 * (after.seconds / before.seconds - 1) if before.seconds else 0.0
+    return tiles(
+        [
+            (
+                f"{size(before.peak)} \u2192 {size(after.peak)}",
+                f"peak of a step, {less:.1f} % less",
+            ),
+            (
+                f"{_ms(before.seconds)} \u2192 {_ms(after.seconds)}",
+                f"time of a step, {slower:+.1f} %",
+            ),
+        ]
+    )
+
+
 def fragment(plan: Decided) -> str:
     """The same, to be put into any page."""
     return f'<div class="fuseops"><style>{STYLE}{MORE_STYLE}</style>{"".join(_body(plan))}</div>'
@@ -66,6 +132,7 @@ def fragment(plan: Decided) -> str:
 
 def _body(plan: Decided) -> Iterator[str]:
     yield f"<p>{escape(plan.profile.kind)} of one step on {escape(plan.hardware.name)}</p>"
+    yield _numbers(plan)
     for warning in plan.warnings:
         yield f'<div class="warning">{escape(warning)}</div>'
     lines = "".join(
@@ -74,7 +141,7 @@ def _body(plan: Decided) -> Iterator[str]:
     )
     yield f"<section><table><tbody>{lines}</tbody></table></section>"
     yield f'<section><h3>Timeline</h3><div class="draw">{_drawing(plan)}</div>{_KEY}</section>'
-    yield f'<section><h3>Saved tensors</h3><div class="wide">{_table(plan)}</div></section>'
+    yield f'<section><h3>Saved tensors</h3><div class="wide">{_table(plan)}</div>{_BRACES}</section>'
     if plan.assumed:
         notes = "".join(f"<li>{escape(text)}</li>" for text in plan.assumed)
         yield f"<section><h3>Assumed</h3><ul>{notes}</ul></section>"
@@ -97,6 +164,9 @@ _KEY = (
 )
 
 
+_BRACES = '<p class="key">{0-2,9} in a name stands for the layers 0, 1, 2 and 9, which are decided alike.</p>'
+
+
 def _table(plan: Decided) -> str:
     numbers = ("bytes", "window", "slack")
     head = "".join(
@@ -105,18 +175,17 @@ def _table(plan: Decided) -> str:
     )
     body = []
     for row in rows(plan):
-        name, nbytes, decision, reason, window, slack = map(escape, row.cells())
+        cells = row.cells()
+        name, (nbytes, decision, reason, window, slack) = (
+            breakable(cells[0]),
+            map(escape, cells[1:]),
+        )
         body.append(
-            f'<tr><td class="mono">{_breakable(name)}</td><td class="number">{nbytes}</td>'
+            f'<tr><td class="mono">{name}</td><td class="number">{nbytes}</td>'
             f'<td class="{decision}">{decision}</td><td>{reason}</td>'
             f'<td class="number">{window}</td><td class="number">{slack}</td></tr>'
         )
     return f'<table class="decided"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
-
-
-def _breakable(name: str) -> str:
-    """A dotted name that may break before a child, not inside one nor before a number."""
-    return re.sub(r"\.(?=[A-Za-z])", ".<wbr>", name)
 
 
 class _Scale:
@@ -152,7 +221,10 @@ def _drawing(plan: Decided) -> str:
         )
     parts += _lanes(plan, scale)
     height = CHART + 44 + 4 * LANE
-    return f'<svg class="plan" width="{WIDTH}" height="{height}" role="img">{"".join(parts)}</svg>'
+    return (
+        f'<svg class="plan" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'style="max-width:max(100%,{LEAST}px);height:auto" role="img">{"".join(parts)}</svg>'
+    )
 
 
 def _axes(scale: _Scale) -> Iterator[str]:

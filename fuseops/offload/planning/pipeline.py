@@ -1,4 +1,5 @@
-"""Plans for the ranks of a pipeline: 1F1B, and interleaved 1F1B with several chunks of layers a rank.
+"""Plans for the ranks of a pipeline: 1F1B, interleaved 1F1B with several chunks of layers a rank, or the order of any
+schedule of torch.distributed.pipelining, whose backward may come in two halves.
 
 From the profile of one step of the whole model come the steps of all ranks: which micro-batch runs
 forward or backward when, with the bubbles between, and what every rank holds meanwhile. Each is
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
@@ -23,22 +25,10 @@ from .profile import LayerCall, Profile, ProfiledOp, Saved
 from .simulate import DEFAULT, LinkSettings
 
 FORWARD, BACKWARD = "forward", "backward"
-
-
-class Pipeline(NamedTuple):
-    """A schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
-
-    chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
-    """
-
-    ranks: int
-    micro_batches: int
-    chunks: int = 1
-
-    @property
-    def stages(self) -> int:
-        """Parts of the model: stage s is on rank s % ranks."""
-        return self.ranks * self.chunks
+INPUT, WEIGHT = "input", "weight"  # the halves of a backward
+_WAYS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}  # in torch's schedules
+PRODUCTS = ("Linear", "GroupedLinear")  # whose weight gradients a stage may delay
+HELD = "held until its weight gradient is computed"
 
 
 class Turn(NamedTuple):
@@ -49,16 +39,66 @@ class Turn(NamedTuple):
     stage: int
 
 
+class Pipeline(NamedTuple):
+    """A schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
+
+    chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
+    order: of every rank its turns, in the place of those; `Pipeline.of(schedule)` has torch's.
+    weight_share: of the time of a backward, what the weight half takes where it comes apart.
+    """
+
+    ranks: int
+    micro_batches: int
+    chunks: int = 1
+    order: tuple[tuple[Turn, ...], ...] = ()
+    weight_share: float = 0.5
+
+    @classmethod
+    def of(cls, schedule: Any, weight_share: float = 0.5) -> Pipeline:
+        """That of a schedule of torch.distributed.pipelining with an order of its own: interleaved, zero bubble, ZBV.
+
+        Raises FuseOpsError for one that has none, as Schedule1F1B.
+        """
+        orders = getattr(schedule, "pipeline_order", None)
+        if not orders:
+            raise FuseOpsError(
+                f"{type(schedule).__name__} has no pipeline_order. 1F1B is Pipeline(ranks, micro_batches)."
+            )
+        order = tuple(tuple(_turns_of(orders[rank])) for rank in sorted(orders))
+        stages = {turn.stage for mine in order for turn in mine}
+        batches = {turn.micro_batch for mine in order for turn in mine}
+        return cls(len(order), len(batches), len(stages) // len(order), order, weight_share)
+
+    @property
+    def stages(self) -> int:
+        """Parts of the model: stage s is on rank s % ranks, unless an order says otherwise."""
+        return self.ranks * self.chunks
+
+
+def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
+    """The turns of a rank among the actions of torch's schedule."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions:
+            yield from _turns_of(action.sub_actions)
+        elif action.computation_type.value in _WAYS:
+            way = _WAYS[action.computation_type.value]
+            yield Turn(way, action.microbatch_index, action.stage_index)
+
+
 def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
     """What a rank runs, in order.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM (2021), section 2.2. Raises FuseOpsError for a pipeline that there is not.
     """
-    ranks, count, chunks = pipeline
-    if min(pipeline) < 1 or (chunks > 1 and count % ranks):
+    ranks, count, chunks = pipeline[:3]
+    if pipeline.order:
+        return list(pipeline.order[rank])
+    if min(ranks, count, chunks) < 1 or (chunks > 1 and count % ranks):
         raise FuseOpsError(
-            f"{pipeline}: ranks, micro_batches and chunks are at least 1, and with several chunks "
+            f"Pipeline{ranks, count, chunks}: ranks, micro_batches and chunks are at least 1, and with several chunks "
             "the micro-batches are a multiple of the ranks."
         )
     total = count * chunks
@@ -72,7 +112,7 @@ def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
 
 def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
     """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
-    ranks, _, chunks = pipeline
+    ranks, _, chunks = pipeline[:3]
     group, place = divmod(k, ranks * chunks) if chunks > 1 else (0, k)
     chunk, micro_batch = divmod(place, ranks) if chunks > 1 else (0, place)
     chunk = chunk if way == FORWARD else chunks - 1 - chunk
@@ -123,27 +163,43 @@ def starts(profile: Profile, pipeline: Pipeline) -> dict[Turn, float]:
             needed = _needs(waiting[0], pipeline) if waiting else []
             if waiting and all(turn in done for turn in needed):
                 ready.append((max([free[rank], *(done[turn] for turn in needed)]), rank))
+        if not ready:
+            raise FuseOpsError(f"the order of this pipeline waits for itself: {_heads(order)}.")
         start, rank = min(ready)
         turn = order[rank].pop(0)
         began[turn] = start
-        done[turn] = free[rank] = start + _seconds(profile, _range_of(split, turn))
+        done[turn] = free[rank] = start + _seconds(profile, pipeline, split, turn)
+        if turn.way == INPUT:  # to who waits for the gradient, it is as good as the whole
+            done[turn._replace(way=BACKWARD)] = done[turn]
     return began
+
+
+def _heads(order: Mapping[int, list[Turn]]) -> str:
+    return ", ".join(f"rank {rank}: {waiting[0]}" for rank, waiting in order.items() if waiting)
 
 
 def _needs(turn: Turn, pipeline: Pipeline) -> list[Turn]:
     way, micro_batch, stage = turn
+    if way == WEIGHT:
+        return [turn._replace(way=INPUT)]
     if way == FORWARD:
         return [Turn(way, micro_batch, stage - 1)] if stage else []
     last = stage == pipeline.stages - 1
-    return [Turn(FORWARD if last else way, micro_batch, stage if last else stage + 1)]
+    return [Turn(FORWARD if last else BACKWARD, micro_batch, stage if last else stage + 1)]
 
 
 def _range_of(split: list[Part], turn: Turn) -> range:
     return split[turn.stage].forward if turn.way == FORWARD else split[turn.stage].backward
 
 
-def _seconds(profile: Profile, ops: range) -> float:
-    return profile.clock[ops.stop] - profile.clock[ops.start]
+def _share(pipeline: Pipeline, way: str) -> float:
+    """What a turn takes of the time of its ops."""
+    return {INPUT: 1 - pipeline.weight_share, WEIGHT: pipeline.weight_share}.get(way, 1.0)
+
+
+def _seconds(profile: Profile, pipeline: Pipeline, split: list[Part], turn: Turn) -> float:
+    ops = _range_of(split, turn)
+    return (profile.clock[ops.stop] - profile.clock[ops.start]) * _share(pipeline, turn.way)
 
 
 # --- the step of a rank
@@ -162,27 +218,30 @@ def rank_profile(
         if began[turn] > now:
             ops.append(("bubble", began[turn] - now, 0))
         at[turn] = len(ops)
-        ran = _range_of(split, turn)
-        ops += [(profile.ops[p].name, profile.ops[p].seconds, memory.temporary[p]) for p in ran]
-        now = began[turn] + _seconds(profile, ran)
+        share = _share(pipeline, turn.way)
+        for p in _range_of(split, turn):
+            op, temporary = profile.ops[p], memory.temporary[p] if turn.way != WEIGHT else 0
+            ops.append((op.name, op.seconds * share, temporary))
+        now = began[turn] + _seconds(profile, pipeline, split, turn)
     saved, calls = _copies(profile, split, at)
     change: dict[int, int] = defaultdict(int)
     for s in saved:
         change[s.at] += s.nbytes
         change[s.freed] -= s.nbytes
-    mine = [
-        layer
-        for stage in range(rank, pipeline.stages, pipeline.ranks)
-        for layer in split[stage].layers
-    ]
+    mine = [layer for stage in {turn.stage for turn in at} for layer in split[stage].layers]
     held = memory.lasting * len(mine) // len(profile.calls)
     done = []
     for position, (name, seconds, temporary) in enumerate(ops):
         held += change[position]
         done.append(ProfiledOp(name, seconds, held + temporary))
-    note = (
+    notes = [
         "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
-    )
+    ]
+    if any(turn.way == WEIGHT for turn in at):
+        notes.append(
+            f"the weight half of a backward takes {pipeline.weight_share:.0%} of it; until then it holds x of every "
+            "product, and a gradient as large"
+        )
     return replace(
         profile,
         model=f"{profile.model}, rank {rank} of {pipeline.ranks}",
@@ -190,7 +249,7 @@ def rank_profile(
         saved=tuple(saved),
         calls=tuple(calls),
         recompute=(),
-        assumed=(*profile.assumed, note),
+        assumed=(*profile.assumed, *notes),
     )
 
 
@@ -202,10 +261,14 @@ def _copies(
     calls: list[LayerCall] = []
     forwards = [turn for turn in at if turn.way == FORWARD]
     for turn in sorted(forwards, key=lambda t: at[t]):
-        part, backward = split[turn.stage], at[turn._replace(way=BACKWARD)]
-        copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls))
+        part, split_at = split[turn.stage], at.get(turn._replace(way=INPUT))
+        backward = at[turn._replace(way=BACKWARD)] if split_at is None else split_at
+        weight = at.get(turn._replace(way=WEIGHT))
+        copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls), weight)
         calls += [copy.call(profile.calls[k]) for k in part.layers]
-        saved += [copy.saved(s) for s in profile.saved if s.call in part.layers]
+        for s in profile.saved:
+            if s.call in part.layers:
+                saved += copy.saved(s)
     return saved, calls
 
 
@@ -217,6 +280,7 @@ class _Copy(NamedTuple):
     forward: int  # where its turns begin
     backward: int
     first_call: int
+    weight: int | None = None  # where the weight half has a turn of its own
 
     def place(self, p: int) -> int:
         """The position in the rank's step of `p` in the profile."""
@@ -233,7 +297,26 @@ class _Copy(NamedTuple):
             call.layer, self.micro_batch, *map(self.place, (call.enter, call.leave, call.backward))
         )
 
-    def saved(self, s: Saved) -> Saved:
+    def saved(self, s: Saved) -> list[Saved]:
+        """The storage, and the gradient that waits beside it for the weight half, where it is x of a product."""
+        copy = self._saved(s)
+        if self.weight is None or s.op not in PRODUCTS or not s.name.endswith(".x"):
+            return [copy]
+        span = self.part.backward
+        freed = self.weight + min(max(s.read, span.start), span.stop - 1) - span.start + 1
+        copy = copy._replace(freed=max(copy.freed, freed))
+        dy = copy._replace(
+            name=f"{s.name[:-1]}dy",
+            made=copy.read,
+            at=copy.read,
+            held=copy.freed,
+            read=copy.freed,
+            why=HELD,
+            again=(),
+        )
+        return [copy, dy]
+
+    def _saved(self, s: Saved) -> Saved:
         before = s.made < self.part.forward.start
         return s._replace(
             call=self.number(s.call),

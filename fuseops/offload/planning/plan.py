@@ -32,7 +32,7 @@ from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
 from .simulate import DEFAULT, LinkSettings, Simulation, simulate
-from .step import ProfiledStep, dry_run, layers_of
+from .step import STAGES, ProfiledStep, dry_run, layers_of
 from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
@@ -97,6 +97,7 @@ def plan(
     split: Sequence[int] | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     policy: Policy | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **side: Any,
 ) -> OffloadPlan:
     """Plan the offload of one training step of `model(*sample, **side)`.
@@ -111,6 +112,7 @@ def plan(
     split      of a dry run: rows that data-dependent selections find, in turn
     min_bytes  smaller tensors stay
     policy     what may leave, instead of min_bytes; the rest stays or, for the peak, is made again
+    progress   is told what is done now, how many parts are done, and of how many
 
     Raises FuseOpsError for values of the wrong kind, globs that match nothing, a step without a
     backward, and in a dry run for shapes that depend on data when no split is given.
@@ -135,8 +137,14 @@ def plan(
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
     step = ProfiledStep(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
-    profile = recorded(step) if record else dry_run(step, hardware, split)
+    told = progress or _silent
+    profile = recorded(step, told) if record else dry_run(step, hardware, split)
+    told("choosing what leaves", STAGES - 1, STAGES)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Nobody asked how far it is."""
 
 
 @functools.cache

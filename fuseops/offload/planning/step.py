@@ -33,7 +33,9 @@ from .record import Recorder, Seconds
 from .roofline import DRY_ERROR, Roofline
 
 Loss = Callable[[Any], Tensor]
+Progress = Callable[[str, int, int], None]  # what is done now, how many parts are done, of how many
 TIMED_STEPS = 3
+STAGES = 5  # of a recorded plan: four here, then the choice
 
 
 class ProfiledStep(NamedTuple):
@@ -81,7 +83,7 @@ class ProfiledStep(NamedTuple):
         return ends
 
 
-def record(step: ProfiledStep) -> Profile:
+def record(step: ProfiledStep, told: Progress) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
     that adds to them.
@@ -103,10 +105,14 @@ def record(step: ProfiledStep) -> Profile:
 
     with _untouched(step, cuda), _bordered(step):
         new = [t for t in _leaves(step) if t.grad is None]
-        step.run(step.args, step.side)  # warm up: caches, compilation
+        told("warming up", 0, STAGES)  # caches, compilation
+        step.run(step.args, step.side)
         _drop_gradients(new)
+        told("timing", 1, STAGES)
         took = _timed(step, new, cuda)
+        told("recording", 2, STAGES)
         seen = observe()
+        told("what can be made again", 3, STAGES)
         groups = recomputations(seen, without)
     # Together they are the plain step, where launches overlap what runs before, and a device that is
     # never idle is slower at what takes the most power: not alike in forward and backward.

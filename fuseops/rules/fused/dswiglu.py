@@ -119,5 +119,5 @@ def run(
     """dh, the activation and dprobs."""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
-    tiles = tiles_of(call, offs, len(h))
+    tiles = tiles_of(call, offs, h.shape[0])
     return K.grouped_dswiglu(dy, weight, h, offs, tiles, given.probs, dy_index)

@@ -115,7 +115,7 @@ class GroupedMLP(FusedOp):
     def choices(self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         if calls[0].precision.roles is not None:
             return ""
-        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, len(x))
+        why = dswiglu.expected_why_apart(self.operands(self.inputs(x, t)), None, calls, x.shape[0])
         return dswiglu.in_words(why)
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
@@ -155,7 +155,7 @@ class GroupedMLP(FusedOp):
             return kept if need_h else None, codes
         x, offs = cast("tuple[Tensor, Tensor]", (s.x, s.offs))
         weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
-        probs, rows = s.probs if self.scaled else None, len(x if index is None else index)
+        probs, rows = s.probs if self.scaled else None, (x if index is None else index).shape[0]
         if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
             tiles = tiles_of(call, offs, rows)
@@ -227,7 +227,7 @@ class GroupedMLP(FusedOp):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(replaced(s, x=x), first, x_index)
             del x
-        rows = len(dy) if dy_index is None else len(dy_index)
+        rows = (dy if dy_index is None else dy_index).shape[0]
         operands = self.operands(s)
         fused = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows) is None
         above = grouped_linear_bwd(

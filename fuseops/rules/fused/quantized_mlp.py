@@ -19,10 +19,13 @@ from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
     grouped_linear_bwd,
     input_gradient,
+    rows_of,
     weight_gradient,
 )
-from fuseops.ops.linear import grad_operand, high
+from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows
 from fuseops.ops.op import Call, Grads, replaced
+from fuseops.ops.splits import check_splits
+from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
 from fuseops.recipes.quantized import BLOCK
 from fuseops.recipes.scaling import SQUARE
@@ -37,7 +40,7 @@ def activated(
 ) -> tuple[Operand, Operand]:
     """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
     roles = cast("Roles", calls[0].precision.roles)
-    h: Operand = mlp.hidden(s, calls[0], index)
+    h = _hidden(mlp, s, calls[0], index)
     if roles.hidden is not None:  # what the backward will read, the forward reads too
         h = operand(h, roles.hidden)
     if not _writes_codes(s, h, calls):
@@ -47,6 +50,25 @@ def activated(
     probs = s.probs if mlp.scaled else None
     parts = K.swiglu_operand(data, probs, None, scaling.data, True, False, scale)
     return h, Quantized(Layout(*parts[:2]), None, scaling, s.offs, h.dtype)
+
+
+def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
+    """fc1, as codes out of its GEMM where h is saved as such."""
+    roles = cast("Roles", call.precision.roles)
+    codes = roles.hidden == Scaling() and not mlp.scale1 and s.fc1.shape[1] % (2 * BLOCK) == 0
+    if not codes or s.x.dtype is not torch.bfloat16:
+        return mlp.hidden(s, call, index)  # type: ignore[no-any-return]
+    rows = rows_of(s.x) if index is None else len(index)
+    check_splits(s.offs, rows, s.offs.device)
+    forward = replaced(call, needs=call.needs.difference(("weight",)))
+    x = input_operand(s.x, forward, roles, s.offs, index)
+    weight = weight_rows(s.fc1, forward)
+    if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
+        return mlp.hidden(s, call, index)  # type: ignore[no-any-return]
+    operands = *cast("Layout", x.row), *cast("Layout", weight.row)
+    tiles = tiles_of(call, s.offs, rows)
+    parts = K.fp8_mm_operand(*operands, "block", s.offs, tiles, s.bias1)
+    return Quantized(Layout(*parts), None, Scaling(), None, s.x.dtype)
 
 
 def gradients(
@@ -71,7 +93,7 @@ def gradients(
         dy = None
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
-        h = mlp.hidden(replaced(s, x=x), first, x_index)
+        h = _hidden(mlp, replaced(s, x=x), first, x_index)
         del x
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
     dh, a, dprobs = _through_activation(mlp, s, da, h, calls)

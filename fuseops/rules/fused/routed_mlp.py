@@ -146,7 +146,7 @@ class RoutedMLP(FusedOp):
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
         gathers = self.combines and not self._copies_dy(x, s, index, calls)
         by = index if gathers else None
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), by, calls[1:4], len(index))
+        why = dswiglu.expected_why_apart(self.mlp.operands(s), by, calls[1:4], index.shape[0])
         return dswiglu.in_words(why)
 
     def _copies_dy(
@@ -159,7 +159,7 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), None, calls[1:4], len(index))
+        why = dswiglu.expected_why_apart(self.mlp.operands(s), None, calls[1:4], index.shape[0])
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 

@@ -1,0 +1,46 @@
+"""Many GPUs on torch.distributed: styles for `parallelize_module`, what FSDP2 needs to know, and stages of pipelines.
+
+experts       experts over ranks: ExpertParallel; dispatch, how tokens travel to them
+fsdp          FSDP2 beside them, on a mesh of its own; clipping and optimizers over two meshes
+tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
+overlap       rules that run collectives and the products beside them together: overlap_rules
+pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
+"""
+
+from .dispatch import check_overflow as check_overflow
+from .experts import ExpertParallel as ExpertParallel
+from .fsdp import clip_grad_norm_ as clip_grad_norm_
+from .fsdp import expert_placement as expert_placement
+from .fsdp import param_groups as param_groups
+from .overlap import overlap_rules as overlap_rules
+from .pipeline import delay_weight_gradients as delay_weight_gradients
+from .pipeline import dw_builder as dw_builder
+from .tensor import ColwiseParallel as ColwiseParallel
+from .tensor import Replicated as Replicated
+from .tensor import RowwiseParallel as RowwiseParallel
+from .tensor import SequenceParallel as SequenceParallel
+from .tensor import shard_placement as shard_placement
+from .tensor import split_halves as split_halves
+from .tensor import tp_plan as tp_plan
+
+__all__ = [
+    "ColwiseParallel",
+    "ExpertParallel",
+    "Replicated",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "check_overflow",
+    "clip_grad_norm_",
+    "delay_weight_gradients",
+    "dw_builder",
+    "expert_placement",
+    "overlap_rules",
+    "param_groups",
+    "shard_placement",
+    "split_halves",
+    "tp_plan",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

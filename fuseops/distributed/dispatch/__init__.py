@@ -1,0 +1,17 @@
+"""Tokens to the ranks of their experts, and the sums back.
+
+exchange.py      the interface, and what all ways share: which token goes to which ranks
+host_counts.py   (a) `all_to_all_single` with counts that the host reads
+symmetric.py     (c) written into the memory of the other GPUs of a host
+choose.py        which of them, by a vote of all ranks
+compiled.py      what torch.compile sees of them
+ops.py           the two ops of a Sequential over an exchange
+"""
+
+from .exchange import Arrived as Arrived
+from .exchange import Exchange as Exchange
+from .host_counts import HostCounts as HostCounts
+from .ops import ExpertCollect as ExpertCollect
+from .ops import ExpertDispatch as ExpertDispatch
+from .symmetric import PeerMemory as PeerMemory
+from .symmetric import check_overflow as check_overflow

@@ -1,0 +1,54 @@
+"""Which way tokens travel: the fastest that every rank of the mesh can take. All ranks take the same."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.registry import HAS_TRITON, arch_of
+
+from .exchange import Exchange
+from .host_counts import HostCounts
+from .symmetric import PeerMemory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+WAYS: dict[str, type[Exchange]] = {"host_counts": HostCounts, "peer_memory": PeerMemory}
+
+_votes: dict[str, str] = {}
+"""By group: what its ranks have agreed on."""
+
+
+def choose(
+    way: str | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
+) -> Exchange:
+    """The exchange of a layer.  limits: see `PeerMemory`.  Raises FuseOpsError for a way that is not known."""
+    if way is not None and way not in WAYS:
+        raise FuseOpsError(f"ExpertParallel: way is {way!r}, expected one of {sorted(WAYS)}.")
+    way = way or vote(mesh)
+    return WAYS[way](mesh, num_experts, top_k, **(limits if way == "peer_memory" else {}))
+
+
+def vote(mesh: DeviceMesh) -> str:
+    """What all ranks of a mesh can do: a collective, once a group."""
+    if mesh.device_type != "cuda" or mesh.size() == 1:
+        return "host_counts"
+    group = mesh.get_group()
+    if group.group_name not in _votes:
+        said: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(said, (socket.gethostname(), _writes_to_peers()), group=group)
+        one_host = len({host for host, _ in said}) == 1
+        able = one_host and all(can for _, can in said)
+        _votes[group.group_name] = "peer_memory" if able else "host_counts"
+    return _votes[group.group_name]
+
+
+def _writes_to_peers() -> bool:
+    """Whether this rank has kernels, and GPUs of its host that it reaches."""
+    here = torch.device("cuda", torch.cuda.current_device())
+    return HAS_TRITON and arch_of(here) >= 80

@@ -1,0 +1,115 @@
+"""What torch.compile sees of an exchange: four ops whose sizes are known when they run.
+
+They find the exchange by its number. Compiled code takes all rows that what arrived may have, T K of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import numbered, within_capacity
+
+Sent = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("fuseops::expert_dispatch", mutates_args=())
+def dispatch(
+    x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float
+) -> Sent:
+    """x, experts, weights, slots, arrivals of `Exchange.dispatch`.   capacity_factor: 0 is none"""
+    way = numbered(exchange)
+    if capacity_factor:
+        experts = within_capacity(way, experts, capacity_factor)
+    got = way.dispatch(x, experts, weights)
+    return got.x, got.experts, got.weights, got.slots, got.arrivals
+
+
+@dispatch.register_fake
+def _(x: Tensor, experts: Tensor, weights: Tensor, exchange: int, capacity_factor: float) -> Sent:
+    way = numbered(exchange)
+    tokens, k = torch.library.get_ctx().new_dynamic_size(), experts.shape[1]
+    return (
+        x.new_empty(tokens, x.shape[1]),
+        experts.new_empty(tokens, k, dtype=torch.int32),
+        weights.new_empty(tokens, k),
+        experts.new_empty(x.shape[0], way.world, dtype=torch.int32),
+        way.no_arrivals(x),
+    )
+
+
+@torch.library.custom_op("fuseops::expert_collect", mutates_args=())
+def collect(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
+    """`Exchange.collect`."""
+    return numbered(exchange).collect(y, slots, arrivals)
+
+
+@collect.register_fake
+def _(y: Tensor, slots: Tensor, arrivals: Tensor, exchange: int) -> Tensor:
+    return y.new_empty(slots.shape[0], y.shape[1])
+
+
+@torch.library.custom_op("fuseops::expert_dispatch_bwd", mutates_args=())
+def dispatch_bwd(
+    dx: Tensor,
+    dweights: Tensor | None,
+    experts: Tensor,
+    slots: Tensor,
+    arrivals: Tensor,
+    exchange: int,
+) -> tuple[Tensor, Tensor]:
+    """`Exchange.dispatch_bwd`; without dweights those it gives are empty."""
+    dx, back = numbered(exchange).dispatch_bwd(dx, dweights, experts, slots, arrivals)
+    return dx, dx.new_empty(0) if back is None else back
+
+
+@dispatch_bwd.register_fake
+def _(
+    dx: Tensor,
+    dweights: Tensor | None,
+    experts: Tensor,
+    slots: Tensor,
+    arrivals: Tensor,
+    exchange: int,
+) -> tuple[Tensor, Tensor]:
+    back = dx.new_empty(0) if dweights is None else dweights.new_empty(experts.shape)
+    return dx.new_empty(slots.shape[0], dx.shape[1]), back
+
+
+def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
+    _, experts, _, ctx.number, _ = inputs
+    ctx.save_for_backward(experts, *output[3:])
+
+
+def _dispatch_backward(ctx: Any, dx: Tensor, _ids: Any, dweights: Tensor, *_: Any) -> Any:
+    dx, dweights = dispatch_bwd(dx, dweights, *ctx.saved_tensors, ctx.number)
+    return dx, None, dweights, None, None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
+
+
+@torch.library.custom_op("fuseops::expert_collect_bwd", mutates_args=())
+def collect_bwd(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -> Tensor:
+    """`Exchange.collect_bwd`."""
+    return numbered(exchange).collect_bwd(dy, slots, arrivals, tokens)
+
+
+@collect_bwd.register_fake
+def _(dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, exchange: int) -> Tensor:
+    return dy.new_empty(tokens, dy.shape[1])
+
+
+def _keep_collect(ctx: Any, inputs: Any, output: Any) -> None:
+    y, slots, arrivals, ctx.number = inputs
+    ctx.tokens = y.shape[0]
+    ctx.save_for_backward(slots, arrivals)
+
+
+def _collect_backward(ctx: Any, dy: Tensor) -> Any:
+    return collect_bwd(dy, *ctx.saved_tensors, ctx.tokens, ctx.number), None, None, None
+
+
+collect.register_autograd(_collect_backward, setup_context=_keep_collect)

@@ -1,0 +1,218 @@
+"""The two ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
+
+ExpertDispatch   x (T, D) -> (C, D), the tokens that arrive; publishes offs, probs, index, pos over them
+ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.ops.op import Call, Grads, Op, Out
+
+from . import compiled
+from .exchange import Arrived, Exchange, within_capacity
+
+
+class ExpertDispatchSaved(NamedTuple):
+    experts: Tensor | None  # (T, K) int
+    slots: Tensor | None  # (T, W) int32
+    arrivals: Tensor | None
+    pos: Tensor | None  # (C, K) int32
+    offs: Tensor | None  # (L,) int32
+
+
+class ExpertCollectSaved(NamedTuple):
+    slots: Tensor | None
+    arrivals: Tensor | None
+    tokens: int | None  # C
+
+
+class ExpertDispatch(Op[ExpertDispatchSaved]):
+    """Sends every token to the ranks of its experts, once a rank, and gives the tokens that arrive here.
+
+    Publishes, as `ops.Dispatch`, the rows of the experts that are here over what arrived, and `slots` and `arrivals`,
+    by which `ExpertCollect` sends the sums back. num_experts: of this rank.
+    capacity_factor: as of `ops.Dispatch`, over the tokens of all ranks in their order.
+    """
+
+    reads = ("experts", "weights")
+    writes = ("offs", "probs", "index", "pos", "slots", "arrivals")
+    integers = frozenset({"offs", "index", "pos", "slots", "arrivals"})
+    saves_for = {
+        "x": ("slots", "arrivals"),
+        "weights": ("experts", "slots", "arrivals", "pos", "offs"),
+    }
+    autocast = True  # before it travels
+    apart_when_compiled = True
+
+    def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
+        super().__init__()
+        self.exchange, self.capacity_factor = exchange, capacity_factor
+        self.num_experts = exchange.local
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        e = self.exchange
+        return f"experts over {e.world} ranks, {e.local} here; {e.name}"
+
+    def extra_repr(self) -> str:
+        e = self.exchange
+        limit = (
+            "" if self.capacity_factor is None else f", capacity_factor={self.capacity_factor:g}"
+        )
+        return f"{e.num_experts} over {e.world} ranks{limit}"
+
+    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> Out:
+        if experts.dim() != 2 or experts.shape != weights.shape or len(experts) != len(x):
+            raise ShapeError(
+                f"ExpertDispatch expects experts and weights of shape ({len(x)}, k), got {tuple(experts.shape)} and "
+                f"{tuple(weights.shape)}."
+            )
+        if weights.element_size() < 4:  # as `Routing` has them
+            weights = weights.float()
+        if torch.compiler.is_compiling():
+            return self._compiled(x, experts, weights)
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
+            return Out(y, None, dict(zip(self.writes, side, strict=True)))
+        y, side = self._dispatched(x, experts, weights)
+        saved = ExpertDispatchSaved(
+            experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
+        )
+        return Out(y, saved, side)
+
+    def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
+        number, factor = self.exchange.number, self.capacity_factor or 0.0
+        y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
+        offs, index, pos, probs = K.route(ids, self.num_experts, weights)
+        side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
+        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals})
+
+    def _dispatched(
+        self, x: Tensor, experts: Tensor, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if torch_private.is_fake(x) or x.is_meta:
+            got = _as_many(self.exchange, x, experts, weights)
+        else:
+            if self.capacity_factor is not None:
+                experts = within_capacity(self.exchange, experts, self.capacity_factor)
+            got = self.exchange.dispatch(x, experts, weights)
+        offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
+        self.exchange.bound(offs, got.rows)
+        side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
+        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals}
+
+    def bwd(
+        self,
+        saved: ExpertDispatchSaved,
+        dy: Tensor | None,
+        *,
+        dside: dict[str, Tensor | None],
+        call: Call,
+    ) -> Grads:
+        experts, slots, arrivals, pos, offs = saved
+        dprobs = dside["probs"] if "weights" in call.needs else None
+        dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
+        return Grads(dx if "x" in call.needs else None, side={"weights": dweights})
+
+    def _returned(
+        self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
+    ) -> tuple[Any, Any]:
+        if torch_private.is_fake(slots) or slots.is_meta:
+            dx = None if dy is None else dy.new_empty(len(slots), dy.shape[1])
+            return dx, None if dprobs is None else dprobs.new_empty(experts.shape)
+        if dprobs is not None:  # of rows of one number to tokens of one copy
+            dprobs = K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs)
+            dprobs = dprobs.view_as(pos)
+        if dy is None:  # all ranks send, as those do that have it
+            raise FuseOpsError(
+                "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
+                "runs the same backward."
+            )
+        return self.exchange.dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+
+
+class ExpertCollect(Op[ExpertCollectSaved]):
+    """Sends the sum of each token's experts here back to where it came from, and adds up what comes from all ranks."""
+
+    reads = ("slots", "arrivals")
+    apart_when_compiled = True
+    saves_for = {"x": ("slots", "arrivals", "tokens")}
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def fwd(self, x: Tensor, *, slots: Tensor, arrivals: Tensor) -> Out:
+        if torch.compiler.is_compiling():
+            return Out(compiled.collect(x, slots, arrivals, self.exchange.number))
+        if torch.is_grad_enabled() and x.requires_grad:
+            return Out(_Collected.apply(self, x, slots, arrivals))  # type: ignore[no-untyped-call]
+        return Out(self._collected(x, slots, arrivals), ExpertCollectSaved(slots, arrivals, len(x)))
+
+    def _collected(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        if torch_private.is_fake(x) or x.is_meta:
+            return x.new_empty(len(slots), x.shape[1])
+        return self.exchange.collect(x, slots, arrivals)
+
+    def bwd(self, saved: ExpertCollectSaved, dy: Tensor) -> Grads:
+        return Grads(self._spread(dy, *saved))
+
+    def _spread(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
+        if torch_private.is_fake(dy) or dy.is_meta:
+            return dy.new_empty(tokens, dy.shape[1])
+        return self.exchange.collect_bwd(dy, slots, arrivals, tokens)
+
+
+def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+    """What arrives where ranks send each other alike, in shapes: for plans without the others."""
+    share = 1 - (1 - 1 / exchange.world) ** experts.shape[1]
+    tokens = round(len(x) * exchange.world * share)
+    slots = experts.new_empty(len(x), exchange.world, dtype=torch.int32)
+    return Arrived(
+        x.new_empty(tokens, x.shape[1]),
+        experts.new_empty(tokens, experts.shape[1], dtype=torch.int32),
+        weights.new_empty(tokens, weights.shape[1]),
+        experts.numel(),
+        slots,
+        torch.empty_like(slots[0]),
+    )
+
+
+class _Dispatched(torch.autograd.Function):
+    """ExpertDispatch as plain differentiable torch, for `fo.reference()`."""
+
+    @staticmethod
+    def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
+        y, side = op._dispatched(x, experts, weights)
+        ctx.op = op
+        ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
+        ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
+        return (y, *(side[name] for name in op.writes))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *dside: Any) -> Any:
+        dprobs = dict(zip(ctx.op.writes, dside, strict=True))["probs"]
+        dx, dweights = ctx.op._returned(dy, dprobs, *ctx.saved_tensors)
+        return None, dx, None, dweights
+
+
+class _Collected(torch.autograd.Function):
+    """ExpertCollect as plain differentiable torch."""
+
+    @staticmethod
+    def forward(ctx: Any, op: ExpertCollect, x: Tensor, slots: Tensor, arrivals: Tensor) -> Any:
+        ctx.op, ctx.tokens = op, len(x)
+        ctx.save_for_backward(slots, arrivals)
+        return op._collected(x, slots, arrivals)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return None, ctx.op._spread(dy, *ctx.saved_tensors, ctx.tokens), None, None

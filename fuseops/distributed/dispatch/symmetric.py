@@ -1,0 +1,211 @@
+"""(c) Straight into the memory of the other GPUs of a host, by kernels over torch's symmetric memory.
+
+No host sync and no size that depends on the routing, so a step can be captured; a replay routes anew. A token takes one
+slot of `room` that every pair of ranks has, and rows of the grouped GEMMs are `capacity` times the mean. What does not
+fit sets a flag on the device and makes the sums NaN; `check_overflow` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.errors import FuseOpsError
+from fuseops.kernels.peers import layout
+
+from .exchange import Arrived, Exchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_MS = 600_000
+"""How long a rank waits in a barrier for one that does not come, before the kernel that waits names it and traps."""
+
+
+@dataclass
+class Fabric:
+    """Buffers of all ranks of a group, each of which the others can write to.
+
+    table (W,) int64: their addresses.  uses (1,) int64: how often they were used.  flag (1,) int32: whether something
+    had no room.  handle: of the symmetric memory; None where ranks pass no barrier of a device.
+    """
+
+    table: Tensor
+    uses: Tensor
+    flag: Tensor
+    nbytes: int
+    handle: Any = None
+    memory: Any = None
+
+    def barrier(self) -> None:
+        """All ranks have written before any goes on."""
+        if self.handle is not None:
+            self.handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+
+
+_fabrics: dict[Any, Fabric] = {}
+"""By group: the one allocation that all its layers share, and who needs more replaces."""
+
+
+def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
+    """The buffers of a group, of `nbytes` at least. A collective where they are not there yet."""
+    found = _fabrics.get(group.group_name)
+    if found is None or found.nbytes < nbytes:
+        found = _fabrics[group.group_name] = _made(group, nbytes, device)
+    return found
+
+
+def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    inside = (
+        memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    )  # a pool of allocations has one handle
+    table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
+    uses = torch.zeros(1, dtype=torch.int64, device=device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    return Fabric(table, uses, flag, nbytes, handle, memory)
+
+
+class PeerMemory(Exchange):
+    """arrivals: (W,) int32, how many tokens came from each rank.
+
+    capacity: rows of the grouped GEMMs, and slots of a pair of ranks where they are fewer than the tokens of one, are
+    that many times what even routing takes.
+    """
+
+    name = "written into the memory of peers (no host sync)"
+    not_copied = Exchange.not_copied | {"fabric"}
+    fabric: Fabric | None = None
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_experts: int,
+        top_k: int,
+        *,
+        capacity: float = 1.5,
+        tokens: int = 0,
+    ) -> None:
+        """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
+        super().__init__(mesh, num_experts, top_k)
+        self.capacity, self.tokens = capacity, tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens that a rank may send to another."""
+        share = 1 - (1 - 1 / self.world) ** self.top_k
+        return min(self.tokens, 16 * math.ceil(self.capacity * share * self.tokens / 16))
+
+    @property
+    def rows(self) -> int:
+        """Copies that a rank has room for."""
+        most = self.world * self.room * min(self.top_k, self.local)
+        return min(most, 16 * math.ceil(self.capacity * self.tokens * self.top_k / 16))
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        if x.is_cuda and x.element_size() > 4:
+            raise FuseOpsError(
+                f"ExpertDispatch: x is {x.dtype}, which the kernels that write to peers do not take: "
+                "ExpertParallel(way='host_counts') does."
+            )
+        fabric, place = self._ready(x, weights.dtype)
+        if len(x) > self.tokens:
+            raise FuseOpsError(
+                f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "
+                "forward: run the longest batch first, or set `tokens=` of ExpertParallel."
+            )
+        slots, counts = K.token_slots(experts, self.num_experts, self.world)
+        args = (fabric.table, fabric.uses)
+        K.send_tokens(x, slots, *args, fabric.flag, place, counts, experts, weights)
+        fabric.barrier()
+        x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
+        fabric.uses += 1
+        return Arrived(x, ids, weights, self.rows, slots, arrivals)
+
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.world, dtype=torch.int32)
+
+    def bound(self, offs: Tensor, rows: int) -> None:
+        K.bound_rows(offs, self._fabric().flag, rows)
+
+    def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        return self._back(y, None, None, slots, arrivals)[0]
+
+    def dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        dx, copies = self._back(dx, dweights, experts, slots, arrivals)
+        return dx, None if dweights is None else copies
+
+    def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
+        fabric, place = self._ready(dy, torch.float32)
+        args = (fabric.table, fabric.uses)
+        K.send_tokens(dy, slots, *args, fabric.flag, place)
+        fabric.barrier()
+        got = K.take_tokens(dy, *args, place, arrivals)[0]
+        fabric.uses += 1
+        return got
+
+    def _back(
+        self, y: Tensor, dweights: Any, experts: Any, slots: Tensor, arrivals: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        fabric, place = self._ready(y, torch.float32 if dweights is None else dweights.dtype)
+        args = (fabric.table, fabric.uses)
+        K.return_sums(y, *args, fabric.flag, place, arrivals, dweights)
+        fabric.barrier()
+        chosen = None if dweights is None else experts
+        summed = K.add_sums(y, slots, *args, fabric.flag, place, chosen, dweights)
+        fabric.uses += 1
+        return summed
+
+    def _fabric(self) -> Fabric:
+        fabric: Any = self.fabric  # there since the first dispatch
+        return fabric
+
+    def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
+        """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
+        if self.fabric is None:
+            self._agree(x)
+        row = x.shape[1] * x.element_size()
+        *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
+        if 2 * most > self._fabric().nbytes:
+            self.fabric = fabric_of(self.group, 2 * most, x.device)
+        half = (
+            self._fabric().nbytes // 2
+        )  # whatever this use takes of it: the one before may lie in the other
+        return self._fabric(), [self.rank, self.room, self.num_experts, self.top_k, half, *at]
+
+    def _agree(self, x: Tensor) -> None:
+        tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise FuseOpsError(
+                "ExpertDispatch: the buffers of the ranks are not there yet. Run one step before the capture."
+            )
+        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
+        self.tokens = 16 * math.ceil(int(tokens) / 16)
+        row, weight = x.shape[1] * x.element_size(), max(x.element_size(), 4)
+        most = layout(self.world, self.room, self.top_k, row, weight)[-1]
+        self.fabric = fabric_of(self.group, 2 * most, x.device)
+
+
+def check_overflow() -> None:
+    """Raise FuseOpsError if tokens found no room since the last call, on this rank. Waits for the device.
+
+    Call it where the loss is read; sums are NaN from the first overflow on.
+    """
+    for name, fabric in _fabrics.items():
+        if int(fabric.flag):
+            fabric.flag.zero_()
+            raise FuseOpsError(
+                f"experts of the group {name}: more tokens or copies came than there is room for: raise `capacity` of "
+                "ExpertParallel, or take way='host_counts', which has no bound."
+            )

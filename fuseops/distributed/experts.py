@@ -1,0 +1,145 @@
+"""Experts over ranks: the style for `parallelize_module`.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
+    parallelize_module(model, mesh["ep"], ExpertParallel())
+
+Weights of experts become DTensors, shards of their first axis, which checkpoints and optimizers take as they are; the
+ops read this rank's part, so the rules fuse as on one GPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fuseops import ops
+from fuseops.errors import FuseOpsError
+from fuseops.ops.local import Local
+from fuseops.ops.paths import SPREAD, path_of
+from fuseops.run.composed import Composed
+
+from .dispatch import ExpertCollect, ExpertDispatch
+from .dispatch.choose import choose
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ExpertParallel(ParallelStyle):
+    """Spreads the experts of every layer in a module over the ranks of a mesh of one dimension.
+
+    Of each Sequential with a local `ops.Dispatch` (`fo.MoE`, or one of your own), and of experts that `hf.apply` runs:
+    the weights of experts become DTensors, `Shard(0)`; Dispatch gives way to `ExpertDispatch`, and `ExpertCollect`
+    comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
+    with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
+
+    way: how tokens travel: "host_counts", "peer_memory" (docs/moe.md), or None for the fastest that all ranks can take,
+        which they vote on.
+    capacity, tokens: with "peer_memory", how many times the mean there is room for, and the most tokens of a rank, by
+        default those of the first forward.
+    average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
+        an expert's is: it sees the tokens of all ranks.
+    Raises FuseOpsError for a module without experts, and for experts that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        *,
+        way: str | None = None,
+        average: bool = True,
+        capacity: float = 1.5,
+        tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        self.way, self.average = way, average
+        self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        found = False
+        for inner in list(module.modules()):
+            if isinstance(inner, Composed) and isinstance(_dispatch(inner), ops.Dispatch):
+                self._spread(inner, device_mesh)
+                found = True
+            elif of_transformers(inner):
+                self._spread_lent(inner, device_mesh)
+                found = True
+        if not found:
+            raise FuseOpsError(
+                f"ExpertParallel: {type(module).__name__} has no experts to spread: no Sequential in it has a child "
+                "'dispatch' that is an ops.Dispatch."
+            )
+        return module
+
+    def _spread(self, layer: Composed, mesh: DeviceMesh) -> None:
+        children: dict[str, Any] = dict(layer._modules)
+        dispatch = children["dispatch"]
+        combine = [name for name, op in children.items() if isinstance(op, ops.Combine)]
+        if len(combine) != 1 or "collect" in children:
+            raise FuseOpsError(
+                f"ExpertParallel: {path_of(layer) or type(layer).__name__} has children {[*children]}, expected one "
+                "Combine behind 'dispatch', and no 'collect' of its own."
+            )
+        top_k: Any = children[combine[0]].top_k
+        exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
+        layer._modules.clear()
+        for name, child in children.items():
+            if isinstance(child, ops.GroupedLinear):
+                self._shard(child, mesh)
+            elif isinstance(child, ops.Router):
+                child.over = mesh
+            elif name == "dispatch":
+                child = ExpertDispatch(exchange, dispatch.capacity_factor)
+            layer.add_module(name, child)
+            if name == combine[0]:
+                layer.add_module("collect", ExpertCollect(exchange))
+
+    def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh) -> None:
+        if not op.packed or op.accumulate_into_main_grad:
+            raise FuseOpsError(
+                f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} keeps "
+                + ("one Parameter a group" if not op.packed else "gradients in main_grad")
+                + ", which DTensors have no place for: build it without."
+            )
+        for name, p in op._parameters.items():
+            if p is not None:
+                op._parameters[name] = sharded(p, mesh)
+        op.num_groups //= mesh.size()
+        local = Local(mean_of=mesh.size() if self.average else 1)
+        op._local = {"weight": local, "bias": local}
+
+    def _spread_lent(self, experts: Any, mesh: DeviceMesh) -> None:
+        if experts.num_experts % mesh.size():
+            raise FuseOpsError(
+                f"{experts.num_experts} experts over {mesh.size()} ranks: the ranks must divide them."
+            )
+        for name, p in experts._parameters.items():
+            if p is not None:
+                experts._parameters[name] = sharded(p, mesh)
+        experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+
+
+def sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter over the ranks, by its first axis."""
+    if parameter.is_meta:
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
+        whole = DTensor.from_local(local.contiguous(), mesh, [Shard(0)], run_check=False)
+    else:
+        with torch.no_grad():
+            whole = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+    made = nn.Parameter(whole, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _dispatch(layer: Composed) -> Any:
+    return layer._modules.get("dispatch")
+
+
+def of_transformers(module: nn.Module) -> bool:
+    """Whether it is a module of experts as transformers writes them."""
+    return {"has_gate", "is_transposed", "num_experts"} <= vars(module).keys()

@@ -1,0 +1,99 @@
+"""FSDP2 beside experts over ranks: two meshes in one model, and what torch does with one at a time.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
+    every = mesh._flatten("every")                                  # all 8 ranks have tokens of their own
+    parallelize_module(model, mesh["ep"], ExpertParallel())
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=every, shard_placement_fn=expert_placement(mesh["dp"]))
+    optimizer = torch.optim.AdamW(param_groups(model), fused=True)
+    clip_grad_norm_(model.parameters(), 1.0)
+
+Gradients are means over all ranks: those of experts over "ep" in their layer (`ExpertParallel(average=True)`), then
+over "dp" by FSDP2, as it divides them by the ranks that it shards them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """A `shard_placement_fn` of `fully_shard` that shards parameters over `mesh` where they are spread over ranks
+    already, and others over the mesh that `fully_shard` is given.
+
+    mesh: one dimension, the ranks that hold the same experts. Experts are sharded by their first axis, and by the
+    second where these ranks do not divide the experts of one.  Raises FuseOpsError before torch 2.12, which has no mesh
+    for a parameter.
+    """
+    from torch.distributed.tensor import Shard
+
+    placement_on, info = torch_private.shard_placement_on(mesh)
+    if placement_on is None:
+        raise FuseOpsError(
+            f"experts beside FSDP2 need a mesh of their own, which `fully_shard` of torch {torch.__version__} does not "
+            "know: it came with 2.12. Leave them to `ExpertParallel` alone: `fully_shard(..., ignored_params={...})`."
+        )
+
+    def place(parameter: nn.Parameter) -> Any:
+        if not torch_private.is_dtensor(type(parameter)):
+            return None
+        local: Any = parameter
+        count = local.to_local().shape[0]
+        return placement_on(Shard(0 if count % mesh.size() == 0 else 1), info)
+
+    return place
+
+
+def param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """The parameters of a model by their mesh, for an optimizer whose fused or foreach steps take one mesh at a time.
+
+    options: of every group, such as weight_decay.
+    """
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": found, **options} for found in by_mesh(wanted).values()]
+
+
+def by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Tensors by the mesh that they lie on and how; those of one rank by None."""
+    found: dict[Any, list[Any]] = {}
+    for t in tensors:
+        key = (t.device_mesh, t.placements) if torch_private.is_dtensor(type(t)) else None
+        found.setdefault(key, []).append(t)
+    return found
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` over parameters of several meshes.   -> the norm of all gradients, ()
+
+    Raises RuntimeError for a norm that is not finite, if asked to, as torch does.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    utils, norms = torch.nn.utils, []
+    for mine in by_mesh(p.grad for p in parameters).values():
+        norm: Any = utils.get_total_norm(mine, norm_type)
+        norms.append(norm.full_tensor() if torch_private.is_dtensor(type(norm)) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"the norm of the gradients is {float(total)}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        p.grad.mul_(scale.to(p.grad.dtype))  # type: ignore[union-attr]
+    return total

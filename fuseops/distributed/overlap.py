@@ -1,0 +1,127 @@
+"""Rules that run a collective of tensor parallelism while the product beside it runs.
+
+    fo.configure(model, rules=fuseops.distributed.overlap_rules)
+
+AllGather and Linear are one op of torch's symmetric memory in the forward, the product of the gradient and its
+reduce-scatter in the backward; Linear and ReduceScatter the other way round. Shards travel by copy engines from one
+peer's memory to the next, without multicast. Where a rule does not apply `explain()` has the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.ops.collectives import AllGather, CollectiveSaved, ReduceScatter, Way
+from fuseops.ops.linear import Linear, LinearSaved, linear_bwd
+from fuseops.ops.op import Call, FusedOp, Grads, Out
+from fuseops.rules.rule import Conditions, Rule, require
+
+Tensors = tuple[Mapping[str, Tensor], ...]
+
+
+class AllGatherLinear(FusedOp):
+    """y = gathered x W^T + b.   (T / ranks, K) -> (T, N)   Saves what its members save: gathered x."""
+
+    def fwd(self, x: Tensor, t: Tensors, calls: tuple[Call, ...]) -> Out:
+        weight, bias = t[1]["weight"], t[1]["bias"]
+        w = calls[1].precision.cast(weight)
+        way: Way = self.members[0].way()  # type: ignore[operator]
+        rows, y = torch_private.all_gather_matmul(x.to(w.dtype), w.t(), way.ranks.group)  # type: ignore[union-attr]
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+        return Out(y, (CollectiveSaved(way), LinearSaved(rows, weight)))
+
+    def bwd(self, saved: Any, dy: Tensor, calls: tuple[Call, ...], dside: Any) -> tuple[Grads, ...]:
+        (way,), product = saved
+        dx = None
+        if "x" in calls[0].needs:
+            group = way.ranks.group
+            dx = torch_private.matmul_reduce_scatter(dy, product.weight.to(dy.dtype), group)
+        return Grads(dx), Grads(None, _weights(product, dy, calls[1]))
+
+
+class LinearReduceScatter(FusedOp):
+    """y = this rank's rows of the sum of the ranks' x W^T.   (T, K) -> (T / ranks, N)   Saves what its members save."""
+
+    def fwd(self, x: Tensor, t: Tensors, calls: tuple[Call, ...]) -> Out:
+        weight = t[0]["weight"]
+        w = calls[0].precision.cast(weight)
+        way: Way = self.members[1].way()  # type: ignore[operator]
+        x = x.to(w.dtype)  # type: ignore[union-attr]
+        y = torch_private.matmul_reduce_scatter(x, w.t(), way.ranks.group)  # type: ignore[union-attr]
+        return Out(y, (LinearSaved(x, weight), CollectiveSaved(way)))
+
+    def bwd(self, saved: Any, dy: Tensor, calls: tuple[Call, ...], dside: Any) -> tuple[Grads, ...]:
+        product, (way,) = saved
+        needs, group = calls[0].needs, way.ranks.group
+        dx = None
+        if "x" in needs:
+            weight = product.weight.to(dy.dtype)
+            dy, dx = torch_private.all_gather_matmul(dy, weight, group)
+        else:
+            dy = torch_private.all_gather(dy.contiguous(), 0, group)
+        return Grads(dx, _weights(product, dy, calls[0])), Grads()
+
+
+def _weights(product: LinearSaved, dy: Tensor, call: Call) -> Mapping[str, Tensor | None]:
+    """The gradients of a product's parameters that are needed."""
+    call = call._replace(needs=call.needs - {"x"})
+    return linear_bwd(product, dy, call).params or {}
+
+
+# --- conditions
+
+
+def _collective(ops: Any) -> Any:
+    return next(op for op in ops if not isinstance(op, Linear))
+
+
+def two_ranks(ops: Any, c: Conditions) -> str | None:
+    size = _collective(ops)._ranks.size
+    return require(size > 1, "there is one rank, and nothing to overlap")
+
+
+def on_one_host(ops: Any, c: Conditions) -> str | None:
+    if c.device.type != "cuda":
+        return f"x is on {c.device.type}: symmetric memory is CUDA's"
+    size, here = _collective(ops)._ranks.size, torch.cuda.device_count()
+    return require(size <= here, f"{size} ranks are on more than this host, with {here} GPUs")
+
+
+def rows_first(ops: Any, c: Conditions) -> str | None:
+    dim, axes = _collective(ops).dim, len(c.shape)
+    first = dim in (0, -axes)
+    return require(axes == 2 and first, f"x has {axes} axes and goes along dim={dim}, not rows")
+
+
+def partial(ops: Any, c: Conditions) -> str | None:
+    grad = getattr(_collective(ops), "grad", "partial")
+    return require(
+        grad == "partial", f"the AllGather has grad={grad!r}: its backward sends nothing"
+    )
+
+
+def no_bias(ops: Any, c: Conditions) -> str | None:
+    return require(ops[0].bias is None, "a bias is added before the sum over the ranks")
+
+
+def half(ops: Any, c: Conditions) -> str | None:
+    known = (torch.bfloat16, torch.float16)
+    return require(c.dtype in known, f"the product is one of {c.dtype}, not of 16 bits")
+
+
+_ALWAYS = (two_ranks, on_one_host, rows_first, half)
+_IN, _OUT = (AllGather, Linear), (Linear, ReduceScatter)
+
+overlap_rules = (
+    Rule("all_gather_linear", _IN, AllGatherLinear, "forward", _ALWAYS),
+    Rule("linear_reduce_scatter", _OUT, LinearReduceScatter, "forward", (*_ALWAYS, no_bias)),
+    Rule("all_gather_linear_bwd", _IN, AllGatherLinear, "backward", (*_ALWAYS, partial)),
+    Rule("linear_reduce_scatter_bwd", _OUT, LinearReduceScatter, "backward", (*_ALWAYS, no_bias)),
+)
+"""Of tensor parallelism with sequences sharded: `fo.configure(model, rules=overlap_rules)`."""

@@ -1,0 +1,364 @@
+"""Tensor and sequence parallelism: styles for torch's `parallelize_module`.
+
+    model = parallelize_module(model, mesh["tp"], fuseops.distributed.tp_plan(model))
+
+A style makes the parameters of an op DTensors, so that optimizers, FSDP2, gradient clipping and distributed checkpoints
+know what they are part of, and says how the op computes with this rank's part. Ops still take and give plain tensors,
+and rules fuse them. The collectives of a style run before the op and after it, as ops of the Sequential that runs it:
+`explain()` shows them. They are no children, so names, positions and keys of a state_dict stay.
+
+A `[gate | up]` weight (2F, D) becomes (2, F, D), sharded on F: every rank has its rows of both, one block of the whole
+each, and a rank's part read as (2F / ranks, D) is the `[gate | up]` of an op that many times narrower, without a copy.
+(Sharded on F as (F, 2, D) its rows would alternate; as two parameters they would have to be copied together in each
+forward under FSDP2.) It stands in the state_dict, and in optimizer states, as (2, F, D); `load_state_dict` takes either
+form, and `split_halves` gives a whole model the same, for `torch.distributed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fuseops import ops, torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops.activations import Activation, ScaledActivation
+from fuseops.ops.halves import is_gate
+from fuseops.ops.local import Local, Ranks, halved
+from fuseops.ops.op import Op
+from fuseops.run.composed import Composed
+
+Products = (ops.Linear, ops.GroupedLinear)
+
+
+class _Style(ParallelStyle):
+    """What the styles share: parameters laid out over a mesh, and ops around an op."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        kinds = self._takes()
+        if not isinstance(module, kinds):
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise FuseOpsError(
+                f"{type(self).__name__} lays out ops ({names}), got {type(module).__name__}: modules of torch have "
+                "torch.distributed.tensor.parallel's own styles."
+            )
+        if device_mesh.ndim != 1:
+            raise FuseOpsError(
+                f"{type(self).__name__} takes a mesh of one dimension, got {device_mesh}: slice it, mesh['tp']."
+            )
+        if getattr(module, "accumulate_into_main_grad", False):
+            raise FuseOpsError(
+                f"{type(module).__name__}(accumulate_into_main_grad=True) has buffers of its own, which are no "
+                "DTensors: leave it off under tensor parallelism."
+            )
+        self._lay_out(module, device_mesh)
+        return module
+
+    def _takes(self) -> tuple[type, ...]:
+        raise NotImplementedError
+
+    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        raise NotImplementedError
+
+    def _spread(self, op: Any, name: str, mesh: DeviceMesh, axis: int | None, local: Local) -> None:
+        """Make a parameter a DTensor over the mesh, sharded on an axis counted from the last, or whole (None); the op
+        computes with `local` of it.
+        """
+        parameter = op._parameters.get(name)
+        if parameter is None:
+            return
+        if torch_private.is_dtensor(type(parameter)):
+            raise FuseOpsError(
+                f"{type(self).__name__}: {name} of {type(op).__name__} is a DTensor already, over "
+                f"{parameter.device_mesh}: lay it out once, and before fully_shard."
+            )
+        whole = parameter.detach()
+        if local.axis and name not in op._local:
+            whole = halved(whole, local.axis)
+        placement = Replicate() if axis is None else Shard(whole.dim() + axis)
+        placed = distribute_tensor(
+            whole, mesh, [placement], src_data_rank=getattr(self, "src_data_rank", 0)
+        )
+        op._parameters[name] = nn.Parameter(placed, parameter.requires_grad)
+        op._local = {**op._local, name: local}
+
+
+class ColwiseParallel(_Style):
+    """The outputs of a Linear or GroupedLinear, or the columns of a Bias, over the ranks: each computes its part.
+
+    input_layouts: of x; Replicate() (default), or Shard(dim), of tokens say, which an AllGather undoes.
+    output_layouts: Shard(-1) (default), or Replicate(), by an AllGather.
+    gate_up: the outputs are `[gate | up]` for a gated activation: every rank gets its part of both.
+    A scaled activation takes it too: the gradients of its probabilities are added up over the ranks. So does a Permute,
+    before which x is then as it would be before its GroupedLinear, which gets input_layouts=Partial().
+    Raises FuseOpsError for another op, other layouts, or outputs that do not divide by the ranks.
+    """
+
+    def __init__(
+        self, *, input_layouts: Any = None, output_layouts: Any = None, gate_up: bool = False
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
+        self.gate_up = gate_up
+        if self.output_layouts not in (Shard(-1), Replicate()):
+            raise FuseOpsError(
+                f"ColwiseParallel: output_layouts is {output_layouts}, expected Shard(-1) or Replicate()."
+            )
+        if self.gate_up and self.output_layouts != Shard(-1):
+            raise FuseOpsError("ColwiseParallel(gate_up=True): the activation takes Shard(-1).")
+
+    def _takes(self) -> tuple[type, ...]:
+        return (*Products, ops.Bias, ScaledActivation, ops.Permute)
+
+    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        if isinstance(op, ops.Permute):
+            op._around = (_entry(self.input_layouts, mesh), ())
+            return
+        if isinstance(op, ScaledActivation):
+            _sum_of_probs(op, mesh)
+            return
+        attribute = "size" if isinstance(op, ops.Bias) else "out_features"
+        _divide(op, attribute, mesh, 2 if self.gate_up else 1)
+        self._spread(op, "weight", mesh, -2, Local(-3 if self.gate_up else 0))
+        self._spread(op, "bias", mesh, -1, Local(-2 if self.gate_up else 0))
+        op._layout = self.input_layouts
+        if isinstance(op, ops.Bias):
+            return  # what comes in is sharded alike
+        after: tuple[Op[Any], ...] = ()
+        if self.output_layouts == Replicate():
+            after = (ops.AllGather(mesh, dim=-1, grad="replicate"),)
+        op._around = (_entry(self.input_layouts, mesh), after)
+
+
+class RowwiseParallel(_Style):
+    """The inputs of a Linear or GroupedLinear over the ranks: each computes a part of every output, which add up.
+
+    input_layouts: of x; Shard(-1), as `ColwiseParallel` gives it.
+    output_layouts: Replicate() (default), by an AllReduce, or Shard(dim), of tokens say, by a ReduceScatter.
+        Partial() leaves them to be added up by who comes later: by a Combine with this style.
+    The bias is added once, by the first rank.
+    Raises FuseOpsError for another op, other layouts, or inputs that do not divide by the ranks.
+    """
+
+    def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None) -> None:
+        super().__init__()
+        self.output_layouts = output_layouts or Replicate()
+        if (input_layouts or Shard(-1)) != Shard(-1):
+            raise FuseOpsError(
+                f"RowwiseParallel: input_layouts is {input_layouts}, expected Shard(-1)."
+            )
+
+    def _takes(self) -> tuple[type, ...]:
+        return (*Products, ops.Combine)
+
+    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        if isinstance(op, ops.Combine):
+            op._around = ((), _exit(self.output_layouts, mesh))
+            return
+        _divide(op, "in_features", mesh, 1)
+        self._spread(op, "weight", mesh, -1, Local())
+        self._spread(op, "bias", mesh, None, Local(whole="first", ranks=Ranks(mesh)))
+        op._layout = Shard(-1)
+        if "probs" in op.reads:
+            _sum_of_probs(op, mesh)
+        op._around = ((), _exit(self.output_layouts, mesh))
+
+
+class SequenceParallel(_Style):
+    """A norm or a Bias over this rank's tokens: its parameters are whole on every rank, their gradients are added up.
+
+    sequence_dim: the axis of the tokens, -2 of (T, D) and of (B, T, D).
+    Raises FuseOpsError for another op.
+    """
+
+    def __init__(self, *, sequence_dim: int = -2) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+
+    def _takes(self) -> tuple[type, ...]:
+        return (ops.RMSNorm, ops.LayerNorm, ops.Bias, *Products)
+
+    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        for name in ("weight", "bias"):
+            self._spread(op, name, mesh, None, Local(whole="sum", ranks=Ranks(mesh)))
+        op._layout = Shard(self.sequence_dim)
+
+
+class Replicated(_Style):
+    """An op that every rank runs as one alone would: its parameters are whole everywhere, and DTensors as all others
+    are, since clipping and optimizers take no mixture.
+    """
+
+    def _takes(self) -> tuple[type, ...]:
+        return (Op,)
+
+    def _lay_out(self, op: Any, mesh: DeviceMesh) -> None:
+        for name in [*op._parameters]:
+            self._spread(op, name, mesh, None, Local())
+
+
+def _sum_of_probs(op: Op[Any], mesh: DeviceMesh) -> None:
+    """Have the ranks' gradients of a row's probability, each from its own hidden units, added up."""
+    op._local = {**op._local, "probs": Local(whole="sum", ranks=Ranks(mesh))}
+
+
+def _entry(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
+    """What brings x to every rank: its gradient is the sum of theirs."""
+    if layout == Partial():
+        return ()
+    if layout == Replicate():
+        return (ops.AllReduce(mesh, forward=False, backward=True),)
+    return (ops.AllGather(mesh, dim=_dim(layout)),)
+
+
+def _exit(layout: Any, mesh: DeviceMesh) -> tuple[Op[Any], ...]:
+    """What adds the ranks' outputs up."""
+    if layout == Partial():
+        return ()
+    if layout == Replicate():
+        return (ops.AllReduce(mesh),)
+    return (ops.ReduceScatter(mesh, dim=_dim(layout)),)
+
+
+def _dim(layout: Any) -> int:
+    if not isinstance(layout, Shard) or layout.dim == -1:
+        raise FuseOpsError(
+            f"expected Replicate() or Shard(dim) of another axis than the last, got {layout}."
+        )
+    return int(layout.dim)
+
+
+def _divide(op: Any, attribute: str, mesh: DeviceMesh, parts: int) -> None:
+    """Make a width that of one rank.  Raises FuseOpsError where it does not divide."""
+    size, ranks = getattr(op, attribute), mesh.size()
+    if size % (parts * ranks):
+        of = f"{parts} halves over " if parts > 1 else ""
+        raise FuseOpsError(
+            f"{type(op).__name__}.{attribute} is {size}, which does not divide by {of}{ranks} ranks."
+        )
+    if not getattr(op, "packed", True):
+        raise FuseOpsError(
+            "GroupedLinear(packed=False) has one Parameter a group: build it packed for tensor parallelism."
+        )
+    setattr(op, attribute, size // ranks)
+
+
+# --- plans
+
+
+def tp_plan(
+    model: nn.Module, *, sequence_parallel: bool = False, sequence_dim: int = -2
+) -> dict[str, ParallelStyle]:
+    """The plan of `parallelize_module` for every MLP of a model: an activation between two Linear or GroupedLinear of
+    one Sequential. The first is sharded by its outputs, `[gate | up]` by both halves, the second by its inputs.
+
+    sequence_parallel: x and y of the MLP are sharded by tokens, on axis `sequence_dim`; norms and biases of the same
+        Sequential work on this rank's tokens.
+    Its other ops are `Replicated` without sequence_parallel. What else a model has (attention, say) takes entries of
+    yours: the plan is a dict of styles by path.
+    Raises FuseOpsError where there is no MLP.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Composed):
+            prefix = f"{path}." if path else ""
+            found = _plan_of(module, sequence_parallel, sequence_dim)
+            plan |= {f"{prefix}{name}": style for name, style in found}
+    if not plan:
+        raise FuseOpsError(
+            f"tp_plan found no MLP in {type(model).__name__}: a fuseops.Sequential with an activation between two "
+            "Linear or GroupedLinear."
+        )
+    for path, module in model.named_modules() if not sequence_parallel else ():
+        if isinstance(module, Op) and path not in plan and module.__dict__["_parameters"]:
+            plan[path] = Replicated()
+    return plan
+
+
+def _plan_of(
+    module: Composed, sequence_parallel: bool, dim: int
+) -> Iterator[tuple[str, ParallelStyle]]:
+    children = list(module._modules.items())
+    tokens = Shard(dim) if sequence_parallel else Replicate()
+    mine: dict[str, ParallelStyle] = {}
+    for first, act, second in _mlps(children):
+        gate_up, routed = is_gate(children[act][1]), _routed(children, first, second)
+        if routed and sequence_parallel:
+            raise FuseOpsError(
+                f"tp_plan(sequence_parallel=True): the router before {children[first][0]!r} takes every token. Leave "
+                "it off for this model, or gather the tokens before its experts and write the plan by hand."
+            )
+        inside: Any = Partial() if routed else tokens
+        mine[children[first][0]] = ColwiseParallel(input_layouts=inside, gate_up=gate_up)
+        mine[children[second][0]] = RowwiseParallel(output_layouts=inside)
+        if act == first + 2:
+            mine[children[first + 1][0]] = ColwiseParallel(input_layouts=Shard(-1), gate_up=gate_up)
+        if isinstance(children[act][1], ScaledActivation):
+            mine[children[act][0]] = ColwiseParallel()
+        if routed:
+            mine[children[first - 1][0]] = ColwiseParallel()
+            mine[children[second + 1][0]] = RowwiseParallel()
+    beside = (ops.RMSNorm, ops.LayerNorm, ops.Bias)
+    for name, child in children if mine and sequence_parallel else ():
+        if isinstance(child, beside) and name not in mine:
+            mine[name] = SequenceParallel(sequence_dim=dim)
+    yield from mine.items()
+
+
+def _routed(children: list[tuple[str, nn.Module]], first: int, second: int) -> bool:
+    """Whether a Permute and a Combine stand around an MLP."""
+    if first < 1 or second + 1 >= len(children):
+        return False
+    before, after = children[first - 1][1], children[second + 1][1]
+    return isinstance(before, ops.Permute) and isinstance(after, ops.Combine)
+
+
+def _mlps(children: list[tuple[str, nn.Module]]) -> Iterator[tuple[int, int, int]]:
+    """Positions of (product, activation, product), with a Bias between the first two or not."""
+    for act, (_, child) in enumerate(children):
+        if not isinstance(child, Activation | ScaledActivation) or not 0 < act < len(children) - 1:
+            continue
+        first = act - 2 if isinstance(children[act - 1][1], ops.Bias) else act - 1
+        if first < 0:
+            continue
+        around = children[first][1], children[act + 1][1]
+        if all(isinstance(op, Products) for op in around) and type(around[0]) is type(around[1]):
+            yield first, act, act + 1
+
+
+def split_halves(model: nn.Module) -> nn.Module:
+    """Register the `[gate | up]` weights of a whole model as (2, F, D), the form that they have under tensor
+    parallelism, over the same memory: distributed checkpoints of either are then those of the other.   -> model
+    """
+    for module in model.modules():
+        if not isinstance(module, Composed):
+            continue
+        children = list(module._modules.items())
+        for first, act, _ in _mlps(children):
+            if not is_gate(children[act][1]):
+                continue
+            for _, op in children[first:act]:
+                _split(op)
+    return model
+
+
+def _split(op: Any) -> None:
+    for name, axis in (("weight", -3), ("bias", -2)):
+        parameter = op._parameters.get(name)
+        if parameter is not None and name not in op._local:
+            halves = halved(parameter.detach(), axis)
+            op._parameters[name] = nn.Parameter(halves, parameter.requires_grad)
+            op._local = {**op._local, name: Local(axis)}
+
+
+def shard_placement(parameter: nn.Parameter) -> Any:
+    """The axis that FSDP2 shards of a parameter, for `fully_shard(shard_placement_fn=)`: of (2, F, D) the last, since
+    there are but two of the first.   -> Shard, or None for FSDP2's own choice
+    """
+    halves = torch_private.is_dtensor(type(parameter)) and parameter.dim() == 3
+    return Shard(2) if halves and parameter.shape[0] == 2 else None

@@ -1,0 +1,142 @@
+"""Quantization to FP8 with one scale a group of rows, or one a matrix of a weight, from its own amax.
+
+Maths: as `fuseops.kernels.quantize` has it for one tensor: inv = limit / amax, q = saturate(x * inv), scale = 1 / inv.
+Shapes: x (R, N) -> rows (R, N), columns (N, C), scale (E,). With `offs` the columns of each group begin at a multiple
+of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C = ceil(R/128) * 128, scale (). Rows of
+padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,).
+What is not wanted is empty.
+Two reads of x: the largest magnitudes meet by integer maxima of their bits, which no order changes.
+Hardware: sm_89 and later convert; older ones run the reference, as sizes and strides beyond 2^24 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference, tiles
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.quantize import FORMATS, fp8_op
+from fuseops.kernels.registry import tensor_bytes
+from fuseops.kernels.tiles import as_rows, cdiv, require
+
+BLOCK = 128
+SPAN = 1024
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """Lines of 128 bytes on both sides: 64 columns of two bytes, 128 rows of one."""
+    return [{"BLOCK_R": BLOCK, "BLOCK_N": 64, "num_warps": warps} for warps in (4, 8)]
+
+
+AMAX = Space("group_amax", lambda dims, itemsize: _candidates(dims, itemsize)[::-1])
+QUANTIZE = Space("quantize_groups", _candidates)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _group_cases() -> Iterator[tuple[Any, ...]]:
+    for dtype, fmt in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)):
+        for offs in (None, _meta(64, dtype=torch.int32)):
+            yield _meta(8190, 4096, dtype=dtype), offs, FORMATS[fmt], True, True
+
+
+def _weight_cases() -> Iterator[tuple[Any, ...]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield _meta(8, 1024, 4096, dtype=dtype), FORMATS[0], True, True
+
+
+def _bytes(x: Tensor, row: bool, col: bool) -> int:
+    return 2 * tensor_bytes(x) + x.numel() * (row + col)
+
+
+@fp8_op(
+    twin=reference.quantize_groups,
+    cases=_group_cases,
+    nbytes=lambda x, offs, dtype, row=True, col=False: _bytes(x, row, col),
+)
+def quantize_groups(
+    x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True, col: bool = False
+) -> Three:
+    """(rows, columns, scale) of x, one scale a group, or one for all."""
+    x = _checked(x, 2, "(R, N)", dtype)
+    rows, n = x.shape
+    if not x.numel() or _too_large(x):
+        return reference.quantize_groups(x, offs, dtype, row, col)
+    groups = 0 if offs is None else len(offs)
+    blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
+    data = x.new_empty((rows, n) if row else 0, dtype=dtype)
+    columns = x.new_empty((n, blocks * BLOCK) if col else 0, dtype=dtype)
+    scale = x.new_empty(() if offs is None else groups, dtype=torch.float32)
+    form = {"FORM": "one" if offs is None else "groups", "ALIGN": BLOCK, "ROW": row, "COL": col}
+    _launch(x, offs, (data, columns, scale), blocks, (rows, n, groups), form, groups)
+    return data, columns, scale
+
+
+@fp8_op(
+    twin=reference.quantize_matrices,
+    cases=_weight_cases,
+    nbytes=lambda weight, dtype, row=True, col=True: _bytes(weight, row, col),
+)
+def quantize_matrices(
+    weight: Tensor, dtype: torch.dtype, row: bool = True, col: bool = True
+) -> Three:
+    """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K)"""
+    require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
+    groups, n, k = weight.shape
+    x = _checked(weight.reshape(groups * n, k), 2, "", dtype).contiguous()
+    if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
+        return reference.quantize_matrices(weight, dtype, row, col)
+    data = x.new_empty((groups, n, k) if row else 0, dtype=dtype)
+    turned = x.new_empty((groups, k, n) if col else 0, dtype=dtype)
+    scale = x.new_empty(groups, dtype=torch.float32)
+    form = {"FORM": "matrices", "ALIGN": 16, "ROW": row, "COL": col}
+    _launch(
+        x, None, (data, turned, scale), groups * cdiv(n, BLOCK), (groups * n, k, n), form, groups
+    )
+    return data, turned, scale
+
+
+def _launch(
+    x: Tensor,
+    offs: Tensor | None,
+    out: Three,
+    blocks: int,
+    sizes: tuple[int, int, int],
+    form: dict[str, Any],
+    groups: int,
+) -> None:
+    rows, n, _ = sizes
+    amax = torch.zeros(max(groups, 1), dtype=torch.int32, device=x.device)
+    ends = x if offs is None else offs.contiguous()
+    grouping = {"FORM": form["FORM"], "BLOCK_E": tiles.pow2(groups, least=32)}
+    kernels = device("amax")
+    launch(
+        kernels.group_amax_kernel, (blocks, cdiv(n, SPAN)), x, ends, amax, *sizes, x.stride(0),
+        SPAN=SPAN, **grouping, **overlap(x.device), **AMAX.pick(rows, (n,), x),
+    )  # fmt: skip
+    config = QUANTIZE.pick(rows, (n,), x)
+    data, turned, scale = out
+    launch(
+        kernels.quantize_groups_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        x, ends, amax, data, turned, scale, *sizes, x.stride(0),
+        LIMIT=torch.finfo(data.dtype).max, BLOCK_E=grouping["BLOCK_E"], **form, **overlap(x.device), **config,
+    )  # fmt: skip
+
+
+def _checked(x: Tensor, dims: int, expected: str, dtype: torch.dtype) -> Tensor:
+    require(x.dim() == dims, f"x is {tuple(x.shape)}, expected {expected}.")
+    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
+    return as_rows(x)
+
+
+def _too_large(x: Tensor) -> bool:
+    """Offsets within a tile are 32 bits."""
+    return max(*x.shape, x.stride(0)) >= 1 << 24

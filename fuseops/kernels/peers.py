@@ -1,0 +1,258 @@
+"""Tokens into the memory of other GPUs of a host and back, written by the kernels themselves.
+
+Every rank of W has a buffer that the others can write to: two halves, used in turn, each with a place for `room` tokens
+from every rank, the ids and weights of their K experts, and how many there are. `table` (W,) int64 are the addresses
+of the buffers, `uses` (1,) int64 counts how often they were used, on the device, so that a captured graph goes on
+counting.
+
+    send_tokens   x (T, N) -> row rank * room + slots[t, to] of the buffers that it goes to
+    take_tokens   this rank's buffer -> (W room, N) memory of its own, zeros where nothing came
+    return_sums   x (W room, N) -> row rank * room + slot of the buffer where the token came from
+    add_sums      this rank's buffer -> y (T, N), the sums of each token in the order of ranks, in float32
+
+Nothing here waits: between the first and the second of a pair, and of the other pair, all ranks pass a barrier.
+flag (1,) int32 is set where a rank had no room for its tokens or rows; sums are NaN from then on.
+Shapes: slots (T, W) int32, experts (T, K) int, weights (T, K) float32.
+place: [rank, room, E, K, bytes of a half, and where in it the ids, weights and counts begin].
+Hardware: sm_80 and later, peers over NVLink or PCIe.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.registry import INTERPRET, kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+WORLD = 4  # of the ahead-of-time table: W is compiled into two of the kernels
+
+
+def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """At most 16 elements a thread."""
+    n = pow2(dims[-1], most=1024 if itemsize == 4 else 2048)
+    return [
+        {"BLOCK_R": max(total // n, 1), "BLOCK_N": n, "num_warps": warps}
+        for total, warps in ((2048, 4), (4096, 8))
+    ]
+
+
+PEERS = Space("peers", _candidates)
+
+
+def layout(world: int, room: int, k: int, row: int, weight: int) -> tuple[int, int, int, int]:
+    """Where ids, weights and counts begin in a half, and its bytes.   row, weight: bytes of a row, and of a weight"""
+    ids_at = _aligned(world * room * row)
+    weights_at = ids_at + _aligned(4 * world * room * k)
+    counts_at = weights_at + _aligned(weight * world * room * k)
+    return ids_at, weights_at, counts_at, counts_at + _aligned(4 * world)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
+def _cases(what: str) -> Iterator[tuple[Any, ...]]:
+    meta: dict[str, Any] = {"device": "meta"}
+    table, uses = (
+        torch.empty(WORLD, dtype=torch.int64, **meta),
+        torch.empty(1, dtype=torch.int64, **meta),
+    )
+    flag, ints = torch.empty(1, dtype=torch.int32, **meta), {"dtype": torch.int32, **meta}
+    tokens, room, experts, k = 8192, 8192, 128, 8
+    offs = torch.empty(experts // WORLD, **ints)
+    chosen, slots = torch.empty(tokens, k, **ints), torch.empty(tokens, WORLD, **ints)
+    counts, weights = torch.empty(WORLD, **ints), torch.empty(tokens, k, **meta)
+    if what == "slots":
+        yield chosen, experts, WORLD
+    if what == "bound":
+        yield offs, flag, 65536
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(tokens, 2048, dtype=dtype, **meta)
+        there = torch.empty(WORLD * room, 2048, dtype=dtype, **meta)
+        *at, half = layout(WORLD, room, k, 2048 * dtype.itemsize, 4)
+        place = [1, room, experts, k, half, *at]
+        if what == "send":
+            yield x, slots, table, uses, flag, place, counts, chosen, weights
+            yield x, slots, table, uses, flag, place
+        if what == "take":
+            yield x, table, uses, place, None, weights
+            yield x, table, uses, place, counts
+        if what == "return":
+            yield there, table, uses, flag, place, counts, torch.empty(WORLD * room, k, **meta)
+            yield there, table, uses, flag, place, counts
+        if what == "add":
+            yield x, slots, table, uses, flag, place, chosen, weights
+            yield x, slots, table, uses, flag, place
+
+
+class PeerKernel:
+    """A launcher that reaches memory by addresses, so that no dispatcher, fake or compiler has to do with it.
+
+    Its twin reaches that of the host; it runs for tensors of the CPU, outside of the interpreter.
+    """
+
+    min_arch = 80
+
+    def __init__(
+        self, launcher: Callable[..., Any], twin: Callable[..., Any], cases: Callable[[], Any]
+    ) -> None:
+        functools.update_wrapper(self, launcher)
+        self.name, self.launcher, self.twin, self.cases = launcher.__name__, launcher, twin, cases
+
+    def __call__(self, *args: Any) -> Any:
+        first = args[0]
+        launches = first.is_cuda or (INTERPRET and first.dtype is not torch.float64)
+        return (self.launcher if launches else self.twin)(*args)
+
+
+PEER_KERNELS: list[PeerKernel] = []
+
+
+def peer_kernel(
+    *, twin: Callable[..., Any], cases: Callable[[], Any]
+) -> Callable[[Callable[..., Any]], PeerKernel]:
+    """Make a `PeerKernel` of the decorated launcher.   cases: arguments to compile it for ahead of time"""
+
+    def made(launcher: Callable[..., Any]) -> PeerKernel:
+        PEER_KERNELS.append(PeerKernel(launcher, twin, cases))
+        return PEER_KERNELS[-1]
+
+    return made
+
+
+@kernel_op(twin=reference.token_slots, cases=lambda: _cases("slots"))
+def token_slots(experts: Tensor, num_experts: int, world: int) -> tuple[Tensor, Tensor]:
+    """slots (T, W) int32: the how manieth a token is of those that go to a rank, -1 where it does not; counts (W,)
+
+    experts (T, K) int of num_experts, of which every rank has as many; -1 goes nowhere.
+    """
+    require(experts.dim() == 2, f"experts is {tuple(experts.shape)}, expected (T, K).")
+    tokens, k = experts.shape
+    slots = torch.empty(tokens, world, dtype=torch.int32, device=experts.device)
+    counts = torch.empty(world, dtype=torch.int32, device=experts.device)
+    launch(
+        device("peers").token_slots_kernel, (world,), experts.contiguous(), slots, counts,
+        tokens, num_experts, world, K=k, BLOCK_K=pow2(k), BLOCK_T=1024, num_warps=8,
+    )  # fmt: skip
+    return slots, counts
+
+
+@peer_kernel(twin=reference.send_tokens, cases=lambda: _cases("send"))
+def send_tokens(
+    x: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
+    counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Every token into the buffers of the ranks that it goes to; with experts, their ids and weights beside it."""
+    rank, room, num_experts, k, half, ids_at, weights_at, counts_at = place
+    x2, (tokens, n), heads = as_rows(x), x.shape, experts is not None
+    config = PEERS.pick(tokens, (n,), x)
+    blocks = max(cdiv(tokens, config["BLOCK_R"]), 1)
+    launch(
+        device("peers").send_tokens_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        x2, slots, table, uses, flag, *_given(slots, counts, experts, weights),
+        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at,
+        W=len(table), K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
+    )  # fmt: skip
+
+
+def _given(like: Tensor, *tensors: Tensor | None) -> Iterator[Tensor]:
+    """A kernel takes a tensor for every pointer, which it may not read."""
+    return (like if t is None else t.contiguous() for t in tensors)
+
+
+def _taken(
+    like: Tensor, table: Tensor, uses: Tensor, place: list[int],
+    arrivals: Tensor | None = None, weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `take_tokens` fills."""
+    rows, k, heads = len(table) * place[1], place[3], arrivals is None
+    ids = torch.empty((rows, k) if heads else 0, dtype=torch.int32, device=like.device)
+    got = like.new_empty(0) if weights is None else weights.new_empty(rows, k)
+    counts = torch.empty(len(table) if heads else 0, dtype=torch.int32, device=like.device)
+    return like.new_empty(rows, like.shape[1]), ids, got, counts
+
+
+@peer_kernel(twin=reference.take_tokens, cases=lambda: _cases("take"))
+def take_tokens(
+    like: Tensor, table: Tensor, uses: Tensor, place: list[int],
+    arrivals: Tensor | None = None, weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What has arrived here: x (W room, N), ids (W room, K), weights (W room, K), and how many of each rank (W,).
+
+    like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
+    """
+    rank, room, _, k, half, ids_at, weights_at, counts_at = place
+    y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
+    n = like.shape[1]
+    config = PEERS.pick(len(y), (n,), like)
+    blocks = cdiv(room, config["BLOCK_R"])
+    launch(
+        device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
+        y, table, uses, ids, got, counts if arrivals is None else arrivals,
+        n, rank, room, half, ids_at, weights_at, counts_at, blocks,
+        K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
+    )  # fmt: skip
+    return y, ids, got, counts
+
+
+@peer_kernel(twin=reference.return_sums, cases=lambda: _cases("return"))
+def return_sums(
+    x: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int], arrivals: Tensor,
+    dweights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Every sum into the buffer of the rank that it is for; beside it the gradients of its weights."""
+    rank, room, _, k, half, _, weights_at, _ = place
+    x2, n = as_rows(x), x.shape[1]
+    config = PEERS.pick(len(x), (n,), x)
+    blocks = cdiv(room, config["BLOCK_R"])
+    launch(
+        device("peers").return_sums_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
+        x2, table, uses, flag, arrivals, *_given(arrivals, dweights),
+        n, x2.stride(0), rank, room, half, weights_at, blocks,
+        K=k, BLOCK_K=pow2(k), HEADS=dweights is not None, **config,
+    )  # fmt: skip
+
+
+def _added(
+    like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
+    experts: Tensor | None = None, weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `add_sums` fills."""
+    copies = like.new_empty(0) if weights is None else weights.new_empty(len(slots), place[3])
+    return like.new_empty(len(slots), like.shape[1]), copies
+
+
+@peer_kernel(twin=reference.add_sums, cases=lambda: _cases("add"))
+def add_sums(
+    like: Tensor, slots: Tensor, table: Tensor, uses: Tensor, flag: Tensor, place: list[int],
+    experts: Tensor | None = None, weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(sums (T, N), what came back beside them of every copy (T, K), with experts).   weights: a tensor of its dtype"""
+    rank, room, num_experts, k, half, _, weights_at, _ = place
+    y, copies = _added(like, slots, table, uses, flag, place, experts, weights)
+    tokens, n = y.shape
+    config = PEERS.pick(tokens, (n,), like)
+    launch(
+        device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
+        y, slots, table, uses, flag, *_given(slots, experts), copies,
+        tokens, n, num_experts, rank, room, half, weights_at,
+        W=len(table), K=k, BLOCK_K=pow2(k), HEADS=experts is not None, **config,
+    )  # fmt: skip
+    return y, copies
+
+
+@peer_kernel(twin=reference.bound_rows, cases=lambda: _cases("bound"))
+def bound_rows(offs: Tensor, flag: Tensor, rows: int) -> None:
+    """Ends beyond the rows there are become the last one, and are noted."""
+    launch(
+        device("peers").bound_rows_kernel, (1,), offs, flag, len(offs), rows,
+        BLOCK_E=pow2(len(offs)), num_warps=4,
+    )  # fmt: skip

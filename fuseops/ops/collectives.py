@@ -1,0 +1,239 @@
+"""Collectives between the ops of a Sequential: AllGather, ReduceScatter, AllReduce, over the ranks of one group.
+
+    op               forward                         backward
+    AllGather        the ranks' shards, in order     the sum over the ranks of the part that came from here
+    ReduceScatter    this rank's part of the sum     the ranks' gradients, in order
+    AllReduce        the sum                         the gradient itself: every rank has the same
+
+A gradient is that of the sum of all ranks' losses where ranks compute different things with what they got, and of the
+one loss where they compute the same, as DTensor's placements mean `Partial` and `Replicate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError, ShapeError
+
+from .local import Ranks
+from .op import Grads, Op, Out, Shape
+
+
+class Way(NamedTuple):
+    """How a collective went in a forward, which its backward undoes.
+
+    sums  whether the ranks' gradients are added up
+    """
+
+    ranks: Ranks
+    dim: int = -2
+    sums: bool = True
+
+
+class CollectiveSaved(NamedTuple):
+    way: Way | None  # no tensor: it costs no memory
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective where autograd goes through `fwd` itself: outside of a node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Collective, way: Way) -> Tensor:
+        ctx.op, ctx.way = op, way
+        return op.there(x, way)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.op.back(dy, ctx.way), None, None
+
+
+class Collective(Op[CollectiveSaved]):
+    """A tensor's way over the ranks of a group, and that of its gradient back. One rank alone leaves it as it is.
+
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
+    """
+
+    saves_for = {"x": ("way",)}
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self._ranks = Ranks(group)
+
+    @property
+    def group(self) -> Any:
+        return self._ranks.group
+
+    @property
+    def alias(self) -> bool:
+        return self._ranks.size == 1
+
+    def extra_repr(self) -> str:
+        return repr(self._ranks)
+
+    def way(self) -> Way:
+        """How it goes now."""
+        return Way(self._ranks)
+
+    def there(self, x: Tensor, way: Way) -> Tensor:
+        """What the forward sends, over two ranks or more."""
+        raise NotImplementedError
+
+    def back(self, dy: Tensor, way: Way) -> Tensor:
+        """What the backward sends."""
+        raise NotImplementedError
+
+    def fwd(self, x: Tensor) -> Out:
+        way = self.way()
+        saved = CollectiveSaved(way)
+        if way.ranks.size == 1:
+            return Out(x, saved)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return Out(_Differentiable.apply(x, self, way), saved)  # type: ignore[no-untyped-call]
+        return Out(self.there(x, way), saved)
+
+    def bwd(self, saved: CollectiveSaved, dy: Tensor) -> Grads:
+        way: Way = saved.way  # type: ignore[assignment]
+        return Grads(dy if way.ranks.size == 1 else self.back(dy, way))
+
+
+class _Along(Collective):
+    """A collective along one axis."""
+
+    def __init__(self, group: Any = None, dim: int = -2) -> None:
+        super().__init__(group)
+        self.dim = dim
+
+    def extra_repr(self) -> str:
+        return f"{self._ranks}, dim={self.dim}"
+
+    def way(self) -> Way:
+        return Way(self._ranks, self.dim)
+
+    def scaled(self, shape: Shape, times: bool) -> Shape:
+        """The shape with this axis as often, or as many times smaller, as there are ranks."""
+        size = self._ranks.size
+        if size == 1:
+            return shape
+        axis = _axis(shape, self.dim)
+        _check(shape, axis, size if not times else 1)
+        found = shape[axis] * size if times else shape[axis] // size
+        return (*shape[:axis], found, *shape[axis + 1 :])
+
+
+def _axis(shape: Shape, dim: int) -> int:
+    """Raises ShapeError where there is no such axis."""
+    axis = dim + len(shape) if dim < 0 else dim
+    if not 0 <= axis < len(shape):
+        raise ShapeError(
+            f"a collective along dim={dim} got x of shape {tuple(shape)}, which has no such axis."
+        )
+    return axis
+
+
+def _check(shape: Shape, axis: int, parts: int) -> None:
+    if shape[axis] % parts:
+        raise ShapeError(
+            f"axis {axis} of x {tuple(shape)} is to go in parts to the ranks: {shape[axis]} does not divide by {parts} "
+            "ranks. Pad it, or choose another axis."
+        )
+
+
+def _gathered(x: Tensor, way: Way) -> Tensor:
+    """The ranks' parts, one after the other."""
+    return torch_private.all_gather(x.contiguous(), _axis(x.shape, way.dim), way.ranks.group)
+
+
+def _scattered(x: Tensor, way: Way) -> Tensor:
+    """This rank's part of the sum."""
+    axis = _axis(x.shape, way.dim)
+    _check(x.shape, axis, way.ranks.size)
+    return torch_private.reduce_scatter(x.contiguous(), axis, way.ranks.group)
+
+
+def _own(x: Tensor, way: Way) -> Tensor:
+    """This rank's part of what all have."""
+    return x.chunk(way.ranks.size, _axis(x.shape, way.dim))[way.ranks.rank].contiguous()
+
+
+class AllGather(_Along):
+    """y = the ranks' x one after the other along `dim`.   (..., n, ...) -> (..., ranks n, ...), ranks in order
+
+    group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank.
+    dim: the axis; of rows (T, D) and of (B, T, D) the tokens by default.
+    grad: "partial" where ranks compute different things with y: dx is the sum over the ranks of their gradients of this
+        rank's part (a reduce-scatter). "replicate" where all compute the same: dx is the part itself, nothing is sent.
+    Raises FuseOpsError for another grad, ShapeError for an axis that x has not.
+    """
+
+    def __init__(self, group: Any = None, dim: int = -2, *, grad: str = "partial") -> None:
+        super().__init__(group, dim)
+        if grad not in ("partial", "replicate"):
+            raise FuseOpsError(f"AllGather: grad is {grad!r}, expected 'partial' or 'replicate'.")
+        self.grad = grad
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.scaled(shape, times=True)
+
+    def way(self) -> Way:
+        return Way(self._ranks, self.dim, self.grad == "partial")
+
+    def there(self, x: Tensor, way: Way) -> Tensor:
+        return _gathered(x, way)
+
+    def back(self, dy: Tensor, way: Way) -> Tensor:
+        return _scattered(dy, way) if way.sums else _own(dy, way)
+
+
+class ReduceScatter(_Along):
+    """y = this rank's part, along `dim`, of the sum of the ranks' x.   (..., ranks n, ...) -> (..., n, ...)
+
+    dx is the ranks' gradients one after the other (an all-gather).
+    group, dim: as of `AllGather`.  Raises ShapeError for an axis that x has not, or that does not divide by the ranks.
+    """
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.scaled(shape, times=False)
+
+    def there(self, x: Tensor, way: Way) -> Tensor:
+        return _scattered(x, way)
+
+    def back(self, dy: Tensor, way: Way) -> Tensor:
+        return _gathered(dy, way)
+
+
+class AllReduce(Collective):
+    """y = the sum of the ranks' x, and dx = dy, which every rank has.   x of any shape
+
+    forward=False, backward=True is the other way round: y = x, and dx is the sum of the ranks' dy. It stands where a
+    tensor that every rank has goes into what each computes a part of.
+    forward, backward: which of the two is summed; both where ranks compute different things with a sum.
+    Raises FuseOpsError where it is neither.
+    """
+
+    def __init__(self, group: Any = None, *, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(group)
+        if not (forward or backward):
+            raise FuseOpsError(
+                "AllReduce(forward=False, backward=False) sums nothing: leave it out."
+            )
+        self.sums, self.sums_grad = forward, backward
+
+    @property
+    def alias(self) -> bool:
+        return self._ranks.size == 1 or not self.sums
+
+    def extra_repr(self) -> str:
+        return f"{self._ranks}, forward={self.sums}, backward={self.sums_grad}"
+
+    def way(self) -> Way:
+        return Way(self._ranks, sums=self.sums_grad)
+
+    def there(self, x: Tensor, way: Way) -> Tensor:
+        return torch_private.all_reduce(x, way.ranks.group) if self.sums else x.view_as(x)
+
+    def back(self, dy: Tensor, way: Way) -> Tensor:
+        return torch_private.all_reduce(dy, way.ranks.group) if way.sums else dy

@@ -1,0 +1,198 @@
+"""What an op computes with in the place of what is registered: this rank's part of a DTensor, two halves as one tensor.
+
+A parameter of a parallel model is a DTensor, so that optimizers, FSDP2, gradient clipping and distributed checkpoints
+know what it is part of. Ops, rules and kernels take plain tensors. A style of `fuseops.distributed` says, by name, how
+one becomes the other: `op._local`. The DTensor is unwrapped where the op's autograd node begins, by an alias that costs
+no memory, and its gradient is wrapped again by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+
+
+class Ranks:
+    """The ranks of a group: a ProcessGroup, a DeviceMesh of one dimension, or None for this rank alone.
+
+    Copies of a model share it.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if getattr(group, "ndim", 1) != 1:
+            raise FuseOpsError(
+                f"a collective runs over one dimension of a mesh, got {group}: slice it, mesh['tp']."
+            )
+        self.group = group
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else int(self.group.size())
+
+    @property
+    def rank(self) -> int:
+        """Of this process among them."""
+        if self.group is None:
+            return 0
+        get = getattr(self.group, "get_local_rank", None)
+        return int(self.group.rank() if get is None else get())
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __repr__(self) -> str:
+        return f"{self.size} rank{'s' * (self.size != 1)}"
+
+
+class SumOfGradients(torch.autograd.Function):
+    """y = x, which every rank has; the gradients are parts, which are added up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return torch_private.all_reduce(dy, ctx.ranks.group), None
+
+
+class OfFirst(torch.autograd.Function):
+    """y = x on the first rank, zeros on the others: what counts once in a sum over the ranks. All have its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return x.view_as(x) if ranks.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class MeanOfGradients(torch.autograd.Function):
+    """y = x, a part that one rank has, of what all ranks compute with: the mean of what they would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.count, None
+
+
+class Local(NamedTuple):
+    """How one tensor of an op, a parameter or a side input, becomes the one that it computes with.
+
+    axis     of the two halves, counted from the last axis, where it is registered as two: (..., 2, F, D) for a
+             `[gate | up]` (..., 2F, D)
+    whole    "" for this rank's part. Where every rank has all of it: "sum" if the ranks' gradients are parts that add
+             up, "first" if the first rank alone counts it
+    ranks    of those two
+    dims     of the mesh of the DTensor; FSDP2 makes it one of more
+    mean_of  ranks whose tokens the gradient adds up, as that of an expert does: it is divided by them
+    """
+
+    axis: int = 0
+    whole: str = ""
+    ranks: Ranks = Ranks()
+    dims: int = 1
+    mean_of: int = 1
+
+    def of(self, t: Any) -> Any:
+        """The tensor to compute with. None stays None."""
+        if t is None:
+            return None
+        if torch_private.is_dtensor(type(t)):
+            t = t.to_local()
+        if self.mean_of > 1:
+            t = MeanOfGradients.apply(t, self.mean_of)  # type: ignore[no-untyped-call]
+        if self.whole and self.ranks.size > 1:
+            function = SumOfGradients if self.whole == "sum" else OfFirst
+            t = function.apply(t, self.ranks)  # type: ignore[no-untyped-call]
+        return t.flatten(self.axis, self.axis + 1) if self.axis else t
+
+    def gradient(self, parameter: Any, gradient: Tensor) -> Tensor:
+        """The gradient of the registered parameter, from that of the tensor that was computed with: what autograd does
+        of those that go through it.
+        """
+        if self.axis:
+            gradient = halved(gradient, self.axis)
+        if self.whole == "sum" and self.ranks.size > 1:
+            gradient = torch_private.all_reduce(gradient, self.ranks.group)
+        if self.mean_of > 1:
+            gradient = gradient / self.mean_of
+        return like(parameter, gradient)
+
+
+def halved(t: Any, axis: int) -> Any:
+    """(..., 2F, D) as (..., 2, F, D), the halves on `axis`, counted from the last."""
+    return t.unflatten(axis + 1, (2, -1))
+
+
+def like(parameter: Any, local: Tensor) -> Any:
+    """A rank's part as a DTensor laid out as `parameter`, or itself where that is plain."""
+    if not torch_private.is_dtensor(type(parameter)):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def unwrapped(x: Any, layout: Any) -> Tensor:
+    """The local tensor of a DTensor at the border of a Sequential, laid out as its first parallel op takes it."""
+    if layout is not None and x.device_mesh.ndim == 1:
+        x = x.redistribute(placements=[layout])
+    found: Tensor = x.to_local()
+    return found
+
+
+# --- state dicts
+
+
+def fit(given: Any, parameter: Any, axis: int) -> Any:
+    """A tensor of a state dict in the shape and the layout of the parameter that it is loaded into, where one has two
+    halves that the other has as one tensor.
+
+    axis: of the halves in `parameter`, 0 where it may be `given` that has them.
+    """
+    if axis and given.dim() + 1 == parameter.dim() and given.shape[axis + 1] % 2 == 0:
+        given = halved(given, axis)
+    elif not axis and given.dim() == parameter.dim() + 1:
+        axis = -3 if given.shape[-1:] == parameter.shape[-1:] else -2
+        if given.dim() >= -axis and given.shape[axis] == 2:
+            whole = given.flatten(axis, axis + 1)
+            given = whole if whole.shape == parameter.shape else given
+    if torch_private.is_dtensor(type(parameter)) and not torch_private.is_dtensor(type(given)):
+        from torch.distributed.tensor import distribute_tensor
+
+        if given.shape == parameter.shape:
+            mesh, places = parameter.device_mesh, parameter.placements
+            given = distribute_tensor(given.to(parameter.device), mesh, places, src_data_rank=None)
+    return given
+
+
+def fit_all(op: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Fit what a state dict has for the parameters of an op."""
+    local: Mapping[str, Local] = op._local
+    for name, parameter in op._parameters.items():
+        given = state_dict.get(prefix + name)
+        if parameter is None or not isinstance(given, Tensor):
+            continue
+        if name in local or given.dim() == parameter.dim() + 1:
+            axis = local[name].axis if name in local else 0
+            state_dict[prefix + name] = fit(given, parameter, axis)

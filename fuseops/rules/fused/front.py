@@ -1,0 +1,118 @@
+"""What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and an RMSNorm.
+
+The normed x is not saved: the norm's backward reads x and rstd, so the weight gradient has y made again from x. The
+gradient of the norm and that of what the Tap published are added in one pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.ops.norms import RMSNorm
+from fuseops.ops.op import Call, Grads, Op
+from fuseops.ops.structure import Add, AddSaved, Tap
+
+Tensors = Mapping[str, Tensor]
+
+
+class FrontSaved(NamedTuple):
+    """What every op with such a front saves of it; the fields of its own come behind."""
+
+    x: Any  # what is normed, the sum where one is added; the input of the GEMM where there is no norm
+    gamma: Tensor | None = None  # the norm's weight itself
+    rstd: Tensor | None = None  # (...) float32
+    eps: float | None = None  # of the forward
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None  # as of `AddSaved`
+
+
+class Front:
+    """The ops before the GEMM, none of them or a norm at the end.
+
+    saves_x: what the gradient of the front's input reads, besides what the op behind it needs for dy.
+    """
+
+    def __init__(self, ops: Sequence[Op[Any]]) -> None:
+        self.ops = tuple(ops)
+        self.add, self.tap, self.norm = (self._only(kind) for kind in (Add, Tap, RMSNorm))
+
+    def _only(self, kind: type) -> Any:
+        return next((op for op in self.ops if isinstance(op, kind)), None)
+
+    def names(self) -> dict[str, str]:
+        """Under which member's name each field is published."""
+        at = max(len(self.ops) - 1, 0)
+        found = {"x": f"{at}.x", "gamma": f"{at}.weight", "rstd": f"{at}.rstd", "eps": f"{at}.eps"}
+        return {**found, "dtypes": "0.dtypes"}
+
+    def saves_for(self, below: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Fields that each of its gradients reads; below: what that of the GEMM's input reads."""
+        if self.norm is None:
+            return {"x": below}
+        dx = (*below, "x", "gamma", "rstd", *(("dtypes",) if self.add else ()))
+        found = {"x": dx, f"{len(self.ops) - 1}.weight": (*below, "x", "rstd")}
+        return found | ({f"0.{self.add.reads[0]}": dx} if self.add else {})
+
+    @property
+    def remakes(self) -> tuple[str, ...]:
+        """Fields that the input of the GEMM is made of again."""
+        return ("x", "gamma", "eps") if self.norm is not None else ("x",)
+
+    def fwd(
+        self, x: Any, t: tuple[Tensors, ...], compute: torch.dtype | None
+    ) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
+        """The input of the GEMM, what is saved, and what is published."""
+        if self.norm is None:
+            return x, FrontSaved(x), None
+        gamma, dtypes = t[len(self.ops) - 1]["weight"], None
+        h, eps = x, self.norm.epsilon(x.dtype)
+        residual = None if self.add is None else self.add.operand(x, t[0][self.add.reads[0]])
+        if residual is not None and residual.dtype is x.dtype:
+            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps)
+        else:
+            if residual is not None:  # torch's promotion decides of what dtype h is
+                h, dtypes = x + residual, (x.dtype, residual.dtype)
+                eps = self.norm.epsilon(h.dtype)
+            y, rstd = K.rmsnorm_fwd(h, gamma, eps)
+        side = {self.tap.writes[0]: h} if self.tap is not None else None
+        return _cast(y, compute), FrontSaved(h, gamma, rstd, eps, dtypes), side
+
+    def again(self, s: Any, compute: torch.dtype | None) -> Any:
+        """The input of the GEMM once more."""
+        if self.norm is None:
+            return s.x
+        return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps)[0], compute)
+
+    def bwd(
+        self,
+        s: Any,
+        dy: Tensor | None,
+        calls: Sequence[Call],
+        dside: Mapping[str, Tensor | None],
+    ) -> tuple[Grads, ...]:
+        """Of every op of the front, dx in the first; dy: that of the input of the GEMM."""
+        if self.norm is None:
+            return ()
+        wanted = "weight" in calls[-1].needs
+        dh = dside.get(self.tap.writes[0]) if self.tap is not None else None
+        dgamma = None
+        if dy is not None:
+            dtype = None if s.gamma is None else s.gamma.dtype
+            given = dy.to(s.x.dtype), s.x, s.gamma, s.rstd, dh, wanted, 0.0, dtype
+            dh, dgamma = K.rmsnorm_bwd(*given)
+        first = Grads(dh)
+        if self.add is not None and dh is not None:
+            first = self.add.bwd(AddSaved(s.dtypes), dh)
+        elif self.add is not None:
+            first = Grads(None, side={self.add.reads[0]: None})
+        params = {"weight": dgamma} if wanted else None
+        if len(self.ops) == 1:
+            return (first._replace(params=params),)
+        return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
+
+
+def _cast(y: Tensor, compute: torch.dtype | None) -> Tensor:
+    """As the GEMM reads it under autocast."""
+    return y if compute is None else y.to(compute)

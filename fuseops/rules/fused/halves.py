@@ -1,0 +1,52 @@
+"""The backward of a Linear in two halves: what dy and the weight give, and the weight gradient when x is there."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd
+from fuseops.ops.op import Call, Grads, replaced
+from fuseops.recipes import Operand
+
+WeightGrad = Callable[[Operand], Tensor]
+
+
+def forward_only(call: Call) -> Call:
+    """The call of a forward whose backward makes x again, and the columns of it that a recipe asks for."""
+    return replaced(call, needs=call.needs - {"weight"})
+
+
+def backward(
+    weight: Tensor | None, dy: Tensor | None, call: Call
+) -> tuple[Grads, WeightGrad | None]:
+    """dx and dbias of what `call.needs` names, and what gives dweight for x, None where nobody wants it.
+
+    Under a recipe dy becomes an operand once, for both GEMMs; a bias sums dy as it is. Without a dy all are None.
+    """
+    if dy is None:
+        return Grads(None, dict.fromkeys(call.needs - {"x"})), None
+    roles, needs = call.precision.roles, call.needs
+    q: Any = dy
+    if roles is not None and not needs.isdisjoint(("x", "weight")):
+        q = grad_operand(dy, call, roles)
+    dx = None
+    if "x" in needs:
+        dx = linear_bwd(LinearSaved(None, weight), q, _only(call, "x")).x
+        dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
+    params: dict[str, Tensor | None] = {}
+    if "bias" in needs:
+        params |= linear_bwd(LinearSaved(None, None), dy, _only(call, "bias")).params or {}
+    if "weight" not in needs:
+        return Grads(dx, params), None
+    given = dy if roles is not None and roles.high_wgrad else q
+
+    def weight_grad(x: Operand) -> Tensor:
+        found = linear_bwd(LinearSaved(x, None), given, _only(call, "weight")).params or {}
+        return found["weight"]  # type: ignore[return-value]
+
+    return Grads(dx, params), weight_grad
+
+
+def _only(call: Call, need: str) -> Call:
+    return replaced(call, needs=frozenset((need,)))

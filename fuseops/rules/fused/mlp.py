@@ -1,0 +1,278 @@
+"""The dense MLP as one joint op: maybe an RMSNorm, fc1, an activation, fc2.
+
+Saves x and the pre-activation h only. The backward computes the activation again, for fc2's weight gradient, in the
+pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.
+Where data says that it is faster for a shape, SwiGLU is the end of fc1's GEMM, and its backward that of fc2's input
+gradient, by the kernels of grouped GEMMs over one group; elsewhere cuBLAS multiplies and a kernel of its own follows.
+Shapes: x (..., D), h (..., 2F) or (..., F), y (..., D').
+Numerics: every GEMM and activation rounds as the op alone does, a Bias behind fc1 is added before the one rounding; the
+activation of the backward comes from another kernel than that of the forward, so it may differ in the last place.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import kernels as K
+from fuseops.kernels.configs import Space
+from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
+from fuseops.ops.activations import Form, form_of
+from fuseops.ops.linear import Linear, linear
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.recipes import Operand
+from fuseops.torch_private import is_fake
+
+from .front import Front, Tensors
+from .halves import backward, forward_only
+
+CHOICES = [{"EPILOGUE": 0}, {"EPILOGUE": 1}]
+SWIGLU = Space(
+    "mlp_swiglu",  # of fc1
+    lambda dims, itemsize: CHOICES,
+    lambda rows, dims, itemsize: CHOICES[0],
+    dims=("n", "k"),
+)
+DSWIGLU = Space(
+    "mlp_dswiglu",  # of fc2
+    lambda dims, itemsize: CHOICES,
+    lambda rows, dims, itemsize: CHOICES[0],
+    dims=("n", "k"),
+)
+
+
+class DenseMLPSaved(NamedTuple):
+    x: Operand | None
+    gamma: Tensor | None
+    rstd: Tensor | None
+    eps: float | None
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+    h: Tensor | None  # the pre-activation
+    form: Form | None  # of the activation in the forward
+    fc1: Tensor | None  # parameters themselves
+    fc2: Tensor | None
+    bias: Tensor | None  # of fc1, or of the Bias behind it: where h is made again
+
+
+class DenseMLP(FusedOp):
+    """y = fc2(act(fc1(rmsnorm(x)))), for every activation, with or without norm and biases."""
+
+    Saved = DenseMLPSaved
+    takes_saved = True
+    recipes = True
+    recomputes = ("h",)
+
+    def __init__(self, *members: Op[Any]) -> None:
+        super().__init__(*members)
+        self.at = next(i for i, op in enumerate(members) if isinstance(op, Linear))
+        self.front = Front(members[: self.at])
+        self.last = len(members) - 1
+        self.act = members[-2]
+        self.biased = self.last - self.at == 3  # by a Bias
+        first, act, last = self.at, self.last - 1, self.last
+        at = f"{first + 1}.bias" if self.biased else f"{first}.bias"
+        own = {"h": f"{act}.x", "form": f"{act}.form", "bias": at}
+        own |= {"fc1": f"{first}.weight", "fc2": f"{last}.weight"}
+        self.names = {**self.front.names(), **own}
+        dh = ("h", "form", "fc2")
+        self.saves_for = {
+            **self.front.saves_for((*dh, "fc1")),
+            f"{first}.weight": (*dh, *self.front.remakes),
+            f"{first}.bias": dh,
+            f"{last}.weight": ("h", "form"),
+            f"{last}.bias": (),
+        }
+        if self.biased:
+            self.saves_for[f"{first + 1}.bias"] = dh
+
+    def fwd(
+        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+    ) -> Out:
+        first, last = t[self.at], t[-1]
+        y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at].precision.compute)
+        bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
+        form = form_of(self.act)
+        s = DenseMLPSaved(*saved, None, form, first["weight"], last["weight"], bias)
+        h, a = self.activated(s, y, calls[self.at])
+        del y
+        s = replaced(s, h=h if "h" in keep else None)
+        del h
+        return Out(linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0], s, side)
+
+    def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Tensor:
+        """fc1 of its input y."""
+        return linear(y, s.fc1, s.bias, forward_only(call))[0]  # type: ignore[arg-type]
+
+    def activated(self, s: DenseMLPSaved, y: Operand, call: Call) -> tuple[Tensor, Tensor]:
+        """fc1 and the activation of it: h and a."""
+        if not _fake(y) and self.why_apart(s, y, call) is None:
+            rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
+            weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
+            h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows))
+            return _shaped(h, y), _shaped(a, y)
+        h = self.hidden(s, y, call)
+        return h, K.act_fwd(h, *s.form)  # type: ignore[misc]
+
+    def bwd(
+        self,
+        held: list[DenseMLPSaved],
+        dy: Tensor | None,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor | None],
+    ) -> tuple[Grads, ...]:
+        s = held.pop()
+        taken, s = [s.h, dy], replaced(s, h=None)
+        del dy
+        compute, first = calls[self.at].precision.compute, calls[self.at]
+        (dh, *_), last = self.above(s, taken, first, calls[-1])
+        bias = self._bias_grads(dh, calls[self.at + 1 : self.last - 1])
+        own, weight_grad = backward(s.fc1, dh, first)
+        del dh
+        dx, own = [own.x], replaced(own, x=None)
+        if self.front.norm is None:
+            own = replaced(own, x=dx.pop())
+        front = self.front.bwd(s, dx.pop() if dx else None, calls[: self.at], dside)
+        if weight_grad is not None:
+            own.params["weight"] = weight_grad(self.front.again(s, compute))  # type: ignore[index]
+        return *front, own, *bias, Grads(), last
+
+    def above(
+        self, s: DenseMLPSaved, taken: list[Any], first: Call, call: Call
+    ) -> tuple[list[Tensor | None], Grads]:
+        """dh, and the gradients of fc2, whose call it is.
+
+        taken: h and dy. They go when they are read: h before the gradient of the weight is made, and then dy.
+        """
+        dy, h = taken.pop(), taken.pop()
+        if h is None and dy is not None and not call.needs.isdisjoint(("x", "weight")):
+            h = self.hidden(s, self.front.again(s, first.precision.compute), first)
+        dh, a, apart = None, None, self.why_apart_bwd(s, dy, h, call)
+        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call))
+        if apart is None:
+            weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
+            rows = dy.reshape(-1, dy.shape[-1])
+            given = rows, weight[None].transpose(1, 2), h.reshape(-1, h.shape[-1])
+            dh, a, _ = K.grouped_dswiglu(*given, _one_group(rows))
+            dh, a = _shaped(dh, dy), _shaped(a, dy)
+            del rows, given
+        else:
+            da, grads = grads.x, replaced(grads, x=None)
+            dh, a = _activation_bwd(da, h, s.form, weight_grad is not None)
+            del da
+        del h, dy
+        if weight_grad is not None:
+            grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
+        return [dh], grads
+
+    def _bias_grads(self, dh: Tensor | None, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
+        """Of the Bias, if there is one."""
+        wanted = bool(calls) and "bias" in calls[0].needs
+        dbias = K.bias_bwd(dh) if wanted and dh is not None else None
+        return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
+
+    # --- which kernels
+
+    def why_apart(self, s: DenseMLPSaved, y: Any, call: Call) -> str | None:
+        """Why the activation is a kernel of its own; None where fc1's GEMM ends in it.   y: the input of fc1"""
+        weight: Tensor = s.fc1  # type: ignore[assignment]
+        why = _why_no_epilogue(s.form, y, call, call.precision.compute or weight.dtype)
+        if why is None and s.bias is not None:
+            why = "fc1 has a bias"
+        if why is not None:
+            return why
+        rows, weight = y.reshape(-1, y.shape[-1]), weight[None]
+        if not K.grouped_swiglu.launches((rows, weight), {}):
+            return "the reference runs"
+        if not swiglu_path(rows, weight):
+            return "no path of the GEMM can, see its own"
+        return _data_says(SWIGLU.pick(len(rows), tuple(weight.shape[1:]), y))
+
+    def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Tensor | None, call: Call) -> str | None:
+        """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
+        if s.fc2 is None or h is None or not {"x", "weight"} <= call.needs:
+            return "not every gradient is needed"
+        why = _why_no_epilogue(s.form, dy, call, h.dtype)
+        if why is not None:
+            return why
+        rows, weight = dy.reshape(-1, dy.shape[-1]), s.fc2[None].transpose(1, 2)
+        if not K.grouped_dswiglu.launches((rows, h, weight), {}):
+            return "the reference runs"
+        if not swiglu_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
+            return "no path of the GEMM can, see its own"
+        return _data_says(DSWIGLU.pick(len(rows), tuple(weight.shape[1:]), dy))
+
+    def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
+        first, last, act = t[self.at], t[-1], form_of(self.act)
+        saved = (None,) * 5 + (None, act, first["weight"], last["weight"])
+        s = DenseMLPSaved(*saved, t[self.at + 1]["bias"] if self.biased else first["bias"])
+        dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
+        y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
+        parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]
+        if calls[-1].needs:
+            why = self.why_apart_bwd(s, dy, h, calls[-1])
+            parts.append(("fc2's input gradient", "the backward of SwiGLU", why))
+        return "; ".join(_in_words(*part) for part in parts)
+
+    def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
+        """Of the input of fc1, of h and of y."""
+        return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
+
+
+def _activation_bwd(
+    da: Tensor | None, h: Tensor | None, form: Form | None, need_a: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """dh and the activation, in one pass over h where both are wanted."""
+    if h is None or form is None:
+        return None, None
+    if da is None:
+        return None, K.act_fwd(h, *form) if need_a else None
+    if not need_a:
+        return K.act_bwd(da, h, *form), None
+    kind, *options = form
+    ones = torch.ones(h.shape[:-1], device=h.device)  # exact
+    dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
+    return dh, a
+
+
+def _fake(x: Operand) -> bool:
+    return isinstance(x, Tensor) and is_fake(x)
+
+
+def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) -> str | None:
+    """What of a call no GEMM that goes on through SwiGLU takes."""
+    kind, *options = form or ("",)
+    if kind != "swiglu" or any(options):
+        return f"the activation is {kind}, in another form than [gate | up]"
+    if call.precision.roles is not None:
+        return "a recipe quantizes the operands"
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return "x is traced, or quantized"
+    if x.dtype is not dtype:
+        return "the operands differ in dtype"
+    return None
+
+
+def _data_says(config: dict[str, int]) -> str | None:
+    return None if config["EPILOGUE"] else "two kernels are faster for this shape"
+
+
+def _in_words(gemm: str, act: str, why: str | None) -> str:
+    """An answer of `why_apart`, for `explain()`."""
+    if why is None:
+        return f"the GEMM of {gemm} goes on through {act}"
+    return f"{act} is a kernel of its own behind {gemm}: {why}"
+
+
+def _without_x(call: Call) -> Call:
+    return replaced(call, needs=call.needs - {"x"})
+
+
+def _shaped(rows: Tensor, like: Any) -> Tensor:
+    """Rows of a product with the leading axes of its operand."""
+    return rows.view(*like.shape[:-1], rows.shape[-1])
+
+
+def _one_group(rows: Tensor) -> Tensor:
+    """The `offs` of grouped GEMMs over all rows."""
+    return torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)

@@ -1,0 +1,65 @@
+"""An RMSNorm and the Linear behind it as one joint op: the normed x is not saved, but made again in the backward.
+
+Shapes: x (..., K), y (..., N). Numerics: every kernel is that of the ops alone, and gives the same bits.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops.ops.linear import linear
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+
+from .front import Front, Tensors
+from .halves import backward, forward_only
+
+
+class RMSNormLinearSaved(NamedTuple):
+    x: Tensor | None  # (..., K)
+    gamma: Tensor | None
+    rstd: Tensor | None
+    eps: float | None
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+    weight: Tensor | None  # the parameter itself
+
+
+class RMSNormLinear(FusedOp):
+    """y = rmsnorm(x) W^T + b, where x may be a sum and be published."""
+
+    Saved = RMSNormLinearSaved
+    recipes = True
+
+    def __init__(self, *members: Op[Any]) -> None:
+        super().__init__(*members)
+        self.front, at = Front(members[:-1]), len(members) - 1
+        self.names = {**self.front.names(), "weight": f"{at}.weight"}
+        self.saves_for = {
+            **self.front.saves_for(("weight",)),
+            f"{at}.weight": self.front.remakes,
+            f"{at}.bias": (),
+        }
+
+    def fwd(
+        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+    ) -> Out:
+        y, saved, side = self.front.fwd(x, t, calls[-1].precision.compute)
+        weight, bias = t[-1]["weight"], t[-1]["bias"]
+        y, _ = linear(y, weight, bias, forward_only(calls[-1]))
+        return Out(y, RMSNormLinearSaved(*saved, weight), side)
+
+    def bwd(
+        self,
+        s: RMSNormLinearSaved,
+        dy: Tensor | None,
+        calls: tuple[Call, ...],
+        dside: Mapping[str, Tensor | None],
+    ) -> tuple[Grads, ...]:
+        call = calls[-1]
+        own, weight_grad = backward(s.weight, dy, call)
+        dx, own = [own.x], replaced(own, x=None)
+        front = self.front.bwd(s, dx.pop(), calls[:-1], dside)
+        if weight_grad is not None:
+            own.params["weight"] = weight_grad(self.front.again(s, call.precision.compute))  # type: ignore[index]
+        return *front, own

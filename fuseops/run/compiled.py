@@ -1,0 +1,388 @@
+"""A call as dynamo traces it, under torch.compile.
+
+What dynamo reads is guarded on, and every later call pays for it. So traced code reads of the modules what a plan
+depends on, and nothing else. It asks the planner, which runs outside of the trace, by constants, and is told constants:
+numbers, and lists of words in one string. Modules go there by address: `id()` makes dynamo guard on their identity.
+Conditions are evaluated in traced code, so that their outcome becomes a guard and dim 0 stays free.
+
+A segment of fuseops' own ops is one call in dynamo's graph. Dynamo does not look into it, AOTAutograd does, and so the
+compiler sees all that its ops do. They read nothing but what they are given and their own attributes, which are guarded
+on. What other ops read is not known: dynamo traces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+from fuseops.ops import scopes
+from fuseops.ops.local import unwrapped
+from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
+from fuseops.plan.segment import Segment
+
+from . import bridge
+from .composed import Composed
+from .run import Run, call_op, run_segment
+from .runner import Runner, prepare
+from .sides import check_input, side_inputs
+from .traced import TABLE, alive
+
+
+class Declared(NamedTuple):
+    """`Sides` of a runner."""
+
+    reads: tuple[str, ...]
+    writes: frozenset[str]
+
+
+def forward(
+    module: Any,
+    x: Any,
+    args: tuple[Any, ...],
+    returns: tuple[str, ...],
+    out: Mapping[str, Any] | None,
+    side: dict[str, Any],
+) -> Any:
+    """`forward` of a Sequential, or of an op that is called alone."""
+    if out:
+        raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
+    check_input(module, x)
+    modules = _walked(module, [])
+    runner = _prepared(id(module), tuple([_identity(child) for child in modules]))
+    reads = _listed(told(runner, "reads"))
+    env = {}
+    if args or side or reads:
+        declared = Declared(tuple(reads), frozenset(_listed(told(runner, "writes"))))
+        env = side_inputs(module, declared, args, side)
+    tokens = scopes.process.token, module._settings, scopes.current().token
+    for at in range(told(runner, "pieces", returns)):
+        place = told(runner, "place", at)
+        if place is None:
+            live = tuple(_listed(told(runner, "live", at, returns)))
+            x = _run(module, runner, at, modules, x, env, tokens, live)
+        else:
+            takes = _listed(told(runner, "takes", at))
+            given = {keyword: env[name] for keyword, name in _pairs(takes)}
+            x = modules[place](x, **given)
+    return (x, *[env[name] for name in returns]) if returns else x
+
+
+def _run(
+    module: Any,
+    runner: int,
+    at: int,
+    modules: Sequence[Any],
+    x: Any,
+    env: dict[str, Any],
+    tokens: Tokens,
+    live: tuple[str, ...],
+) -> Any:
+    """A run of ops, the piece `at` of a runner."""
+    ops = [modules[int(place)] for place in _listed(told(runner, "ops", at))]
+    for i in _listed(told(runner, "kinds", at)):
+        kind = type(ops[int(i)])
+        told(runner, "guarded", id(kind.fwd), id(kind.bwd))
+    if torch_private.is_dtensor(type(x)) and told(runner, "local", at):
+        laid_out = told(runner, "laid_out", at)
+        x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
+    shape = tuple(x.shape)
+    for op in ops:  # guards on widths, as every op checks its own
+        shape = op.out_shape(shape)
+    facts = tuple([_facts(runner, at, i, op) for i, op in enumerate(ops)])
+    outside = _listed(told(runner, "outside", at))
+    key = tuple(key_of(facts, outside, x, env, tokens, live))
+    entry = told(runner, "entry", at, key)
+    reasons: tuple[str | None, ...] = ()
+    if told(runner, "conditional", entry):
+        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x)
+    same = [_same(runner, at, i, op) for i, op in enumerate(ops)]
+    plan = told(runner, "plan", at, entry, reasons)
+    for k in range(told(runner, "segments", plan)):
+        how = told(runner, "how", plan, k, tuple(same))
+        if how == "tap":
+            env[told(runner, "tap", plan, k)] = x
+        elif how == "call":
+            x = call_op(TABLE[plan].segments[k], x, env)
+        elif how == "traced":
+            x = run_segment(TABLE[plan].segments[k], x, env, None)
+        else:
+            x = _opaque(runner, plan, k, ops, x, env)
+    return x
+
+
+def _facts(runner: int, at: int, i: int, op: Any) -> tuple[Any, ...]:
+    """`op_facts` but for the class, which is guarded on: of attributes, since dynamo guards on those that it reads, not
+    on what is in a `__dict__`. (Of hooks, which it does not guard on, the planner tells.)
+    """
+    grad = torch.is_grad_enabled()
+    _ = op.forward, op.fwd, op.bwd  # that they are those of the class
+    # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
+    alias = told(runner, "alias", at, i)
+    if alias is None:
+        alias = True if op.alias else False  # noqa: SIM210
+    facts = [op.training, alias, *_listed(told(runner, "replaced", at, i))]
+    for name in _listed(told(runner, "parameters", at, i)):
+        p = getattr(op, name) if told(runner, "plain", at, i, name) else op.sample(name)
+        facts.append(parameter_facts(p, grad))
+    return tuple(facts)
+
+
+def _opaque(runner: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]) -> Any:
+    """A segment as one call in dynamo's graph."""
+    inputs = [env[name] for name in _listed(told(runner, "inputs", plan, k))]
+    for i, name in _pairs(_listed(told(runner, "params", plan, k))):
+        inputs.append(getattr(ops[int(i)], name))
+    y = in_graph(told(runner, "number", plan, k), x, *inputs)
+    exports = _listed(told(runner, "exports", plan, k))
+    if not exports:
+        return y
+    for name, t in zip(exports, y[1:], strict=True):
+        env[name] = t
+    return y[0]
+
+
+def in_graph(number: int, x: Any, *inputs: Any) -> Any:
+    """The segment of a number: what AOTAutograd traces, and what runs where a backend does not trace.   -> y, or
+    (y, *exports)
+    """
+    seg: Segment = TABLE[number]
+    with torch_private.compiling():
+        if seg.needs_grad:
+            return bridge.Node.apply(seg, None, x, *inputs)  # type: ignore[no-untyped-call]
+        t = list(inputs)
+        y, _, _ = bridge.run_forward(seg, x, t, bridge.Once())
+    return (y, *[t[place] for place in seg.export_positions]) if seg.exports else y
+
+
+# --- what both sides of the border know
+
+
+def _walked(module: Any, found: list[Any]) -> list[Any]:
+    """Every child that runs, those of Sequentials inside included."""
+    for child in module._planned_modules():
+        found.append(child)
+        if isinstance(child, Composed):
+            _walked(child, found)
+    return found
+
+
+def _identity(child: Any) -> Any:
+    """All that a runner depends on of a child, that may be another at the next call."""
+    return (id(child), child._settings) if isinstance(child, Composed) else id(child)
+
+
+def _listed(words: str) -> list[str]:
+    return words.split("\n") if words else []
+
+
+def _words(items: Iterable[Any]) -> str:
+    return "\n".join(map(str, items))
+
+
+def _pairs(items: list[str]) -> Any:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _same(runner: int, at: int, i: int, op: Any) -> bool:
+    """Whether the attributes of an op are what they are outside of the trace; they are guarded on."""
+    for name in _listed(told(runner, "numbers", at, i)):
+        if getattr(op, name) != told(runner, "attribute", at, i, name):  # dynamo may hold a symbol
+            return False
+    for name in _listed(told(runner, "constants", at, i)):
+        if not told(runner, "equals", at, i, name, getattr(op, name)):
+            return False
+    for name in _listed(told(runner, "objects", at, i)):
+        if not told(runner, "identical", at, i, name, id(getattr(op, name))):
+            return False
+    return True
+
+
+# --- outside of the trace
+
+
+@torch_private.assume_constant_result
+def _prepared(module: int, identities: tuple[Any, ...]) -> int:
+    """The address of a module's runner, which holds as long as `identities` do."""
+    found = alive(module)
+    prepare(found)
+    runner: Runner = found._runner
+    if not runner.places:
+        runner.places = {id(child): k for k, child in enumerate(_walked(found, []))}
+        torch_private.allow_in_graph(in_graph)
+    return id(runner)
+
+
+@torch_private.assume_constant_result
+def told(runner: int, what: str, *about: Any) -> Any:
+    """A constant about the runner at an address: what the method of `Told` of that name answers."""
+    return getattr(Told(alive(runner)), what)(*about)
+
+
+class Told:
+    """What traced code asks the planner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def _run(self, piece: int) -> Run:
+        run: Any = self.runner.pieces[piece][1]
+        return run
+
+    def _own(self, piece: int, op: int) -> dict[str, Any]:
+        """What an op of fuseops has of its own."""
+        found = self._run(piece).ops[op]
+        if not _known(found):
+            return {}
+        return {n: value for n, value in found.__dict__.items() if n not in OF_EVERY_MODULE}
+
+    def reads(self) -> str:
+        return _words(self.runner.reads)
+
+    def writes(self) -> str:
+        return _words(self.runner.writes)
+
+    def pieces(self, returns: tuple[str, ...]) -> int:
+        """How many there are, once `returns` can be had."""
+        return len(self.runner.live_after(returns))
+
+    def place(self, piece: int) -> int | None:
+        """Where a module stands among those that were walked, None of a run of ops."""
+        found = self.runner.pieces[piece][1]
+        return None if isinstance(found, Run) else self.runner.places[id(found)]
+
+    def takes(self, piece: int) -> str:
+        """The side inputs of a module: keyword and name in turn."""
+        return _words(word for pair in self.runner.takes[piece] for word in pair)
+
+    def live(self, piece: int, returns: tuple[str, ...]) -> str:
+        """Side names that are read after a piece."""
+        return _words(self.runner.live_after(returns)[piece])
+
+    def ops(self, piece: int) -> str:
+        """Where the ops of a run stand."""
+        return _words(self.runner.places[id(op)] for op in self._run(piece).ops)
+
+    def kinds(self, piece: int) -> str:
+        """The first op of each class."""
+        ops = self._run(piece).ops
+        return _words({type(op): i for i, op in reversed([*enumerate(ops)])}.values())
+
+    def local(self, piece: int) -> bool:
+        return self._run(piece).chain.local
+
+    def laid_out(self, piece: int) -> int | None:
+        """The first op that says how its input is laid out over ranks."""
+        ops = enumerate(self._run(piece).ops)
+        return next((i for i, op in ops if op._layout is not None), None)
+
+    def outside(self, piece: int) -> str:
+        return _words(self._run(piece).chain.outside)
+
+    def parameters(self, piece: int, op: int) -> str:
+        return _words(self._run(piece).chain.parameters[op])
+
+    def plain(self, piece: int, op: int, name: str) -> bool:
+        """Whether a parameter is registered under the name that `fwd` takes."""
+        return name in self._run(piece).ops[op]._parameters
+
+    def replaced(self, piece: int, op: int) -> str:
+        """What an op has of its own instead of its class, as `op_facts` says it."""
+        found = self._run(piece).ops[op]
+        return _words(said for said in op_facts(found, (), False)[3:])
+
+    def alias(self, piece: int, op: int) -> bool | None:
+        """Whether an op is one, None where it is not known what that depends on."""
+        found = self._run(piece).ops[op]
+        return bool(found.alias) if _known(found) else None
+
+    def guarded(self, *about: Any) -> None:
+        """What is given to it, dynamo guards on."""
+
+    def numbers(self, piece: int, op: int) -> str:
+        """Attributes that are floats, which dynamo may hold as symbols."""
+        return _words(n for n, value in self._own(piece, op).items() if type(value) is float)
+
+    def constants(self, piece: int, op: int) -> str:
+        return _words(n for n, value in self._own(piece, op).items() if _constant(value))
+
+    def objects(self, piece: int, op: int) -> str:
+        """Attributes that are told by their identity."""
+        own = self._own(piece, op).items()
+        return _words(n for n, value in own if not _constant(value) and type(value) is not float)
+
+    def attribute(self, piece: int, op: int, name: str) -> Any:
+        return self._own(piece, op)[name]
+
+    def equals(self, piece: int, op: int, name: str, value: Any) -> bool:
+        return bool(self._own(piece, op)[name] == value)
+
+    def identical(self, piece: int, op: int, name: str, address: int) -> bool:
+        return id(self._own(piece, op)[name]) == address
+
+    def entry(self, piece: int, key: tuple[Any, ...]) -> int:
+        """The number of the entry of a key, given without the classes of the ops."""
+        run = self._run(piece)
+        kinds = [op_facts(op, (), False)[0] for op in run.ops]
+        facts = tuple([(kind, *rest) for kind, rest in zip(kinds, key[0], strict=True)])
+        return run.numbered(run.entry((facts, *key[1:])))
+
+    def conditional(self, entry: int) -> bool:
+        return bool(TABLE[entry].scan.candidates)
+
+    def plan(self, piece: int, entry: int, reasons: tuple[str | None, ...]) -> int:
+        """The number of the plan of an entry, given the outcome of its conditions."""
+        run = self._run(piece)
+        plan = run.plan_of(TABLE[entry], reasons)
+        for segment in plan.segments:
+            segment.number = segment.number or run.numbered(segment)
+        return run.numbered(plan)
+
+    def segments(self, plan: int) -> int:
+        return len(TABLE[plan].segments)
+
+    def how(self, plan: int, k: int, same: tuple[bool, ...]) -> str:
+        """How a segment runs: as a "tap", a "call", "traced" or "opaque"."""
+        seg: Segment = TABLE[plan].segments[k]
+        if seg.tap is not None:
+            return "tap"
+        if seg.kind == "call":
+            return "call"
+        steps = (*seg.forward, *seg.backward)
+        known = all(same) and all(map(_known, (*seg.ops, *(step.target for step in steps))))
+        over_ranks = seg.local_reads or any(op._local for op in seg.ops)
+        return "opaque" if seg.kind == "node" and known and not over_ranks else "traced"
+
+    def number(self, plan: int, k: int) -> int:
+        number: int = TABLE[plan].segments[k].number
+        return number
+
+    def tap(self, plan: int, k: int) -> str:
+        return str(TABLE[plan].segments[k].tap)
+
+    def inputs(self, plan: int, k: int) -> str:
+        """The side inputs of a segment."""
+        return _words(TABLE[plan].segments[k].reads)
+
+    def params(self, plan: int, k: int) -> str:
+        """The parameters of a segment: position of the op in the run, and name, in turn."""
+        seg: Segment = TABLE[plan].segments[k]
+        return _words(word for i, name in seg.params for word in (seg.start + i, name))
+
+    def exports(self, plan: int, k: int) -> str:
+        return _words(TABLE[plan].segments[k].exports)
+
+
+def _known(op: Any) -> bool:
+    """Whether fuseops knows what the code of an op, or fused op, reads."""
+    return type(op).__module__.startswith("fuseops.")
+
+
+def _constant(value: Any) -> bool:
+    """Whether dynamo holds an attribute as a constant, and guards on its value."""
+    if isinstance(value, tuple):
+        return all(map(_constant, value)) and not any(type(item) is float for item in value)
+    return value is None or type(value) in (bool, int, str) or isinstance(value, torch.dtype)

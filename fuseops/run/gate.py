@@ -1,0 +1,98 @@
+"""Where a recipe has to pay: layers that FP8 cannot make faster stay in high precision, and say so.
+
+Only where FP8 GEMMs are there to be fast; elsewhere, and under `fo.recipe(..., strict=True)`, a recipe is obeyed. It is
+judged by shapes alone, groups of even sizes: nothing waits for the device, and another split is not another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fuseops.kernels.fp8_paths import multiplies_codes
+from fuseops.ops.op import Op
+from fuseops.plan.chain import Chain
+from fuseops.plan.cover import Scan, Site
+from fuseops.plan.facts import Facts
+from fuseops.recipes import Roles
+from fuseops.recipes.gain import Gain, Gemm, LinearRun, fewest_rows, gain_of
+
+
+class GatedRun(NamedTuple):
+    """Linear ops of a run that are quantized together or not at all."""
+
+    ops: tuple[int, ...]
+    layer: LinearRun
+    fewest: int | None  # rows from which on it pays
+
+    def reason(self, rows: Any) -> str | None:
+        """Why they stay in high precision over so many rows, which traced code knows as a symbol."""
+        if self.fewest is None:
+            return "FP8 pays for no number of rows"
+        return f"FP8 pays from {self.fewest} rows on" if rows < self.fewest else None
+
+
+def layers_of(
+    chain: Chain, scanned: Scan, facts: Facts, dtype: torch.dtype
+) -> tuple[GatedRun, ...]:
+    """What has to pay under the recipe of a call: the ops of one fused op together, others by themselves."""
+    settings = facts.settings
+    halves = (facts.compute or dtype) in (torch.bfloat16, torch.float16)
+    if settings.recipe is None or settings.strict_recipe or not halves:
+        return ()
+    if not multiplies_codes(facts.device):
+        return ()
+    roles: Roles = settings.recipe.roles()
+    if roles.input is None or roles.weight is None or roles.grad_output is None:
+        return ()
+    gemms = {
+        i: gemm
+        for i, op in enumerate(chain.ops)
+        if op.multiplies and not facts.modes[i] and (gemm := _gemm_of(op)) is not None
+    }
+    together = list(_together(scanned, chain.ops))
+    found: list[GatedRun] = []
+    taken: set[int] = set()
+    for i in gemms:
+        ops = next((run for run in together if i in run), (i,))
+        if i not in taken and all(k in gemms for k in ops):
+            layer = LinearRun(tuple(gemms[k] for k in ops), roles)
+            found.append(GatedRun(ops, layer, fewest_rows(layer)))
+            taken.update(ops)
+    return tuple(found)
+
+
+def _gemm_of(op: Op[Any]) -> Gemm | None:
+    """The sizes of a linear op's weight; None where it takes work to tell them (a parametrization)."""
+    if "parametrizations" in op._modules:
+        return None
+    weight = op.sample("weight")
+    if not isinstance(weight, torch.Tensor) or weight.dim() not in (2, 3):
+        return None
+    n, k = weight.shape[-2:]
+    return Gemm(getattr(op, "num_groups", 1), n, k)
+
+
+def _together(scanned: Scan, ops: Sequence[Op[Any]]) -> Iterator[tuple[int, ...]]:
+    """Linear ops that one joint fused op would run, by the rule that goes first."""
+
+    def linear(c: Site) -> tuple[int, ...]:
+        return tuple(i for i in range(c.start, c.stop) if ops[i].multiplies)
+
+    for c in scanned.candidates:
+        if c.rule.kind != "joint" or len(linear(c)) < 2:
+            continue
+        if getattr(c.rule.build(*ops[c.start : c.stop]), "recipes", False):
+            yield linear(c)
+
+
+def gains(
+    layers: Sequence[GatedRun], names: Sequence[str], rows: Callable[[int], int]
+) -> tuple[Gain, ...]:
+    """What is predicted of a call.   rows: before the op of an index"""
+    return tuple(
+        gain_of(judged.layer, tuple(names[i] for i in judged.ops), rows(judged.ops[0]))
+        for judged in layers
+    )

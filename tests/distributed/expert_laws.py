@@ -1,0 +1,347 @@
+"""Laws of experts over ranks, as every rank runs them: what all ranks compute together is what one process computes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops.distributed import ExpertParallel, check_overflow
+from fuseops.distributed.dispatch import symmetric
+from fuseops.integrations import hf
+
+D, F, E, TOP = 6, 5, 8, 3
+
+
+WAY: list[str | None] = [None]  # what the laws run by
+
+
+def parallel(**options: Any) -> ExpertParallel:
+    return ExpertParallel(way=WAY[0], **options)
+
+
+class SharedFiles:
+    """Buffers of all ranks that this one maps, in the place of GPUs' symmetric memory."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        dist.barrier()
+
+    @staticmethod
+    def fabric(group: Any, nbytes: int, device: torch.device) -> symmetric.Fabric:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            file.truncate(nbytes)
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, file.name)
+        memory = [torch.from_file(n, True, nbytes, dtype=torch.uint8) for n in names]
+        dist.barrier()
+        Path(file.name).unlink()
+        table = torch.tensor([m.data_ptr() for m in memory])
+        uses, flag = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(), memory)
+
+
+symmetric._made = SharedFiles.fabric
+
+
+@cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def layer(seed: int = 0, **options: Any) -> fo.MoE:
+    torch.manual_seed(seed)
+    options = {"dtype": torch.float64, **options}
+    return fo.MoE(D, F, E, TOP, **options)
+
+
+def batch(tokens: list[int], spread: float = 1.0) -> list[Tensor]:
+    """What every rank gets, one after another."""
+    torch.manual_seed(1)
+    return [spread * torch.randn(t, D, dtype=torch.float64) for t in tokens]
+
+
+def whole(t: Any) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def trained(moe: nn.Module, x: Tensor, c: Tensor, share: float, run: Any) -> tuple[Any, ...]:
+    """(y, router_loss, gradient of x, gradients by name) of the loss sum(c * y) + share * router_loss."""
+    x = x.clone().requires_grad_()
+    y, loss = run(moe, x)
+    total = (c * y).sum() + (0.0 if loss is None else share * loss)
+    total.backward()
+    moe.backward_dw()
+    return y.detach(), loss, x.grad, {n: p.grad for n, p in moe.named_parameters()}
+
+
+def plainly(moe: fo.MoE, x: Tensor) -> Any:
+    if "router_loss" not in moe["router"].writes:
+        return moe(x), None
+    return moe(x, returns=("router_loss",))
+
+
+def equal_to_one_process(
+    tokens: list[int], run: Any = plainly, style: Any = None, spread: float = 1.0, **options: Any
+) -> fo.MoE:
+    """The layer spread over ranks gives what it gives alone for the tokens of all ranks in their order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = batch(tokens, spread)
+    c = batch(tokens)[::-1]
+    c = [torch.randn_like(p) for p in parts]
+    alone = layer(**options)
+    want = trained(alone, torch.cat(parts), torch.cat(c), 1.0, plainly)
+    moe = layer(**options)
+    parallelize_module(moe, mesh(), style or parallel(average=False, capacity=8.0))
+    got = trained(moe, parts[rank], c[rank], 1 / world, run)
+    start = sum(tokens[:rank])
+    close(got[0], want[0][start : start + tokens[rank]], "y")
+    close(got[2], want[2][start : start + tokens[rank]], "dx")
+    if want[1] is not None:
+        mean = got[1].detach().clone()
+        dist.all_reduce(mean)
+        close(mean / world, want[1].detach(), "router_loss")
+    for name, grad in want[3].items():
+        mine = got[3][name]
+        if isinstance(mine, DTensor):
+            assert mine.placements == (Shard(0),)
+            mine = mine.full_tensor()
+        elif name.startswith("router") or name.startswith("shared"):
+            mine = torch.zeros_like(grad) if mine is None else mine.clone()
+            dist.all_reduce(mine)
+        close(mine, grad, name)
+    return moe
+
+
+def close(a: Tensor, b: Tensor, name: str) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=lambda m: f"{name}: {m}")
+
+
+def tokens(*of_first: int) -> list[int]:
+    """Uneven counts, the first ones given."""
+    world = dist.get_world_size()
+    return [*of_first, *(5 + 2 * r for r in range(world))][:world]
+
+
+# --- the laws
+
+
+def law_every_option_equals_one_process() -> None:
+    equal_to_one_process(tokens(9, 4))
+    equal_to_one_process(tokens(6, 6), bias=True, shared_experts=1)
+    equal_to_one_process(tokens(6, 3), balance_loss=0.1, z_loss=0.1)
+    equal_to_one_process(tokens(3, 8), z_loss=0.1, score="sigmoid", expert_bias=True, scale=1.5)
+    equal_to_one_process(tokens(2, 9), activation="geglu", router_bias=True)
+
+
+def law_a_rank_may_have_no_token() -> None:
+    equal_to_one_process(tokens(0, 7), balance_loss=0.1)
+    equal_to_one_process(tokens(7, 0), shared_experts=1)
+    equal_to_one_process([0] * dist.get_world_size())
+
+
+def law_a_rank_may_get_no_token() -> None:
+    """All go to the experts of the first rank."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"score": "sigmoid", "expert_bias": True}
+    bias = torch.zeros(E)
+    bias[:TOP] = 10.0
+    before = fo.ops.Router.reset_parameters
+    fo.ops.Router.reset_parameters = lambda self: (before(self), self.expert_bias.copy_(bias))[0]
+    try:
+        moe = equal_to_one_process(tokens(5, 4), **options)
+    finally:
+        fo.ops.Router.reset_parameters = before
+    assert dist.get_rank() == 0 or moe.fc1.weight.grad.to_local().abs().sum() == 0
+
+
+def law_capacity_is_of_all_tokens() -> None:
+    """What is dropped is what one process drops, for factors that drop much, some and nothing."""
+    for factor in (0.3, 0.8, 1.3):
+        equal_to_one_process(tokens(9, 4), capacity_factor=factor)
+
+
+def law_gradients_of_experts_are_averaged() -> None:
+    x = batch(tokens(4, 4))[dist.get_rank()]
+    grads = []
+    for average in (False, True):
+        moe = layer()
+        parallelize_module(moe, mesh(), ExpertParallel(average=average))
+        moe(x).sum().backward()
+        grads.append(moe.fc1.weight.grad.to_local())
+    close(grads[1] * dist.get_world_size(), grads[0], "fc1.weight")
+
+
+def law_rules_fuse_what_arrived() -> None:
+    moe = layer(shared_experts=1, ep=mesh())
+    x = batch(tokens(4, 6))[dist.get_rank()]
+    plan = moe.plan(x.requires_grad_())
+    assert [span.rule for span in plan.forward].count("routed_mlp") == 1, str(plan)
+    assert {s.name for s in plan.saved if s.is_param} >= {"fc1.weight", "fc2.weight"}, str(plan)
+    said = moe.explain(x)
+    assert f"{E // dist.get_world_size()} here" in said and "all_to_all_single" in said, said
+
+
+def law_a_layer_may_begin_on_meta() -> None:
+    moe = fo.MoE(D, F, E, TOP, device="meta", dtype=torch.float64, ep=mesh())
+    local = E // dist.get_world_size()
+    assert moe.fc1.weight.shape[0] == E and moe.fc1.weight.to_local().shape[0] == local
+    moe.to_empty(device="cpu")
+    full = layer()
+    with torch.no_grad():
+        for name, p in moe.named_parameters():
+            source = full.get_parameter(name)
+            mine = source[dist.get_rank() * local :][:local] if isinstance(p, DTensor) else source
+            (p.to_local() if isinstance(p, DTensor) else p).copy_(mine)
+    spread = layer(ep=mesh())
+    x = batch(tokens(4, 6))[dist.get_rank()]
+    close(moe(x), spread(x), "y")
+
+
+def law_checkpointed_delayed_and_reference_are_equal() -> None:
+    def again(moe: fo.MoE, x: Tensor) -> Any:
+        return checkpoint(moe, x, use_reentrant=False, context_fn=fo.checkpoint_contexts), None
+
+    def reference(moe: fo.MoE, x: Tensor) -> Any:
+        with fo.reference():
+            return plainly(moe, x)
+
+    equal_to_one_process(tokens(5, 4), run=again, shared_experts=1)
+    equal_to_one_process(tokens(5, 4), run=reference, balance_loss=0.1)
+    equal_to_one_process(tokens(5, 4), delay_wgrad=True)
+
+
+def law_copies_and_compiled_layers_are_equal() -> None:
+    moe = layer(shared_experts=1, ep=mesh())
+    x = batch(tokens(5, 4))[dist.get_rank()]
+
+    def grads(moe: Any) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        y = moe(given)
+        y.square().sum().backward()
+        inner = getattr(moe, "_orig_mod", moe)
+        found = [y.detach(), given.grad, *(whole(p.grad) for p in inner.parameters())]
+        inner.zero_grad()
+        return found
+
+    want = grads(moe)
+    kept = pickle.loads(pickle.dumps(moe))
+    for other in (
+        copy.deepcopy(moe),
+        kept,
+        torch.compile(moe, fullgraph=True, backend="aot_eager"),
+    ):
+        for mine, theirs in zip(grads(other), want, strict=True):
+            close(mine, theirs, type(other).__name__)
+
+
+def law_expert_bias_moves_with_the_load_of_all_ranks() -> None:
+    options: dict[str, Any] = {"score": "sigmoid", "expert_bias": True}
+    parts = batch(tokens(9, 4))
+    alone, moe = layer(**options), layer(**options, ep=mesh())
+    alone(torch.cat(parts).requires_grad_())
+    moe(parts[dist.get_rank()].requires_grad_())
+    for m in (alone, moe):
+        m["router"].update_expert_bias(0.1)
+    close(moe["router"].expert_bias, alone["router"].expert_bias, "expert_bias")
+
+
+def by_peer_memory(law: Any) -> None:
+    WAY[0] = "peer_memory"
+    try:
+        law()
+        check_overflow()
+    finally:
+        WAY[0] = None
+
+
+def law_peer_memory_equals_one_process() -> None:
+    for law in (
+        law_every_option_equals_one_process,
+        law_a_rank_may_have_no_token,
+        law_a_rank_may_get_no_token,
+        law_capacity_is_of_all_tokens,
+        law_checkpointed_delayed_and_reference_are_equal,
+    ):
+        by_peer_memory(law)
+
+
+def law_an_overflow_is_said() -> None:
+    """Sums are NaN, and the check raises, once."""
+    WAY[0] = "peer_memory"
+    x = batch([16] * dist.get_world_size())[dist.get_rank()]
+    moe = layer()
+    parallelize_module(moe, mesh(), parallel(capacity=0.3))
+    y = moe(x)
+    assert y.isnan().any()
+    raises("capacity", check_overflow)
+    check_overflow()
+    raises("agreed on", lambda: moe(torch.cat([x, x])))
+    WAY[0] = None
+
+
+def raises(said: str, make: Any) -> None:
+    try:
+        make()
+    except fo.FuseOpsError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(f"nothing raised where {said!r} was expected")
+
+
+def law_models_of_transformers_spread_too() -> None:
+    """What `hf.apply` runs, applied before or after: logits and every gradient."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=8, intermediate_size=8, moe_intermediate_size=4, num_hidden_layers=2, vocab_size=17,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4, num_experts_per_tok=2,
+        dtype=torch.float64, pad_token_id=0,
+    )  # fmt: skip
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).double()
+
+    torch.manual_seed(2)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens = torch.randint(1, 17, (world, 6))
+    alone = model()
+    hf.apply(alone)
+    want = alone(tokens).logits
+    want.square().sum().backward()
+    for before in (True, False):
+        spread = model()
+        if before:
+            hf.apply(spread)
+        parallelize_module(spread, mesh(), ExpertParallel(average=False))
+        if not before:
+            hf.apply(spread)
+        got = spread(tokens[rank : rank + 1]).logits
+        close(got[0].detach(), want[rank].detach(), "logits")
+        got.square().sum().backward()
+        for (name, p), q in zip(spread.named_parameters(), alone.parameters(), strict=True):
+            if isinstance(p, DTensor):
+                close(p.grad.full_tensor(), q.grad, name)
+            else:
+                dist.all_reduce(p.grad)
+                close(p.grad, q.grad, name)
+        assert any(isinstance(p, DTensor) for p in spread.parameters())
+
+
+def law_wrong_use_says_so() -> None:
+    raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
+    raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
+    raises("host_counts", lambda: ExpertParallel(way="pigeon")._apply(layer(), mesh()))
+    raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))

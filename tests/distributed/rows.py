@@ -1,0 +1,70 @@
+"""Which law shows which cell of the parallelism table in docs/compatibility.md."""
+
+from __future__ import annotations
+
+COLUMNS = ("TP=2", "TP=2, sequence parallel", "1F1B", "interleaved 1F1B", "zero bubble", "ZBV")
+
+EXPERTS = ("tensor_ranks", "law_experts")
+FEATURES = "law_features_of_one_process_hold_over_local_tensors"
+PIPES = {
+    "1F1B": ("pipeline_ranks", "law_1f1b"),
+    "interleaved 1F1B": ("pipeline_ranks", "law_interleaved"),
+    "zero bubble": ("pipeline_ranks", "law_zero_bubble"),
+    "ZBV": ("pipeline_ranks", "law_zbv"),
+}
+DELAYED = {
+    "zero bubble": ("pipeline_ranks", "law_zero_bubble_with_a_dw_builder"),
+    "ZBV": ("pipeline_ranks", "law_zbv_with_a_dw_builder"),
+}
+
+
+def both(law: str) -> dict[str, tuple[str, str]]:
+    """One law of tensor parallelism, with and without sequence parallelism."""
+    return dict.fromkeys(COLUMNS[:2], ("tensor_ranks", law))
+
+
+# what is combined with each way to spread a model -> the law that compares it with one process
+ROWS: dict[str, dict[str, tuple[str, str]]] = {
+    "dense MLPs, norms, biases": {**both("law_mlps"), **PIPES},
+    "experts (`fo.MoE`), router losses": {"TP=2": EXPERTS, **PIPES},
+    "offload, with marks and inner scopes": {**both("law_recomputation_and_offload"), **PIPES},
+    "checkpoint": both("law_recomputation_and_offload"),
+    "delayed weight gradients": {
+        COLUMNS[1]: ("tensor_ranks", "law_delayed_weight_gradients"),
+        **DELAYED,
+    },
+    "accumulation, frozen weights, copies, `torch.compile`": both(FEATURES),
+    "autocast, `Float8BlockScaling`": {"TP=2": ("tensor_ranks", FEATURES)},
+    "collectives overlapped with products": {
+        COLUMNS[1]: ("tensor_ranks", "law_collectives_beside_products_run_as_one")
+    },
+    "FSDP2": {
+        "TP=2": ("tensor_ranks", "law_fully_sharded_beside_it"),
+        "zero bubble": (
+            "pipeline_ranks",
+            "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule",
+        ),
+    },
+    "AdamW with clipping, distributed checkpoints": {
+        "TP=2": ("tensor_ranks", "law_steps_and_checkpoints")
+    },
+}
+
+
+def text() -> str:
+    """The section of the page."""
+    head = "| | " + " | ".join(COLUMNS) + " |"
+    lines = [
+        f"| {name} | " + " | ".join("equal" if c in cells else "" for c in COLUMNS) + " |"
+        for name, cells in ROWS.items()
+    ]
+    return f"{HEAD}\n{head}\n|---|{'---|' * len(COLUMNS)}\n" + "\n".join(lines) + "\n"
+
+
+HEAD = """## Tensor parallelism and pipelines
+
+On two ranks over gloo, beside one process in float64: pipelines to the bit, tensor parallelism within rounding, outputs
+and every gradient; autocast and FP8, which round, within 2 % (gradients 5 %); overlapped collectives on stand-ins of
+torch's CUDA ops. `tests/distributed` has the law of each cell; an empty one has none. Experts under sequence
+parallelism are refused, since the router takes every token, and only zero-bubble schedules delay weight gradients.
+"""

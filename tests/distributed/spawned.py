@@ -1,0 +1,82 @@
+"""Processes over gloo that are started once and given one law after another."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE = timedelta(seconds=40)  # a rank that waits longer for the others gives up
+LAW = 120  # seconds in which a law must answer
+
+
+class Ranks:
+    """`world` processes; a law is a function of a module, called on every rank with no arguments."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with tempfile.NamedTemporaryFile(delete=False) as store:
+            pass
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            args = (rank, self.world, store.name, theirs)
+            self._processes.append(context.Process(target=_serve, args=args, daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(mine)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def run(self, module: str, law: str) -> None:
+        """Raises AssertionError with what a rank raised."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((module, law))
+        said = [_answer(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+        if wrong:
+            self.stop()  # one may wait in a collective that another never entered
+        assert not wrong, "\n".join(wrong)
+
+
+def _answer(rank: int, pipe: Connection) -> str:
+    try:
+        return pipe.recv() if pipe.poll(LAW) else f"no answer in {LAW} s"
+    except EOFError:
+        return "died"
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    init = f"file://{store}"
+    dist.init_process_group(
+        "gloo", init_method=init, rank=rank, world_size=world, timeout=COLLECTIVE
+    )
+    while (given := pipe.recv()) is not None:
+        module, law = given
+        try:
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), law)()
+            pipe.send("")
+        except Exception:
+            pipe.send(traceback.format_exc())

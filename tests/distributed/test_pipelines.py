@@ -1,0 +1,39 @@
+"""Pipelines on two ranks equal one process, to the bit. The laws stand in `pipeline_ranks.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pipeline_ranks
+import pytest
+import rows
+from spawned import Ranks
+
+import fuseops as fo
+from fuseops.distributed import dw_builder
+
+LAWS = [name for name in vars(pipeline_ranks) if name.startswith("law_")]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    both = Ranks(2)
+    yield both
+    both.stop()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_law(ranks: Ranks, law: str) -> None:
+    ranks.run("pipeline_ranks", law)
+
+
+def test_a_stage_that_could_delay_nothing_is_told_so() -> None:
+    with pytest.raises(fo.FuseOpsError, match="no Linear or GroupedLinear"):
+        dw_builder(fo.Sequential(fo.ops.SiLU()))
+
+
+def test_every_cell_of_the_table_has_a_law() -> None:
+    cells = {cell for found in rows.ROWS.values() for cell in found.values()}
+    assert all(hasattr(importlib.import_module(module), law) for module, law in cells)
+    assert {column for found in rows.ROWS.values() for column in found} == {*rows.COLUMNS}

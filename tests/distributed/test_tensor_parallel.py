@@ -1,0 +1,46 @@
+"""Tensor and sequence parallelism on two ranks equal one process. The laws stand in `tensor_ranks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import tensor_ranks
+import torch
+from spawned import Ranks
+
+import fuseops as fo
+from fuseops import distributed
+
+LAWS = [name for name in vars(tensor_ranks) if name.startswith("law_")]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    both = Ranks(2)
+    yield both
+    both.stop()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_law(ranks: Ranks, law: str) -> None:
+    ranks.run("tensor_ranks", law)
+
+
+def test_a_whole_model_with_split_halves_computes_and_loads_what_it_did() -> None:
+    model = fo.Sequential(fo.ops.Linear(4, 12), fo.ops.SwiGLU(), fo.ops.Linear(6, 4))
+    x, state = torch.randn(3, 4), {k: t.clone() for k, t in model.state_dict().items()}
+    expected = model(x)
+    expected.sum().backward()
+    grad = model[0].weight.grad
+    distributed.split_halves(model)
+    assert model[0].weight.shape == (2, 6, 4) and model[0].bias.shape == (2, 6)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert torch.equal(model[0].weight.grad.view(12, 4), grad)
+    split = {k: t.clone() for k, t in model.state_dict().items()}
+    fresh = fo.Sequential(fo.ops.Linear(4, 12), fo.ops.SwiGLU(), fo.ops.Linear(6, 4))
+    fresh.load_state_dict(split)
+    model[0].reset_parameters()
+    model.load_state_dict(state)
+    assert torch.equal(fresh(x), expected) and torch.equal(model(x), expected)

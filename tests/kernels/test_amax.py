@@ -1,0 +1,46 @@
+"""One scale a group, or one a matrix: kernels equal their twins bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import SEEDS, VALUES, few, run, splits
+from test_operands import DTYPES, FORMATS, ROWS, same, varied
+
+from fuseops.kernels import amax as k
+from fuseops.kernels import reference
+
+pytestmark = pytest.mark.usefixtures("kernels")
+WIDTHS = st.sampled_from([1, 16, 100, 144])
+WANTED = st.sampled_from([(True, True), (True, False), (False, True)])
+
+
+@given(ROWS, WIDTHS, DTYPES, VALUES, FORMATS, SEEDS, WANTED, st.sampled_from([0, 1, 3]))
+@few
+def test_groups(rows, n, dtype, values, fmt, seed, wanted, groups):
+    x = varied((rows, n), dtype, values, seed, strided=seed % 4 == 0)
+    offs = splits(rows, groups, seed, min(rows, seed % 3)) if groups else None
+    end = rows if offs is None else int(offs[-1])
+    got, want = (
+        call(x, offs, fmt, *wanted)
+        for call in (lambda *a: run(k.quantize_groups, *a), reference.quantize_groups)
+    )
+    same(got, want, end, (0,))
+
+
+@given(
+    st.sampled_from([1, 3]), st.sampled_from([16, 100, 128, 144]), WIDTHS, DTYPES, VALUES, FORMATS,
+    SEEDS, WANTED,
+)  # fmt: skip
+@few
+def test_matrices(groups, n, k_, dtype, values, fmt, seed, wanted):
+    w = varied((groups * n, k_), dtype, values, seed).view(groups, n, k_)
+    same(run(k.quantize_matrices, w, fmt, *wanted), reference.quantize_matrices(w, fmt, *wanted))
+
+
+def test_a_wide_tensor_has_one_amax():
+    x = torch.ones(130, 1100, dtype=torch.bfloat16)  # more than one program of columns
+    x[129, 1099], x[3, 5] = 7.0, 3.0
+    offs = torch.tensor([129, 130], dtype=torch.int32)
+    scale = run(k.quantize_groups, x, offs, torch.float8_e4m3fn)[2]
+    torch.testing.assert_close(scale, torch.tensor([3.0, 7.0]) / 448)
