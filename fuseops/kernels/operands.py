@@ -42,18 +42,11 @@ def _space(name: str, *choices: Config) -> Space:
 
 
 QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
-PERMUTE = _space(
-    "permute_operand",
-    *(_tile(warps, SPAN=span) for warps in (8, 4) for span in (1, 2, 4)),
-)
+PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
 PERMUTE_TURNED = _space("permute_operand_turned", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
-SWIGLU = _space("swiglu_operand", _tile(16), _tile(8))
-SWIGLU_ROWS = _space(
-    "swiglu_operand_rows", _tile(8, 64), _tile(4, 32), _tile(4, 64), _tile(8), _tile(16)
-)
-DSWIGLU = _space(
-    "dswiglu_operand", _tile(8, PARTS=3), _tile(8, PARTS=2), _tile(16, PARTS=2), _tile(8, PARTS=1)
-)
+SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
+SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
+DSWIGLU = _space("dswiglu_operand", _tile(8), _tile(16))
 DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
@@ -264,15 +257,13 @@ def dswiglu_operand(
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
             **wanted, num_warps=4,
         )  # fmt: skip
-        return *out, a, a_scale, partial.sum(0) if probs is not None else partial.view(0)
-    config = DSWIGLU.pick(rows, (n,), h)
-    programs = max(config["PARTS"] - (not act), 1)
-    launch(
-        device("fp8_swiglu").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK) * programs,),
-        *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
-        SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
-        **overlap(h.device), **config,
-    )  # fmt: skip
+    else:
+        launch(
+            device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
+            *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
+            SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
+            **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
+        )  # fmt: skip
     dprobs = partial.sum(0) if probs is not None else partial.view(0)
     return *out, a, a_scale, dprobs
 

@@ -114,12 +114,13 @@ def swiglu_operand_kernel(
 
 @triton.jit
 def dswiglu_slice(
-    da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, J: tl.constexpr, row0, end, col0, R, F,
-    stride_da, stride_h,
-    SCALED: tl.constexpr, SUMS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, like_ptr, J: tl.constexpr, row0, end, col0,
+    R, F, stride_da, stride_h,
+    PART: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Slice J of dgate, dup and swiglu(h) * probs, rounded as h is; with SUMS, what it adds to dprobs goes to
-    ``partial``.
+    """(codes, scales) of dgate, dup or swiglu(h) * probs in slice J, which are rounded as h is before; what it adds to
+    dprobs goes to ``partial`` with the first.
     """
     da = load_tokens(da_ptr, J, row0, end, col0, F, 0, stride_da, BLOCK_R, BLOCK_N).to(tl.float32)
     gate = load_hidden(h_ptr, h_scale_ptr, J, row0, end, col0, R, F, 0, stride_h, BLOCK_R, BLOCK_N)
@@ -128,61 +129,43 @@ def dswiglu_slice(
     y, dy = f * up, da
     if SCALED:
         r, _, mask = slice_mask(J, row0, end, col0, F, BLOCK_R, BLOCK_N)
-        if SUMS:
+        if PART == 0:
             block = (col0 // BLOCK_N).to(tl.int64)
             dot = tl.sum(tl.where(mask, da * y, 0.0), axis=1)
             tl.store(partial_ptr + block * R + r, dot, mask=r < end)
         probs = tl.load(probs_ptr + r, mask=r < end, other=0.0)[:, None]
         dy, y = da * probs, y * probs
-    return rounded(dy * df * up, h_ptr), rounded(dy * f, h_ptr), rounded(y, h_ptr)
+    if PART == 0:
+        y = dy * df * up
+    elif PART == 1:
+        y = dy * f
+    return coded(rounded(y, h_ptr), like_ptr, SHIFT)
 
 
 @triton.jit
-def dswiglu_parts(
+def dswiglu_part(
     da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
-    a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-    SHIFT: tl.constexpr, A_SHIFT: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr,
-    UP: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    row0, end, col0, R, N, stride_da, stride_h, block, blocks,
+    PART: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, ROW: tl.constexpr,
+    COL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Operands of dgate, dup and the activation of a tile, as far as they are wanted."""
+    """The operand of dgate, of dup, or columns of the activation, of a tile."""
     # fmt: off
-    dg, du, y = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, 0, row0, end, col0, R, N,
-                              stride_da, stride_h, SCALED, GATE, BLOCK_R, BLOCK_N)
-    ga, gsa = coded(dg, row_ptr, SHIFT)
-    ua, usa = coded(du, row_ptr, SHIFT)
-    ya, ysa = coded(y, a_ptr, A_SHIFT)
-    dg, du, y = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, 1, row0, end, col0, R, N,
-                              stride_da, stride_h, SCALED, GATE, BLOCK_R, BLOCK_N)
-    gb, gsb = coded(dg, row_ptr, SHIFT)
-    ub, usb = coded(du, row_ptr, SHIFT)
-    yb, ysb = coded(y, a_ptr, A_SHIFT)
-    dg, du, y = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, 2, row0, end, col0, R, N,
-                              stride_da, stride_h, SCALED, GATE, BLOCK_R, BLOCK_N)
-    gc, gsc = coded(dg, row_ptr, SHIFT)
-    uc, usc = coded(du, row_ptr, SHIFT)
-    yc, ysc = coded(y, a_ptr, A_SHIFT)
-    dg, du, y = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, 3, row0, end, col0, R, N,
-                              stride_da, stride_h, SCALED, GATE, BLOCK_R, BLOCK_N)
-    gd, gsd = coded(dg, row_ptr, SHIFT)
-    ud, usd = coded(du, row_ptr, SHIFT)
-    yd, ysd = coded(y, a_ptr, A_SHIFT)
+    qa, sa = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, col_ptr, 0, row0, end, col0, R, N,
+                           stride_da, stride_h, PART, SHIFT, SCALED, BLOCK_R, BLOCK_N)
+    qb, sb = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, col_ptr, 1, row0, end, col0, R, N,
+                           stride_da, stride_h, PART, SHIFT, SCALED, BLOCK_R, BLOCK_N)
+    qc, sc = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, col_ptr, 2, row0, end, col0, R, N,
+                           stride_da, stride_h, PART, SHIFT, SCALED, BLOCK_R, BLOCK_N)
+    qd, sd = dswiglu_slice(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, col_ptr, 3, row0, end, col0, R, N,
+                           stride_da, stride_h, PART, SHIFT, SCALED, BLOCK_R, BLOCK_N)
     # fmt: on
-    if GATE:
-        store_operand(
-            ga, gb, gc, gd, gsa, gsb, gsc, gsd, row_ptr, scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, col0 * 0, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-    if UP:
-        store_operand(
-            ua, ub, uc, ud, usa, usb, usc, usd, row_ptr, scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, col0 * 0 + N, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-    if ACT:
-        store_operand(
-            ya, yb, yc, yd, ysa, ysb, ysc, ysd, a_ptr, a_square_ptr, a_ptr, a_square_ptr,
-            row0, end, col0, R, N, col0 * 0, N, block, blocks, False, True, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
+    width = N if PART == 2 else 2 * N
+    first = col0 * 0 + (N if PART == 1 else 0)
+    store_operand(
+        qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
+        row0, end, col0, R, N, first, width, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -192,45 +175,26 @@ def dswiglu_operand_kernel(
     SHIFT: tl.constexpr, A_SHIFT: tl.constexpr, SCALED: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """With PARTS, programs side by side make dgate, dup and the activation of one tile, or both halves of dh and the
-    activation: what they read again is in the cache.
+    """Programs side by side make dgate, dup and the activation of one tile: in one they would fill the registers, and
+    what they read again is in the cache.
     """
     overlapped(PDL)
-    PROGRAMS: tl.constexpr = PARTS - (1 if PARTS > 1 and not ACT else 0)
-    part, pid, num_n = (
-        tl.program_id(0) % PROGRAMS,
-        tl.program_id(0) // PROGRAMS,
-        tl.cdiv(N, BLOCK_N),
-    )
+    PARTS: tl.constexpr = 2 + ACT
+    part, pid, num_n = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.cdiv(N, BLOCK_N)
     block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
     col0 = pid % num_n * BLOCK_N
     # fmt: off
-    if PROGRAMS == 1:
-        dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
-                      a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                      SHIFT, A_SHIFT, SCALED, True, True, ROW, COL, ACT, BLOCK_R, BLOCK_N)
-    elif PARTS == 2:
-        if part == 0:
-            dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr,
-                          square_ptr, a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                          SHIFT, A_SHIFT, SCALED, True, True, ROW, COL, False, BLOCK_R, BLOCK_N)
-        else:
-            dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr,
-                          square_ptr, a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                          SHIFT, A_SHIFT, SCALED, False, False, ROW, COL, True, BLOCK_R, BLOCK_N)
+    if part == 0:
+        dswiglu_part(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
+                     row0, end, col0, R, N, stride_da, stride_h, block, blocks,
+                     0, SHIFT, SCALED, ROW, COL, BLOCK_R, BLOCK_N)
+    elif part == 1:
+        dswiglu_part(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr, square_ptr,
+                     row0, end, col0, R, N, stride_da, stride_h, block, blocks,
+                     1, SHIFT, SCALED, ROW, COL, BLOCK_R, BLOCK_N)
     else:
-        if part == 0:
-            dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr,
-                          square_ptr, a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                          SHIFT, A_SHIFT, SCALED, True, False, ROW, COL, False, BLOCK_R, BLOCK_N)
-        elif part == 1:
-            dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr,
-                          square_ptr, a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                          SHIFT, A_SHIFT, SCALED, False, True, ROW, COL, False, BLOCK_R, BLOCK_N)
-        else:
-            dswiglu_parts(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, row_ptr, scale_ptr, col_ptr,
-                          square_ptr, a_ptr, a_square_ptr, row0, end, col0, R, N, stride_da, stride_h, block, blocks,
-                          SHIFT, A_SHIFT, SCALED, False, False, ROW, COL, True, BLOCK_R, BLOCK_N)
+        dswiglu_part(da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, a_ptr, a_square_ptr, a_ptr, a_square_ptr,
+                     row0, end, col0, R, N, stride_da, stride_h, block, blocks,
+                     2, A_SHIFT, SCALED, False, ACT, BLOCK_R, BLOCK_N)
     # fmt: on
