@@ -127,7 +127,7 @@ def summary(cells: dict[str, Any]) -> dict[str, Any]:
         if "ratios" not in record:
             continue
         for what, each in record["ratios"].items():
-            found[f"{name}/{what}"] = {n: entry["ratio"] for n, entry in each.items()}
+            found[f"{name}/{what}"] = each
         for what in ("saved_bytes", "peak_bytes"):
             of = record[what]
             found[f"{name}/{what}"] = {

@@ -50,8 +50,7 @@ def _fast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """None of 128 x 128: over groups, two runs of those differed on an H200."""
-    return [TALL, WIDE]
+    return [TALL, WIDE, SQUARE]
 
 
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -99,17 +98,13 @@ def wgrad_path(
     dy: Tensor,
     x: Tensor,
     dtype: torch.dtype = torch.bfloat16,
-    scaling: str = "square",
-    grouped: bool = True,
 ) -> str:
     """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
-    apart = grouped and scaling == "block" and dtype == torch.float32
     return path_of(
         *_device(x.device),
         _codes("dy", dy),
         _codes("x", x),
         _sizes(dy.shape[1], x.shape[0], dtype),
-        "vectors of scales over groups, with a float32 sum" if apart else None,
         None if x.numel() and dy.numel() else "an operand is empty",
     )
 

@@ -330,7 +330,9 @@ def fp8_gemm_kernel(
     if out_ptr.dtype.element_ty == gl.float32:
         out0, out1 = (out_ptr, out, out), (out_ptr, out, out)
     else:
-        BUFFERS: gl.constexpr = [2 if not IN_PLACE else 1, 64, BLOCK]
+        # one of a consumer with one wave: two tiles without products in between follow at once, into one buffer
+        ONE: gl.constexpr = IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK
+        BUFFERS: gl.constexpr = [1 if ONE else 2, 64, BLOCK]
         buffers0 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         buffers1 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         out0, out1 = (out_ptr, out, buffers0), (out_ptr, out, buffers1)
