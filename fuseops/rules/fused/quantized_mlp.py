@@ -2,7 +2,8 @@
 
 No pass reads or writes what the high-precision one does not, but for the tokens' own quantization: SwiGLU and its
 backward write codes, rows by index are permuted as codes, and columns are made of the codes of rows. The backward
-quantizes x again, to the same codes, so what is saved is what high precision saves, or less with `hidden="float8"`.
+quantizes x again, to the same codes, so what is saved is what high precision saves, or less with `hidden="float8"`: fc1
+writes h as codes then, and both directions of SwiGLU read them.
 Numerics: as of the ops one by one. What SwiGLU writes is rounded as its tensor would be before it is quantized.
 """
 
