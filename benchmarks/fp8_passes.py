@@ -2,10 +2,10 @@
 
     python benchmarks/fp8_passes.py --out benchmarks/results/fp8_passes_h200.json
 
-Tokens are quantized, their codes permuted to rows by expert (as rows, as columns, as both), SwiGLU and its backward write
-operands from h in bf16 or as codes, and weights are quantized in both layouts. The copy is one kernel's over the same
-number of bytes. All run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each
-round; shares are round by round. Results are compared with the plain torch twins first: codes times scales.
+Tokens are quantized, their codes permuted to rows by expert (as rows, as columns, as both), SwiGLU and its backward
+write operands from h in bf16 or as codes, and weights are quantized in both layouts. The copy is one kernel's over the
+same number of bytes. All run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again
+in each round; shares are round by round. Results are compared with the plain torch twins first: codes times scales.
 """
 
 from __future__ import annotations
