@@ -152,8 +152,8 @@ def fp8_mm(
 
 def _codes_fake(x: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
     y = _mm_fake(x, *operands, **options)
-    n = y.shape[1]
-    return x.new_empty(y.shape, dtype=E4M3), x.new_empty(cdiv(n, 128), len(x), dtype=torch.float32)
+    rows, n = y.shape
+    return x.new_empty(rows, n, dtype=E4M3), x.new_empty(cdiv(n, 128), rows, dtype=torch.float32)
 
 
 def _codes_cases() -> Iterator[tuple[Any, ...]]:

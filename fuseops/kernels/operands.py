@@ -46,7 +46,7 @@ PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8,
 PERMUTE_TURNED = _space("permute_operand_turned", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
 SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
-DSWIGLU = _space("dswiglu_operand", _tile(8), _tile(16))
+DSWIGLU = _space("dswiglu_operand", _tile(16))
 DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
