@@ -8,7 +8,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -
 
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test fuzz aot lint types docs fmt clean
+.PHONY: setup demo test fuzz aot lint types docs package fmt clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -40,6 +40,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(PY) -m mypy
+
+package: $(STAMP)   ## build wheel and sdist, look into them, and use the wheel outside of the repository
+	$(PY) scripts/check_package.py
 
 docs: $(STAMP)   ## build the site strictly and run the notebooks, where `pip install -e ".[docs]"` was done
 	$(PY) scripts/check_docs.py

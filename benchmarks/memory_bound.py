@@ -65,7 +65,7 @@ def candidates(case: Case) -> Calls:
     """Name -> call on the arguments, or why the peer is absent."""
     found: Calls = {"fuseops": case.op}
     found["eager"] = case.eager or case.op.twin
-    found["compile"] = torch.compile(case.op.twin, fullgraph=True, dynamic=False)
+    found["compile"] = torch.compile(case.compiled or case.op.twin, fullgraph=True, dynamic=False)
     try:
         found["liger"] = case.liger() if case.liger else "no such kernel"
     except ImportError as error:

@@ -12,7 +12,19 @@ import torch.nn.functional as F
 from measure import rnd
 from torch import Tensor
 
-from fuseops.kernels import activation, bias, casts, norm, permute, quantize, router, routing
+from fuseops.kernels import (
+    activation,
+    bias,
+    casts,
+    dropout,
+    layer_norm,
+    norm,
+    permute,
+    quantize,
+    rope,
+    router,
+    routing,
+)
 from fuseops.kernels.registry import KernelOp
 
 E4M3 = torch.float8_e4m3fn
@@ -30,7 +42,7 @@ Call = Callable[..., Any]
 
 class Case(NamedTuple):
     """One kernel: arguments for (rows, columns), and the peers that do the same work on the same
-    arguments.
+    arguments. torch.compile is given the kernel's twin, or `compiled` where it would not do itself justice with that.
     """
 
     name: str
@@ -40,6 +52,7 @@ class Case(NamedTuple):
     liger: Callable[[], Call] | None = None
     tail: tuple = ()
     shapes: tuple[tuple[int, int], ...] = SHAPES
+    compiled: Call | None = None
 
 
 def x(r: int, n: int) -> tuple:
@@ -144,6 +157,68 @@ def rmsnorm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 def add_rmsnorm(x: Tensor, r: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     h = x + r
     return F.rms_norm(h, w.shape, w, eps), h
+
+
+def liger_layernorm() -> Call:
+    from liger_kernel.ops.layer_norm import layer_norm_forward
+
+    return lambda x, w, b, eps: layer_norm_forward(x, w, b, eps)[0]
+
+
+def liger_layernorm_bwd() -> Call:
+    from liger_kernel.ops.layer_norm import layer_norm_backward
+
+    return lambda dy, x, w, mean, rstd, *_: layer_norm_backward(dy, x, w, w, mean, rstd)
+
+
+def layernorm_bwd_args(r: int, n: int) -> tuple:
+    x = rnd(r, n)
+    return rnd(r, n), x, rnd(n), x.float().mean(1), 1 / x.float().std(1)
+
+
+def eager_layernorm_bwd(dy, x, w, mean, rstd, *_):
+    size = [x.shape[1]]
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, size, mean[:, None], rstd[:, None], w, w, [True, True, True]
+    )
+
+
+def heads_args(r: int, n: int) -> tuple:
+    """Queries beside their keys and values."""
+    return rnd(r, n * 3 // 2).view(r, -1, 128)[:, : n // 128], rnd(128), 1e-6
+
+
+def rope_args(r: int, n: int) -> tuple:
+    angles = torch.rand(r, 64, device="cuda")
+    return rnd(r, n // 128, 128), angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def turned_back(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Tensor:
+    return turned(x, cos, -sin)
+
+
+def block_cases() -> Iterator[Case]:
+    """What stands between the GEMMs of a block."""
+    ln, rms, eager_ln = layer_norm, norm, lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)
+    args = lambda r, n: (rnd(r, n), rnd(n), rnd(n), 1e-5)  # noqa: E731
+    yield Case("layernorm_fwd", ln.layernorm_fwd, args, eager_ln, liger_layernorm)
+    bwd = ln.layernorm_bwd, layernorm_bwd_args, eager_layernorm_bwd, liger_layernorm_bwd
+    yield Case("layernorm_bwd", *bwd)
+    seeded = lambda r, n: (rnd(r, n), torch.randint(2**62, (1,), device="cuda"))  # noqa: E731
+    plain = lambda x, seed, p: F.dropout(x, p)  # noqa: E731
+    yield Case("dropout", dropout.apply_dropout, seeded, plain, tail=(0.1,), compiled=plain)
+    halves, back = (False,), (False, True)
+    yield Case("rope_fwd", rope.apply_rope, rope_args, turned, tail=halves, compiled=turned)
+    yield Case("rope_bwd", rope.apply_rope, rope_args, turned_back, tail=back, compiled=turned_back)
+    neighbours = (True,)
+    yield Case("rope_interleaved", rope.apply_rope, rope_args, tail=neighbours)
+    yield Case("qk_rmsnorm_fwd", rms.rmsnorm_fwd, heads_args, rmsnorm)
 
 
 def with_probs(make: Callable[[int, int], tuple]) -> Callable[[int, int], tuple]:
@@ -290,6 +365,7 @@ def cases() -> Iterator[Case]:
     )
     yield Case("rmsnorm_bwd", norm.rmsnorm_bwd, norm_bwd_args, eager_rmsnorm_bwd, liger_rmsnorm_bwd)
     yield Case("add_rmsnorm_bwd", norm.rmsnorm_bwd, lambda r, n: (*norm_bwd_args(r, n), rnd(r, n)))
+    yield from block_cases()
     yield Case("quantize_tensor", q.quantize_tensor, x, tail=(E4M3, "row"))
     yield Case("quantize_tensor_both", q.quantize_tensor, x, tail=(E4M3, "both"))
     yield Case("quantize_rows", q.quantize_rows, x, tail=(E4M3,))

@@ -31,6 +31,7 @@ from .layers.sequential import Residual as Residual
 from .layers.sequential import Sequential as Sequential
 from .layers import MoE as MoE
 from .ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .ops.linear_loss import linear_loss as linear_loss
 from .ops.op import Call as Call
 from .ops.op import FusedOp as FusedOp
 from .ops.op import Grads as Grads
@@ -67,6 +68,7 @@ __all__ = [
     "fusion",
     "kernels",
     "linear_cross_entropy",
+    "linear_loss",
     "maybe",
     "offload",
     "ops",

@@ -173,7 +173,7 @@ def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
-    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))
+    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -182,7 +182,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
     new = hasattr(collectives, "reduce_scatter_single")  # the other is deprecated then
     name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
-    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))
+    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))  # type: ignore[no-untyped-call]
 
 
 def all_gather_matmul(
@@ -220,7 +220,7 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' tensors, in a new one."""
     from torch.distributed import _functional_collectives as collectives
 
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
 
 
 def shard_placement_on(mesh: Any) -> tuple[Any, Any]:

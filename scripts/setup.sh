@@ -5,6 +5,8 @@
 #   SETUP_TORCH=auto   keep a CUDA torch that Python already imports, else install the pinned one
 #   SETUP_TORCH=system keep the torch that Python already imports, whatever it is; fail without one
 #   SETUP_TORCH=pin    always install the pinned torch into .venv
+#   SETUP_TORCH=2.11.0 install that version, or `newest`, whatever is there (.ci/rows)
+#   VENV=.venv         where
 #
 # `make setup` runs this once, and again when pyproject.toml, constraints.txt or this file changed.
 # A .venv that works is kept: to change its Python or go back to the pinned torch, `make clean` first.
@@ -14,12 +16,15 @@ cd "$(dirname "$0")/.."
 MIN_TORCH="2.11"     # as in pyproject.toml: an older torch is never kept
 CPU_TRITON="3.6.0"   # for a torch that brought no triton
 SETUP_TORCH="${SETUP_TORCH:-auto}"
-VENV=.venv
+VENV="${VENV:-.venv}"
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 
-case "$SETUP_TORCH" in auto | system | pin) ;; *) die "SETUP_TORCH=$SETUP_TORCH: auto, system or pin" ;; esac
+case "$SETUP_TORCH" in
+  auto | system | pin | newest | [0-9]*.[0-9]*) ;;
+  *) die "SETUP_TORCH=$SETUP_TORCH: auto, system, pin, newest or a version" ;;
+esac
 
 # Prints "" for a Python that will do, else what is wrong with it. It is run, not only found: a
 # version manager's shim may exist for a version that is not installed.
@@ -68,7 +73,7 @@ PY
 # Is a torch that is already there to be left alone?  $1: what torch_of printed
 keep_torch() {
   case "$SETUP_TORCH:$1" in
-    pin:* | *:"") return 1 ;;
+    pin:* | newest:* | [0-9]*:* | *:"") return 1 ;;
     system:*) return 0 ;;
     *" for CPU") return 1 ;;   # auto: a CPU torch is quickly replaced by the tested version
     *) return 0 ;;             # auto: a GPU's torch was chosen to fit this machine's driver
@@ -86,14 +91,14 @@ make_venv() {
     return
   fi
   site=""
-  if [ "$SETUP_TORCH" != pin ]; then
+  case "$SETUP_TORCH" in auto | system)
     found=$(torch_of "$PYTHON")
     if keep_torch "$found"; then
       site="--system-site-packages"
     elif [ "$SETUP_TORCH" = system ]; then
       die "SETUP_TORCH=system, but $PYTHON imports no torch >= $MIN_TORCH"
-    fi
-  fi
+    fi ;;
+  esac
   say "creating $VENV from $("$PYTHON" --version)"
   "$PYTHON" -m venv --clear $site "$VENV" || die "could not create $VENV"
 }
@@ -105,8 +110,13 @@ install_torch() {
     return
   fi
   [ "$SETUP_TORCH" != system ] || die "SETUP_TORCH=system, but $VENV sees no torch: 'make clean' first"
-  say "installing torch as constraints.txt pins it (a CUDA wheel is large and takes minutes)"
-  pip_install -c constraints.txt torch numpy
+  case "$SETUP_TORCH" in
+    newest) say "installing the newest torch"; pip_install --upgrade torch "numpy<2.4" ;;
+    [0-9]*) say "installing torch $SETUP_TORCH"; pip_install "torch==$SETUP_TORCH" "numpy<2.4" ;;
+    *)
+      say "installing torch as constraints.txt pins it (a CUDA wheel is large and takes minutes)"
+      pip_install -c constraints.txt torch numpy ;;
+  esac
   # The CPU wheel brings no triton, and Triton's interpreter runs the kernels' tests without a GPU.
   if [ "$(uname -s)" = Linux ] && ! "$VENV/bin/python" -c "import triton" 2>/dev/null; then
     say "installing triton $CPU_TRITON"

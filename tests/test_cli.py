@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_env_says_what_is_in_force(
     assert data["backends"]["triton on CUDA"].startswith("yes") == torch.cuda.is_available()
     assert data["settings"]["fusion"] is True
     assert torch.__version__ in output(capsys, "env")
+
+
+def test_env_is_what_a_report_of_a_fault_begins_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = output(capsys, "env")
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+    assert urls["Issues"] in text.splitlines()[0]
+    data = as_json(capsys, "env")
+    assert {"numpy", "transformers", "peft", "triton"} <= data["versions"].keys()
+    assert "from a checkout, " in data["versions"]["installed"]
+    assert set(data["cuda"]) == {"torch built for", "driver"}
+    monkeypatch.setenv("FUSEOPS_CACHE_DIR", str(Path.home() / "mine"))
+    assert as_json(capsys, "env")["tuned"]["file"].startswith("~/mine/configs-")  # nobody's name
+    assert str(Path.home()) not in output(capsys, "env")
 
 
 def test_env_measures_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:

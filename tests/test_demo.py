@@ -34,7 +34,7 @@ def text_of(size: int = 4, length: int = 33) -> Tensor:
 class Page(HTMLParser):
     """What a page is made of; raises on tags that are not closed in order."""
 
-    VOID = {"meta", "br", "path", "rect", "line", "polyline", "circle", "use", "stop"}
+    VOID = {"wbr", "meta", "br", "path", "rect", "line", "polyline", "circle", "use", "stop"}
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def test_the_rates_are_those_that_were_measured() -> None:
         kind = "wgrad" if kind == "wgrad" else "mm"
         low, high = (
             rates[kind].seconds(rows, n, k, summed, rows / groups)
-            for rates in (gain.LOW, gain.HIGH)
+            for rates in (gain.BLOCKS, gain.HIGH)
         )
         # within a tenth, and a launch; one figure of a power-limited GPU is as uncertain
         assert 1e6 * low == pytest.approx(found["us"]["fuseops"], rel=0.12), key

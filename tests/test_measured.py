@@ -323,3 +323,10 @@ def test_ways_to_train_show_what_was_predicted() -> None:
         ["plan", "3", "1.020 (1.000-1.040)", "2.5", "-0.01"],
         ["save_on_cpu", "90", "", "", ""],
     ]
+
+
+def test_the_page_on_scale_is_what_its_command_writes() -> None:
+    scale = loaded("scale")
+    assert scale.PAGE.read_text(encoding="utf-8") == scale.page(), "python benchmarks/scale.py"
+    for name, billion in (("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235.1)):  # as published
+        assert abs(scale.MODELS[name].total / 1e9 - billion) < 0.1

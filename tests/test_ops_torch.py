@@ -16,7 +16,12 @@ from fuseops.testing.compare import difference, tolerance
 from fuseops.testing.step import training_step
 from fuseops.testing.strategies import KINDS, NONFINITE, Case, dtypes, op_cases
 
-TWINS = [(op, getattr(nn, op.__name__)) for op in exported() if hasattr(nn, op.__name__)]
+# the gate of GLU is the first half, as of all its family and of te.ops; of nn.GLU it is the second
+TWINS = [
+    (op, getattr(nn, op.__name__))
+    for op in exported()
+    if hasattr(nn, op.__name__) and op is not fo.ops.GLU
+]
 NORMS = (fo.ops.RMSNorm, fo.ops.LayerNorm)
 every_twin = pytest.mark.parametrize(("op", "module"), TWINS, ids=[op.__name__ for op, _ in TWINS])
 
@@ -31,7 +36,10 @@ def test_the_constructor_is_torchs(op: type[Op[Any]], module: type[nn.Module]) -
         parameters = list(inspect.signature(cls).parameters.values())
         return [(p.name, p.default, p.kind) for p in parameters]
 
-    assert shape(op) == shape(module)
+    mine, theirs = shape(op), shape(module)
+    assert mine[: len(theirs)] == theirs
+    more = [kind for _, _, kind in mine[len(theirs) :]]  # te.ops' zero_centered_gamma
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for kind in more)
     assert issubclass(op, module)
 
 
@@ -42,7 +50,13 @@ def twin(op: Op[Any], module: type[nn.Module]) -> nn.Module:
     if "bias" in inspect.signature(module).parameters:
         options["bias"] = op.bias is not None
     made = module(**options).train(op.training)
-    made.load_state_dict(op.state_dict())
+    if getattr(op, "zero_centered_gamma", False) and op.weight is not None:
+        one_more = op.weight.detach() + 1
+        op.weight.data = one_more - 1  # so that the sum is exact
+        made.weight.data = one_more
+        made.load_state_dict({k: t for k, t in op.state_dict().items() if k != "weight"}, False)
+    else:
+        made.load_state_dict(op.state_dict())
     dtype = next((p.dtype for p in op.parameters()), torch.float32)
     return made.to(dtype)
 
@@ -101,6 +115,14 @@ def test_dropout_keeps_the_share_that_torch_keeps(p: float) -> None:
     assert torch.equal(y.detach()[kept], torch.full_like(y[kept], 1 / (1 - p) if p < 1 else 0.0))
     assert x.grad is not None and torch.equal(x.grad, y.detach())
     assert p in (0.0, 1.0) or not torch.equal(fo.ops.Dropout(p)(x), y)
+
+
+def test_glu_is_torchs_with_its_halves_swapped() -> None:
+    x = torch.randn(3, 8)
+    assert torch.allclose(fo.ops.GLU()(x), nn.GLU()(x.roll(4, -1)))
+    assert not issubclass(fo.ops.GLU, nn.GLU)
+    with pytest.raises(TypeError):
+        fo.ops.GLU(-1)  # type: ignore[misc]
 
 
 @every_twin

@@ -3,8 +3,11 @@
 import importlib
 import inspect
 import itertools
+import json
 import pickle
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,30 @@ def test_moe_spells_out_the_options_of_its_router() -> None:
         assert getattr(built, name) == getattr(alone, name) != getattr(fo.ops.Router(8, 4, 2), name)
 
 
+def test_the_readme_is_clean_for_pyright_and_wrong_names_are_not(tmp_path: Path) -> None:
+    """Its rule, its op and its model; a misspelt option of fo.MoE is an error."""
+    found = Path(sys.executable).with_name("pyright")
+    if not found.exists():
+        pytest.skip("pyright is not installed beside this Python")
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    ours = [s for s in snippets if "transformers" not in s and "# mine.py" not in s]
+    (tmp_path / "readme.py").write_text("\n".join(["import fuseops as fo", "import torch", *ours]))
+    (tmp_path / "wrong.py").write_text(
+        "import fuseops as fo\nfo.MoE(8, 4, 4, 2, balance_los=1.0)\n"
+    )
+    command = [str(found), "--pythonpath", sys.executable, "--outputjson", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if not ran.stdout.startswith("{"):
+        pytest.skip(f"pyright does not run here: {ran.stderr[-200:]}")
+    told = [
+        f"{Path(d['file']).name}: {d['message']}"
+        for d in json.loads(ran.stdout)["generalDiagnostics"]
+        if d["severity"] == "error"
+    ]
+    assert told == ['wrong.py: No parameter named "balance_los"']
+
+
 # --- explain(): one thing, three ways to read it ---------------------------------------------------
 
 
@@ -142,7 +169,7 @@ def test_plans_and_scopes_are_shown_in_a_line() -> None:
         assert (
             repr(moved).endswith(" open>") and "keep()" in repr(kept) and "disabled()" in repr(off)
         )
-    assert repr(model[0].plan(x)) == "<FusionPlan of 0: 1 fused, 1 not fused, saves 288 B>"
+    assert repr(model[0].plan(x)) == "<FusionPlan of 0: 1 fused, 2 not fused, saves 288 B>"
     scheduler = offload.Scheduler(model, layers=["0", "1"])
     assert repr(scheduler) == "<offload.Scheduler of Sequential, 2 layers, detached>"
     with scheduler:

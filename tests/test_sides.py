@@ -530,3 +530,49 @@ def test_a_string_is_no_tuple_of_names() -> None:
 
     with pytest.raises(fo.FuseOpsError, match=r"Reads.reads is the string 'w'.*\('w',\)"):
         fo.Sequential(Reads())(torch.randn(2, 3), w=torch.ones(3))
+
+
+# --- another name
+
+
+def two_experts(**names: str) -> fo.Sequential:
+    """Experts, twice: the second with other rows and probabilities."""
+    torch.manual_seed(2)
+    rows = {} if not names else {"offs": names["offs"]}
+    return fo.Sequential(
+        GroupedLinear(3, 4, 12, bias=False),
+        ScaledSwiGLU(),
+        GroupedLinear(3, 6, 4, bias=False),
+        GroupedLinear(2, 4, 12, bias=False, **rows),
+        ScaledSwiGLU(**{k: n for k, n in names.items() if k == "probs"}),
+        GroupedLinear(2, 6, 4, scale_bias=True, **names),
+    )
+
+
+def test_side_inputs_under_other_names_are_other_tensors() -> None:
+    model = two_experts(offs="o2", probs="p2")
+    assert model.reads == ("offs", "probs", "o2", "p2") and "offs='o2'" in repr(model)
+    x, routing = routed()
+    o2 = torch.tensor([1, 5], dtype=torch.int32)
+    p2 = torch.rand(5, requires_grad=True)
+    y = model(x, routing, o2=o2, p2=p2)
+    (fused,) = [str(span.rule) for span in model.plan(x, routing, o2=o2, p2=p2).forward[1:]]
+    assert fused == "grouped_mlp"
+    first, second = model[:3], model[3:]
+    for op in second:  # type: ignore[attr-defined]
+        op.renames = {}
+    expected = fo.Sequential(*second)(first(x, routing), offs=o2, probs=p2)
+    assert torch.equal(y, expected)
+    inputs = [x, routing.probs, p2, *model.parameters()]
+    got = torch.autograd.grad(y.sum(), inputs)
+    for a, b in zip(got, torch.autograd.grad(expected.sum(), inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_name_of_what_is_not_read_is_refused() -> None:
+    op = ScaledSwiGLU()
+    op.rename(offs="o2")
+    with pytest.raises(fo.FuseOpsError, match=r"ScaledSwiGLU renames \['offs'\], and reads"):
+        op(torch.randn(2, 4), probs=torch.rand(2))
+    with pytest.raises(TypeError, match="probs"):
+        fo.ops.SwiGLU(probs="p2")

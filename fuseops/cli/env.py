@@ -1,15 +1,19 @@
-"""`fuseops env`: what runs here, and under which settings."""
+"""`fuseops env`: what runs here, and under which settings; what a report of a fault begins with."""
 
 import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fuseops.errors import FuseOpsError
+from fuseops.kernels import configs
 from fuseops.offload.planning.hardware import Hardware
 from fuseops.ops import scopes
 
@@ -23,6 +27,10 @@ VARIABLES = (
     "FUSEOPS_NVTX",
     "TRITON_INTERPRET",
 )
+
+
+ISSUES = "https://github.com/fuseops/fuseops/issues"
+PACKAGES = ("triton", "numpy", "transformers", "peft", "accelerate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         as_json("env", **facts)
         return 0
+    print(f"fuseops env, for a report at {ISSUES}\n")
     for title, values in facts.items():
         print(title)
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
@@ -55,14 +64,17 @@ def describe() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _version("triton"),
+            **{name: _version(name) for name in PACKAGES},
             "fuseops": version(),
+            "installed": _installed(),
             "platform": platform.platform(),
         },
+        "cuda": _cuda(),
         "devices": [_device(k) for k in range(torch.cuda.device_count())]
         or ["cpu only: torch sees no CUDA device"],
         "backends": _backends(),
-        "environment": {name: os.environ.get(name, "not set") for name in VARIABLES},
+        "environment": {name: _short(os.environ.get(name, "not set")) for name in VARIABLES},
+        "tuned": _tuned(),
         "settings": {
             "fusion": settings.fusion,
             "disable": sorted(settings.disable),
@@ -81,6 +93,45 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _installed() -> str:
+    """How: a checkout and its commit, or a package."""
+    root = _folder().parent
+    if not (root / ".git").exists():
+        return "as a package"
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return f"from a checkout, {commit or 'of no known commit'}"
+
+
+def _folder() -> Path:
+    """Where the package that runs is."""
+    return Path(str(sys.modules["fuseops"].__file__)).parent
+
+
+def _cuda() -> dict[str, str]:
+    """What torch was built for, and what is there."""
+    driver = Path("/proc/driver/nvidia/version")
+    found = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "none found"
+    return {"torch built for": str(torch.version.cuda or "no CUDA"), "driver": found}
+
+
+def _tuned() -> dict[str, Any]:
+    """Configurations of kernels that `fuseops tune` has written here."""
+    file = configs.cache_file()
+    try:
+        return {"configurations": len(configs.cached_table()), "file": _short(file)}
+    except FuseOpsError as error:
+        return {"configurations": f"not readable: {error}", "file": _short(file)}
+
+
+def _short(value: object) -> str:
+    """Without the name of who is asked."""
+    return str(value).replace(str(Path.home()), "~")
 
 
 def _device(index: int) -> str:

@@ -99,6 +99,11 @@ class ExpertParallel(ParallelStyle):
                 layer.add_module("collect", ExpertCollect(exchange))
 
     def _shard(self, op: ops.GroupedLinear, mesh: DeviceMesh) -> None:
+        if op._local:
+            raise FuseOpsError(
+                f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} is spread over a mesh already, by its hidden "
+                "units: one of the two."
+            )
         if not op.packed or op.accumulate_into_main_grad:
             raise FuseOpsError(
                 f"ExpertParallel: {path_of(op) or 'a GroupedLinear'} keeps "

@@ -25,10 +25,10 @@ from fuseops.observe.observer import Observer
 from fuseops.observe.rehearse import peak_of_step, unseen
 from fuseops.observe.saved import SavedLedger, storages, tensors_by_owner
 from fuseops.observe.untouched import held, put_back
-from fuseops.ops import names
+from fuseops.ops import names, scopes
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, stripped, walk
-from fuseops.plan.records import SavedTensor
+from fuseops.plan.records import Planned, SavedTensor
 from fuseops.run.composed import Composed
 from fuseops.run.config import set_root
 from fuseops.run.sides import check_module
@@ -127,12 +127,23 @@ def _observe(
             for storage, _ in storages(p)
         }
         saved = tensors_by_owner(ledger, parameters, buffers)
-    found = [plan_from(call, saved) for call in observer.calls]
+    found = [_with_numbers(plan_from(call, saved)) for call in observer.calls]
     root = paths[id(model)]
     rest = _outside(root, [t for owner, t in saved if owner is None], observer)
     if rest is None and not found:
         rest = FusionPlan(root, (), (), notes=(_NONE,))
     return [*found, rest] if rest else found
+
+
+def _with_numbers(plan: Planned) -> Any:
+    """A plan that is made under `fo.debug()` says what quantization does to the numbers of its ops."""
+    debug = scopes.current().debug
+    if debug is None:
+        return plan
+    ops = {".".join(filter(None, (plan.path, operand.op))) for operand in plan.operands}
+    lines = [str(n) for n in (*debug.operands(), *debug.gemms()) if n.op in ops]
+    nested = tuple(_with_numbers(inner) for inner in plan.nested)
+    return replace(plan, notes=(*plan.notes, *lines), nested=nested)
 
 
 _NONE = "no fuseops.Sequential ran, and nothing is saved"

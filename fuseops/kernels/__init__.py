@@ -3,7 +3,7 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, amax, bias, casts, cross_entropy, norm, operands, peers,
+    launchers       activation, add_mm, amax, bias, casts, cross_entropy, dropout, layer_norm, norm, operands, peers,
                     permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
@@ -36,6 +36,7 @@ from .configs import Space as Space
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .dropout import apply_dropout as apply_dropout
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand
 from .fp8 import fp8_wgrad as fp8_wgrad
@@ -50,6 +51,8 @@ from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .launch import launch as launch
+from .layer_norm import layernorm_bwd as layernorm_bwd
+from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
@@ -77,7 +80,6 @@ from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import by_group as by_group
 from .reference import column_offs as column_offs
-from .reference import dropout_mask as dropout_mask
 from .reference import scaled_mm as scaled_mm
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only

@@ -2,9 +2,10 @@
 generator.
 
 Maths (float32, one rounding at each store):
-    y = f(x)        kinds gelu, gelu_tanh, relu, srelu, silu, sigmoid
-    y = f(g) * u    kinds glu, geglu, geglu_tanh, reglu, sreglu, swiglu
+    y = f(x)        kinds gelu, gelu_tanh, qgelu, relu, srelu, silu, sigmoid
+    y = f(g) * u    kinds glu, geglu, geglu_tanh, qgeglu, reglu, sreglu, swiglu
     y = h sigmoid(alpha h) * (clamp(u, -limit, limit) + offset), h = min(g, limit)    kind clamped_swiglu
+    y = alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit)                      kind situglu
     scaled: y * probs[..., None];  dprobs = sum over columns of dy * y before scaling
 Shapes: x (..., F) or (..., 2F), probs (...), y and dy (..., F).
 Layout: rows may be strided, columns are contiguous. The gate is the first half of the last axis;
@@ -226,16 +227,14 @@ def _form(
     require(
         gated or not interleave, f"{kind} has no gate, so interleave={interleave} has no meaning."
     )
-    clamped = (
-        {"ALPHA": alpha, "LIMIT": limit, "OFFSET": offset}
-        if kind == "clamped_swiglu"
-        else _UNCLAMPED
-    )
-    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **clamped}
+    given = {"ALPHA": alpha, "LIMIT": limit, "OFFSET": offset}
+    read = _READ.get(kind, ())
+    shape = {name: value if name in read else 0.0 for name, value in given.items()}
+    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **shape}
     return form, width // 2 if gated else width
 
 
-_UNCLAMPED = {"ALPHA": 0.0, "LIMIT": 0.0, "OFFSET": 0.0}
+_READ = {"clamped_swiglu": ("ALPHA", "LIMIT", "OFFSET"), "situglu": ("ALPHA", "LIMIT")}
 
 
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:

@@ -117,14 +117,28 @@ def sum_partials(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     splits, n = partial.shape
     if splits == 1 and partial.dtype == dtype:
         return partial[0]
-    y = torch.empty(n, dtype=dtype, device=partial.device)
-    block_s = pow2(splits, least=8, most=256)
-    block_n = pow2(n, most=SUM_TILE // block_s)
-    launch(
-        device("reduce").column_sum_kernel, (cdiv(n, block_n),), partial, y, splits, n,
-        BLOCK_S=block_s, BLOCK_N=block_n, **overlap(y.device), num_warps=4,
-    )  # fmt: skip
+    y, tile = torch.empty(n, dtype=dtype, device=partial.device), _sum_tile(splits, n)
+    blocks = cdiv(n, tile["BLOCK_N"])
+    kernel = device("reduce").column_sum_kernel
+    launch(kernel, (blocks,), partial, y, splits, n, **tile, **overlap(y.device), num_warps=4)
     return y
+
+
+def sum_all_partials(partial: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`sum_partials` of each of partial (0 to 2, S, N), in one launch."""
+    count, splits, n = partial.shape
+    if count < 2:
+        return [sum_partials(one, dtype) for one in partial]
+    y, z = (torch.empty(n, dtype=dtype, device=partial.device) for _ in range(2))
+    tile = _sum_tile(splits, n)
+    grid, kernel = (cdiv(n, tile["BLOCK_N"]), 2), device("reduce").column_sums_kernel
+    launch(kernel, grid, partial, y, z, splits, n, **tile, **overlap(y.device), num_warps=4)
+    return [y, z]
+
+
+def _sum_tile(splits: int, n: int) -> Config:
+    block_s = pow2(splits, least=8, most=256)
+    return {"BLOCK_S": block_s, "BLOCK_N": pow2(n, most=SUM_TILE // block_s)}
 
 
 def _float32(probs: Tensor) -> Tensor:

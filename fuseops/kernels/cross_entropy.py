@@ -214,9 +214,9 @@ def linear_cross_entropy_bwd(
             len(weight),
         )
         if needs[0]:
-            _add_product(dx, logits, weight[s], first=s.start == 0)
+            add_product(dx, logits, weight[s], first=s.start == 0)
         if needs[1] and main_grad is not None:
-            _add_product(main_grad[s], logits.t(), x)
+            add_product(main_grad[s], logits.t(), x)
         elif needs[1]:
             torch.mm(logits.t(), x, out=dweight[s])
         if needs[2]:
@@ -255,7 +255,7 @@ def linear_cross_entropy_grads(
         if needs[0]:
             torch.mm(logits, weight, out=dx[s])
         if needs[1]:
-            _add_product(dweight, logits.t(), x[s], first=s.start == 0)
+            add_product(dweight, logits.t(), x[s], first=s.start == 0)
         if needs[2]:
             dbias += bias_bwd(logits)
     return rows[0], dx, dweight, dbias
@@ -265,7 +265,7 @@ def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty(like.shape if wanted else (0,), dtype=dtype, device=like.device)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """total (float32) += a b, or = of the first: in one pass, without a rounding between."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)

@@ -3,12 +3,14 @@
 Maths (float32, one rounding at each store):
     h = x + residual;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (weight + weight_offset)
     dx = (w dy - x_hat mean(w dy x_hat)) rstd + dres;  dweight = sum over rows of dy x_hat;  x_hat = h * rstd
+with mean=False sums in place of the means: x over its length.
 The norm is taken of h as stored (rounded), so that fused equals unfused and backward needs only h
 and rstd. dweight is summed in two stages of fixed order, so it repeats bit for bit on one kind of
 GPU.
 Shapes: x, residual, dy, dres (..., N), weight (N,) or None, rstd (...) and dweight (N,) float32; with `dims` the norm
 is over the last axes together, and N stands for all of them.
-Layout: rows may be strided, columns are contiguous. Rows wider than MAX_WIDTH run the reference.
+Layout: columns are contiguous, rows may be strided, those of heads twice (tokens, heads). Rows wider than
+MAX_WIDTH run the reference.
 Hardware: sm_80 and later.
 """
 
@@ -25,7 +27,7 @@ from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
 
 MAX_WIDTH = 1 << 14
 
@@ -53,7 +55,13 @@ def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-FWD = Space("rmsnorm_fwd", _fwd_candidates)
+def fwd_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Of short rows, such as heads, as many as make 2048 elements; one of longer ones."""
+    choices = _fwd_candidates(dims, itemsize)
+    return choices[-1] if dims[-1] <= 256 else choices[0]
+
+
+FWD = Space("rmsnorm_fwd", _fwd_candidates, fwd_default)
 BWD = Space("rmsnorm_bwd", _bwd_candidates)
 
 
@@ -73,16 +81,23 @@ def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[
                 yield from ((x, x, w, rstd, dres, w is not None, 0.0) for dres in (None, x))
             else:
                 yield (x, *(x,) * residual, w, 1e-6, 0.0)
+    q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
+    w, rstd = q.new_empty(128), torch.empty(8192, 32, device="meta")
+    for of_heads, mean in ((w, True), (None, False)):
+        if backward:
+            yield q, q, of_heads, rstd, None, mean, 0.0, None, mean
+        elif not residual:
+            yield q, of_heads, 1e-6, 0.0, 1, mean
 
 
 @kernel_op(twin=reference.rmsnorm_fwd, fuses=True, cases=_cases)
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1, mean: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, rstd): y = x * rstd * (weight + weight_offset), normed over the last `dims` axes."""
-    if _width(x, dims) > MAX_WIDTH:
-        return reference.rmsnorm_fwd(x, weight, eps, weight_offset, dims)
-    y, _, rstd = _forward(x, None, weight, eps, weight_offset, dims)
+    if width(x, dims) > MAX_WIDTH:
+        return reference.rmsnorm_fwd(x, weight, eps, weight_offset, dims, mean)
+    y, _, rstd = _forward(x, None, weight, eps, weight_offset, dims, mean)
     return y, rstd
 
 
@@ -97,39 +112,41 @@ def add_rmsnorm_fwd(
     )
     if x.shape[-1] > MAX_WIDTH:
         return reference.add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
-    return _forward(x, residual, weight, eps, weight_offset, 1)
+    return _forward(x, residual, weight, eps, weight_offset, 1, True)
 
 
 @kernel_op(twin=reference.rmsnorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dres: Tensor | None = None,
     need_dw: bool = True, weight_offset: float = 0.0, dtype: torch.dtype | None = None,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx + dres, dw); x is what was normed (h after a residual add), dw is empty if not needed.
 
     dtype: of dw, float32 if not given; its sum is float32 in any case, and rounded once.
     """
     dims = x.dim() - rstd.dim()
-    n, shape = _width(x, dims), x.shape[rstd.dim() :]
-    _check_weight(weight, shape)
+    n, shape = width(x, dims), x.shape[rstd.dim() :]
+    check_weight(weight, shape)
     require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
     require(
         dims > 0 and rstd.shape == x.shape[: rstd.dim()],
         f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
     )
     if n > MAX_WIDTH:
-        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset, dtype)
-    x2, dy2, rstd = as_rows(x, dims), as_rows(dy, dims), rstd.contiguous()
-    dres2 = x2 if dres is None else as_rows(dres, dims)
+        return reference.rmsnorm_bwd(dy, x, weight, rstd, dres, need_dw, weight_offset, dtype, mean)
+    x3, dy3, rstd = as_heads(x, dims), as_heads(dy, dims), rstd.contiguous()
+    dres2, rows = x if dres is None else as_rows(dres, dims), rstd.numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    config = dict(BWD.pick(len(x2), (n,), x))
-    programs = tiles.row_programs(len(x2), 1, config, x)
+    config = dict(BWD.pick(rows, (n,), x))
+    programs = tiles.row_programs(rows, 1, config, x)
     partial = torch.empty(programs if need_dw else 0, n, dtype=torch.float32, device=x.device)
     launch(
         device("norm").rmsnorm_bwd_kernel, (programs,),
-        dy2, x2, x2 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
-        len(x2), n, dy2.stride(0), x2.stride(0), dres2.stride(0), float(weight_offset),
-        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw,
+        dy3, x3, x3 if weight is None else weight.contiguous(), rstd, dres2, dx, partial,
+        rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], dres2.stride(0),
+        float(weight_offset),
+        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=need_dw, MEAN=mean,
         **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     if not need_dw:
@@ -138,30 +155,34 @@ def rmsnorm_bwd(
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dims: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = _width(x, dims)
-    _check_weight(weight, x.shape[-dims:])
-    x2 = as_rows(x, dims)
-    residual2 = x2 if residual is None else as_rows(residual)
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dims: int, mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n = width(x, dims)
+    check_weight(weight, x.shape[-dims:])
+    x3 = as_heads(x, dims)
+    residual2 = x if residual is None else as_rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = y if residual is None else torch.empty_like(y)
     rstd = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
-    config = FWD.pick(len(x2), (n,), x)
+    rows = rstd.numel()
+    config = FWD.pick(rows, (n,), x)
     launch(
-        device("norm").rmsnorm_fwd_kernel, (cdiv(len(x2), config["BLOCK_R"]),),
-        x2, residual2, x2 if weight is None else weight.contiguous(), y, h, rstd,
-        len(x2), n, x2.stride(0), residual2.stride(0), float(eps), float(offset),
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **overlap(x.device), **config,
+        device("norm").rmsnorm_fwd_kernel, (cdiv(rows, config["BLOCK_R"]),),
+        x3, residual2, x3 if weight is None else weight.contiguous(), y, h, rstd,
+        rows, n, x3.shape[1], *x3.stride()[:2], residual2.stride(0), float(eps), float(offset),
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, MEAN=mean,
+        **overlap(x.device), **config,
     )  # fmt: skip
     return y, h, rstd
 
 
-def _width(x: Tensor, dims: int) -> int:
+def width(x: Tensor, dims: int) -> int:
+    """Columns of x whose last `dims` axes are normed."""
     return x.shape[-1] if dims == 1 else x.shape[-dims:].numel()
 
 
-def _check_weight(weight: Tensor | None, shape: torch.Size) -> None:
+def check_weight(weight: Tensor | None, shape: torch.Size) -> None:
+    """Raise FuseOpsError unless a weight has the shape of what is normed."""
     require(
         weight is None or weight.shape == shape,
         f"weight is {weight is not None and tuple(weight.shape)}, expected {tuple(shape)}.",

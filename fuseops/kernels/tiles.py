@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,6 +33,20 @@ def as_rows(x: Tensor, dims: int = 1) -> Tensor:
     x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     # a clone: rows of one element count as contiguous whatever their strides say
     return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def as_heads(x: Tensor, dims: int = 1) -> Tensor:
+    """(A, H, N) view of a tensor whose last `dims` axes are the columns. Rows may have two strides, as the heads of
+    queries have that lie beside keys and values; copied only where no such view exists.
+    """
+    if dims > 1:
+        x = x.flatten(-dims)
+    if x.dim() > 2 and x.numel() and x.stride(-1) == 1 and not x.is_contiguous():
+        *lead, n = x.shape
+        for at in range(len(lead) - 1, 0, -1):
+            with contextlib.suppress(RuntimeError):  # no such view
+                return x.view(math.prod(lead[:at]), math.prod(lead[at:]), n)
+    return as_rows(x).unsqueeze(1)
 
 
 def require(condition: bool, message: str) -> None:

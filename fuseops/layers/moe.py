@@ -25,7 +25,10 @@ from .sequential import Sequential
 ACTIVATIONS: dict[str, tuple[type[ScaledActivation], type[Activation]]] = {
     "swiglu": (ops.ScaledSwiGLU, ops.SwiGLU),
     "clamped_swiglu": (ops.ScaledClampedSwiGLU, ops.ClampedSwiGLU),
+    "situglu": (ops.ScaledSiTUGLU, ops.SiTUGLU),
     "geglu": (ops.ScaledGEGLU, ops.GEGLU),
+    "qgeglu": (ops.ScaledQGEGLU, ops.QGEGLU),
+    "glu": (ops.ScaledGLU, ops.GLU),
     "reglu": (ops.ScaledReGLU, ops.ReGLU),
     "sreglu": (ops.ScaledSReGLU, ops.SReGLU),
     "srelu": (ops.ScaledSReLU, ops.SReLU),

@@ -10,6 +10,7 @@ weights           packing (one Parameter a group), grouped_state_dict, weights (
 """
 
 from .activations import GELU as GELU
+from .activations import QGELU as QGELU
 from .activations import ReLU as ReLU
 from .activations import ScaledSReLU as ScaledSReLU
 from .activations import SiLU as SiLU
@@ -21,19 +22,26 @@ from .cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from .elementwise import ConstantScale as ConstantScale
 from .elementwise import Dropout as Dropout
 from .glu import GEGLU as GEGLU
+from .glu import GLU as GLU
+from .glu import QGEGLU as QGEGLU
 from .glu import ClampedSwiGLU as ClampedSwiGLU
 from .glu import ReGLU as ReGLU
 from .glu import ScaledClampedSwiGLU as ScaledClampedSwiGLU
 from .glu import ScaledGEGLU as ScaledGEGLU
+from .glu import ScaledGLU as ScaledGLU
+from .glu import ScaledQGEGLU as ScaledQGEGLU
 from .glu import ScaledReGLU as ScaledReGLU
+from .glu import ScaledSiTUGLU as ScaledSiTUGLU
 from .glu import ScaledSReGLU as ScaledSReGLU
 from .glu import ScaledSwiGLU as ScaledSwiGLU
+from .glu import SiTUGLU as SiTUGLU
 from .glu import SReGLU as SReGLU
 from .glu import SwiGLU as SwiGLU
 from .grouped_linear import GroupedLinear as GroupedLinear
 from .inject import InjectLoss as InjectLoss
 from .linear import Bias as Bias
 from .linear import Linear as Linear
+from .norms import L2Norm as L2Norm
 from .norms import LayerNorm as LayerNorm
 from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
@@ -50,6 +58,9 @@ from .structure import Tap as Tap
 __all__ = [
     "GEGLU",
     "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
     "Add",
     "AllGather",
     "AllReduce",
@@ -62,6 +73,7 @@ __all__ = [
     "GroupedLinear",
     "Identity",
     "InjectLoss",
+    "L2Norm",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
@@ -77,11 +89,15 @@ __all__ = [
     "SReLU",
     "ScaledClampedSwiGLU",
     "ScaledGEGLU",
+    "ScaledGLU",
+    "ScaledQGEGLU",
     "ScaledReGLU",
     "ScaledSReGLU",
     "ScaledSReLU",
+    "ScaledSiTUGLU",
     "ScaledSwiGLU",
     "SiLU",
+    "SiTUGLU",
     "Swap",
     "SwiGLU",
     "Tap",

@@ -67,6 +67,14 @@ class ScaledActivation(Op[ScaledActivationSaved]):
     kind: str
     options: tuple[Any, ...] = ()
 
+    def __init__(self, *, probs: str = "probs") -> None:
+        """probs: the name that the Sequential knows the probabilities by."""
+        super().__init__()
+        self.rename(probs=probs)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.renamed())
+
     def out_shape(self, shape: Shape) -> Shape:
         return after_activation(self, shape, self.kind, self.options)
 
@@ -154,6 +162,15 @@ class GELU(Approximated, Activation, nn.GELU):
         nn.GELU.__init__(self, approximate)
 
 
+class QGELU(Activation):
+    """y = x * sigmoid(1.702 x), the quick form of GELU (arXiv 1606.08415, section 2)."""
+
+    kind: ClassVar[str] = "qgelu"  # type: ignore[misc]
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 class SReLU(Activation):
     """y = max(x, 0)^2, the squared ReLU (Primer, arXiv 2109.08668)."""
 
@@ -167,9 +184,6 @@ class ScaledSReLU(ScaledActivation):
     """y = max(x, 0)^2 * probs, one probability a row.   x (R, F), probs (R,) -> (R, F)"""
 
     kind: ClassVar[str] = "srelu"  # type: ignore[misc]
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 def check_approximate(op: str, approximate: str) -> None:

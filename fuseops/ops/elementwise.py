@@ -40,7 +40,11 @@ class DropoutSaved(NamedTuple):
 
 
 class Dropout(Op[DropoutSaved], nn.Dropout):
-    """`torch.nn.Dropout` that saves 8 bytes: the mask is a function of a seed drawn from torch's generator."""
+    """`torch.nn.Dropout` that saves 8 bytes: the mask is a function of a seed drawn from torch's generator.
+
+    The backward draws it again. A checkpoint that restores torch's generator repeats it, and so does a CUDA graph that
+    registers it draw a new one in each replay.
+    """
 
     saves_for = {"x": ("seed", "p")}
 
@@ -56,13 +60,8 @@ class Dropout(Op[DropoutSaved], nn.Dropout):
         if not call.training or self.p == 0:
             return Out(x)
         seed = torch.randint(2**62, (1,), device=x.device)
-        return Out(_dropped(x, seed, self.p), DropoutSaved(seed, self.p))
+        return Out(K.apply_dropout(x, seed, self.p), DropoutSaved(seed, self.p))
 
     def bwd(self, saved: DropoutSaved, dy: Tensor, *, call: Call) -> Grads:
         seed, p = saved
-        return Grads(dy if seed is None or p is None else _dropped(dy, seed, p))
-
-
-def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    scale = 1 / (1 - p) if p < 1 else 0.0
-    return torch.where(K.dropout_mask(seed, x, p), x * scale, 0)
+        return Grads(dy if seed is None or p is None else K.apply_dropout(dy, seed, p))

@@ -1,5 +1,10 @@
-"""The gated activations: SwiGLU, ClampedSwiGLU, GEGLU, ReGLU and SReGLU, each also scaled by a probability a row."""
+"""The gated activations, each plain and scaled by a probability a row.
 
+SwiGLU, ClampedSwiGLU, SiTUGLU, GEGLU, QGEGLU, GLU, ReGLU and SReGLU.
+"""
+
+import math
+from collections.abc import Callable
 from typing import Any
 
 from fuseops.errors import FuseOpsError
@@ -12,12 +17,14 @@ class _Gated:
 
     kind: str
     options: tuple[Any, ...]
+    renamed: Callable[[], list[str]]
 
-    def __init__(self, *, interleave: int = 0) -> None:
+    def __init__(self, *, interleave: int = 0, **sides: str) -> None:
         """interleave: 0, gate and up are the halves of the last axis, the gate first (`torch.nn.functional.glu` has it
         second); b, they alternate in blocks of b columns (1 in the weights of gpt-oss).
+        sides: of a scaled one, the name that the Sequential knows its probabilities by: probs="p2".
         """
-        super().__init__()
+        super().__init__(**sides)
         self._set_options(interleave)
 
     def _set_options(self, interleave: int, *rest: float) -> None:
@@ -27,22 +34,25 @@ class _Gated:
             )
         self.options = (interleave, *rest)
 
+    def _said(self) -> list[str]:
+        return []
+
     def extra_repr(self) -> str:
-        return f"interleave={self.options[0]}" if self.options[0] else ""
+        interleave = [f"interleave={self.options[0]}"] if self.options[0] else []
+        return ", ".join([*self._said(), *interleave, *self.renamed()])
 
 
 class _GELUGated(Approximated, _Gated):
     kinds = ("geglu", "geglu_tanh")
 
-    def __init__(self, approximate: str = "none", *, interleave: int = 0) -> None:
-        """approximate: "none" or "tanh", as of GELU.  interleave: as of SwiGLU."""
+    def __init__(self, approximate: str = "none", *, interleave: int = 0, **sides: str) -> None:
+        """approximate: "none" or "tanh", as of GELU.  interleave, sides: as of SwiGLU."""
         check_approximate(type(self).__name__, approximate)
-        super().__init__(interleave=interleave)
+        super().__init__(interleave=interleave, **sides)
         self.approximate = approximate
 
-    def extra_repr(self) -> str:
-        rest = super().extra_repr()
-        return f"approximate={self.approximate!r}" + (f", {rest}" if rest else "")
+    def _said(self) -> list[str]:
+        return [f"approximate={self.approximate!r}"]
 
 
 class _Clamped(_Gated):
@@ -55,18 +65,36 @@ class _Clamped(_Gated):
         alpha: float = 1.702,
         offset: float = 1.0,
         interleave: int = 0,
+        **sides: str,
     ) -> None:
-        """limit, alpha, offset: of the formula.  interleave: as of SwiGLU."""
+        """limit, alpha, offset: of the formula.  interleave, sides: as of SwiGLU."""
         if not limit > 0:
             raise FuseOpsError(f"{type(self).__name__}: limit is {limit}, expected more than 0.")
-        super().__init__()
+        super().__init__(interleave=interleave, **sides)
         self._set_options(interleave, float(alpha), float(limit), float(offset))
 
-    def extra_repr(self) -> str:
-        interleave, alpha, limit, offset = self.options
-        return f"limit={limit}, alpha={alpha}, offset={offset}" + (
-            f", interleave={interleave}" if interleave else ""
-        )
+    def _said(self) -> list[str]:
+        _, alpha, limit, offset = self.options
+        return [f"limit={limit}, alpha={alpha}, offset={offset}"]
+
+
+class _SiTU(_Gated):
+    kind = "situglu"
+
+    def __init__(
+        self, beta1: float = 4.0, beta2: float = 25.0, *, interleave: int = 0, **sides: str
+    ) -> None:
+        """beta1, beta2: of the formula, finite and above 0.  interleave, sides: as of SwiGLU."""
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not 0 < beta < math.inf:
+                raise FuseOpsError(
+                    f"{type(self).__name__}: {name} is {beta}, expected a finite number above 0."
+                )
+        super().__init__(interleave=interleave, **sides)
+        self._set_options(interleave, float(beta1), float(beta2))
+
+    def _said(self) -> list[str]:
+        return ["beta1={}, beta2={}".format(*self.options[1:])]
 
 
 class SwiGLU(_Gated, Activation):
@@ -75,8 +103,23 @@ class SwiGLU(_Gated, Activation):
     kind = "swiglu"
 
 
+class GLU(_Gated, Activation):
+    """y = sigmoid(gate) * up (arXiv 1612.08083).   x = [gate | up] (..., 2F) -> (..., F)
+
+    The gate is the first half, as of the whole family and of te.ops; `torch.nn.GLU` has it second.
+    """
+
+    kind = "glu"
+
+
 class GEGLU(_GELUGated, Activation):
     """y = gelu(gate) * up (arXiv 2002.05202).   x = [gate | up] (..., 2F) -> (..., F)"""
+
+
+class QGEGLU(_Gated, Activation):
+    """y = gate * sigmoid(1.702 gate) * up: GEGLU by the quick form of GELU.   x = [gate | up] (..., 2F) -> (..., F)"""
+
+    kind = "qgeglu"
 
 
 class ReGLU(_Gated, Activation):
@@ -98,14 +141,32 @@ class ClampedSwiGLU(_Clamped, Activation):
     """
 
 
+class SiTUGLU(_SiTU, Activation):
+    """y = beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(up / beta2), as in Kimi K3 and te.ops: SwiGLU bounded by
+    beta1 beta2.   x = [gate | up] (..., 2F) -> (..., F)
+    """
+
+
 class ScaledSwiGLU(_Gated, ScaledActivation):
     """y = silu(gate) * up * probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
 
     kind = "swiglu"
 
 
+class ScaledGLU(_Gated, ScaledActivation):
+    """y = sigmoid(gate) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+    kind = "glu"
+
+
 class ScaledGEGLU(_GELUGated, ScaledActivation):
     """y = gelu(gate) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+
+class ScaledQGEGLU(_Gated, ScaledActivation):
+    """y = gate * sigmoid(1.702 gate) * up * probs.   x (R, 2F), probs (R,) -> (R, F)"""
+
+    kind = "qgeglu"
 
 
 class ScaledReGLU(_Gated, ScaledActivation):
@@ -122,3 +183,7 @@ class ScaledSReGLU(_Gated, ScaledActivation):
 
 class ScaledClampedSwiGLU(_Clamped, ScaledActivation):
     """ClampedSwiGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""
+
+
+class ScaledSiTUGLU(_SiTU, ScaledActivation):
+    """SiTUGLU times probs, one probability a row.   x (R, 2F), probs (R,) -> (R, F)"""

@@ -63,7 +63,7 @@ def grouped_linear(
     roles, kept = call.precision.roles, x
     if roles is not None:
         q = input_operand(x, call, roles, offs, index)
-        y = gemm.fprop(q, weight_rows(weight, call), offs, tiles)
+        y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
         kept = saved_operand(x, q, roles)
     else:
         x = cast("Tensor", x)
@@ -121,7 +121,7 @@ def input_gradient(
         call.precision.roles,
     )
     if roles is not None:
-        return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles)
+        return gemm.dgrad(dy, weight_columns(weight, call), offs, tiles, call.name)
     dy = cast("Tensor", dy)
     transposed = call.precision.cast(weight).transpose(1, 2)  # type: ignore[union-attr]
     dx = (call.out or {}).get("dx")
@@ -150,8 +150,8 @@ def weight_gradient(
     if roles is not None and not roles.high_wgrad:
         columns = columns_of(x, roles, offs, x_index)
         if not unrounded:
-            return gemm.wgrad(dy, columns, dy.dtype, offs)
-        gemm.wgrad_into(buffer, dy, columns, offs, add)  # type: ignore[arg-type]
+            return gemm.wgrad(dy, columns, dy.dtype, offs, call.name)
+        gemm.wgrad_into(buffer, dy, columns, offs, add, call.name)  # type: ignore[arg-type]
         return None
     dy, x = high(dy), high(x)
     tiles = tiles_of(call, offs, (dy if dy_index is None else dy_index).shape[0])
@@ -182,6 +182,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
     again, and counts it in `repacks`. torch.compile copies them in each call.
+    offs, probs: names that the Sequential knows them by, where two ops of one Sequential read different ones.
 
     A state_dict of either form loads into either, TransformerEngine's too.
     """
@@ -211,6 +212,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         packed: bool = True,
+        offs: str = "offs",
+        probs: str = "probs",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -224,6 +227,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scale_bias = scale_bias and bias
+        self.rename(offs=offs, probs=probs)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delays = ("weight",) if delay_wgrad else ()
         self._packed, self.repacks = packed, 0
@@ -306,6 +310,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             f"out_features={self.out_features}, bias={self.bias is not None}"
             + (", scale_bias=True" if self.scale_bias else "")
             + ("" if self.packed else ", packed=False")
+            + "".join(f", {name}" for name in self.renamed())
         )
 
     def out_shape(self, shape: Shape) -> Shape:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand, weight_operand
+from fuseops.recipes.numbers import watching
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -59,7 +60,7 @@ def _quantized(
     x: Operand, weight: Tensor, bias: Tensor | None, call: Call, roles: Roles
 ) -> tuple[Tensor, Operand]:
     q = input_operand(x, call, roles)
-    y = gemm.fprop(q, weight_rows(weight, call))
+    y = gemm.fprop(q, weight_rows(weight, call), name=call.name)
     y = y if bias is None else y + bias.to(y.dtype)
     if (
         isinstance(x, Tensor) and x.dim() != 2
@@ -73,13 +74,13 @@ def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) ->
     dx: Tensor | None = None
     q = grad_operand(dy, call, roles)
     if "x" in needs:
-        dx = gemm.dgrad(q, weight_columns(saved.weight, call))  # type: ignore[arg-type]
+        dx = gemm.dgrad(q, weight_columns(saved.weight, call), name=call.name)  # type: ignore[arg-type]
         if isinstance(dy, Tensor) and dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs and roles.high_wgrad:
         params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
     elif "weight" in needs:
-        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
     if "bias" in needs:
         params["bias"] = K.bias_bwd(_rows(high(dy)))
     return Grads(dx, params)
@@ -96,7 +97,10 @@ def input_operand(
     index, of which there are more than of x.   (..., K) -> over (R, K)
     """
     col = "weight" in call.needs and index is None and roles.columns
-    return _operand(x, roles.input, offs, True, col, index)
+    q = _operand(x, roles.input, offs, True, col, index)
+    if (seen := watching()) is not None:
+        seen.measure(call.name, "input", q)
+    return q
 
 
 def grad_operand(
@@ -109,7 +113,10 @@ def grad_operand(
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
     wgrad = "weight" in call.needs and not roles.high_wgrad
     row = "x" in call.needs or (wgrad and not roles.columns)
-    return _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+    if (seen := watching()) is not None:
+        seen.measure(call.name, "grad_output", q)
+    return q
 
 
 def columns_of(
@@ -147,9 +154,17 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
         return weight
+    seen = watching()
+    if call.store is None or seen is not None:
+        q = weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")
     if call.store is not None:
-        return call.store.read(weight, roles.weight, layout, roles.weights, both)
-    return weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")
+        kept = call.store.read(weight, roles.weight, layout, roles.weights, both)
+        if seen is None:
+            return kept
+        seen.check_kept(call.name, kept, q)
+    if seen is not None:
+        seen.measure(call.name, "weight", q)
+    return q
 
 
 def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:

@@ -2,11 +2,12 @@
 
 RMSNorm    y = x / sqrt(mean(x^2) + eps) * weight
 LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+L2Norm     y = x / sqrt(sum(x^2) + eps)
 """
 
-import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +27,59 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         )
 
 
+class _ZeroCentered:
+    """A norm whose multiplier may be 1 + weight, the weight beginning at 0."""
+
+    zero_centered_gamma: bool
+
+    @property
+    def weight_offset(self) -> float:
+        """What is added to the weight."""
+        return float(self.zero_centered_gamma)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        weight: Tensor | None = self.weight  # type: ignore[attr-defined]
+        if self.zero_centered_gamma and weight is not None:
+            nn.init.zeros_(weight)
+
+    def extra_repr(self) -> str:
+        said: str = super().extra_repr()  # type: ignore[misc]
+        return said + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+
 class RMSNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
     rstd: Tensor | None  # (...) float32
 
 
-class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
+class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last axes.   x (..., *normalized_shape) -> the same
 
     `torch.nn.RMSNorm` as an op (arXiv 1910.07467): same constructor and state_dict keys. Statistics in float32; y has
     the dtype of x. eps None is the epsilon of the dtype that the statistics are kept in, as in torch (whose
-    documentation says the dtype of x). Raises ShapeError for other last axes.
+    documentation says the dtype of x). zero_centered_gamma: the multiplier is 1 + weight, in float32, and the weight
+    begins at 0. Of heads, (..., H, D) with normalized_shape D, x may be a strided view.
+    Raises ShapeError for other last axes.
     """
 
     saves_for = {"x": ("x", "weight", "rstd"), "weight": ("x", "rstd")}
     cut_before = True
     floats = True
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
@@ -56,76 +93,112 @@ class RMSNorm(Op[RMSNormSaved], nn.RMSNorm):
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
         eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
-        y, rstd = K.rmsnorm_fwd(x, weight, eps, 0.0, dims)
+        y, rstd = K.rmsnorm_fwd(x, weight, eps, self.weight_offset, dims)
         return Out(y, RMSNormSaved(x, weight, rstd))
 
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
         x, weight, rstd = saved
         wanted = "weight" in call.needs
         dtype = None if weight is None else weight.dtype
-        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted, 0.0, dtype)  # type: ignore[arg-type]
+        offset = self.weight_offset
+        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted, offset, dtype)  # type: ignore[arg-type]
         return Grads(dx if "x" in call.needs else None, {"weight": dweight} if wanted else None)
+
+
+class L2NormSaved(NamedTuple):
+    x: Tensor | None  # (..., D)
+    rstd: Tensor | None  # (...) float32
+
+
+class L2Norm(Op[L2NormSaved]):
+    """y = x / sqrt(sum(x^2) + eps), the sum over the last axis: x over its length.   x (..., D) -> the same
+
+    TransformerEngine's L2Normalization; computed in float32, rounded once. Of heads, (..., H, D), x may be a strided
+    view.
+    """
+
+    saves_for = {"x": ("x", "rstd")}
+    cut_before = True
+    floats = True
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+    def out_shape(self, shape: Shape) -> Shape:
+        if not shape:
+            raise ShapeError("L2Norm expects x of shape (..., D), got a number.")
+        return shape
+
+    def fwd(self, x: Tensor) -> Out:
+        y, rstd = K.rmsnorm_fwd(x, None, self.eps, 0.0, 1, False)
+        return Out(y, L2NormSaved(x, rstd))
+
+    def bwd(self, saved: L2NormSaved, dy: Tensor) -> Grads:
+        x, rstd = saved
+        dx, _ = K.rmsnorm_bwd(dy, x, None, rstd, None, False, 0.0, None, False)  # type: ignore[arg-type]
+        return Grads(dx)
 
 
 class LayerNormSaved(NamedTuple):
     x: Tensor | None  # (..., *normalized_shape)
     weight: Tensor | None  # the parameter itself
-    mean: Tensor | None  # (..., 1 for each normalized axis) float32
-    rstd: Tensor | None  # the same
+    mean: Tensor | None  # (...) float32
+    rstd: Tensor | None  # (...) float32
     shape: tuple[int, ...] | None  # normalized_shape, of the forward
 
 
-class LayerNorm(Op[LayerNormSaved], nn.LayerNorm):
+class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.   x (..., *normalized_shape) -> the same
 
-    `torch.nn.LayerNorm` as an op (arXiv 1607.06450): same constructor and state_dict keys, and torch's kernels. y has
-    the dtype of x; wider parameters are not rounded to it. No rule fuses it.
+    `torch.nn.LayerNorm` as an op (arXiv 1607.06450): same constructor and state_dict keys. Statistics in float32; y has
+    the dtype of x, and wider parameters are not rounded to it. zero_centered_gamma and strided heads as of RMSNorm.
     Raises ShapeError for other last axes.
     """
 
     saves_for = {
-        "x": ("x", "weight", "mean", "rstd", "shape"),
-        "weight": ("x", "mean", "rstd", "shape"),
+        "x": ("x", "weight", "mean", "rstd"),
+        "weight": ("x", "mean", "rstd"),
         "bias": ("shape",),
     }
     cut_before = True
     floats = True
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
         check_last_axes(self, shape)
         return shape
 
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
-        h, w, b = _alike(x, weight, bias)
-        y, mean, rstd = torch.native_layer_norm(h, self.normalized_shape, w, b, self.eps)  # type: ignore[arg-type]
         shape = tuple(self.normalized_shape)
-        return Out(y.to(x.dtype), LayerNormSaved(x, weight, mean, rstd, shape))
+        y, mean, rstd = K.layernorm_fwd(x, weight, bias, self.eps, self.weight_offset, len(shape))
+        return Out(y, LayerNormSaved(x, weight, mean, rstd, shape))
 
     def bwd(self, saved: LayerNormSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, weight, mean, rstd, normalized = saved
-        shape: tuple[int, ...] = normalized  # type: ignore[assignment]
+        x, weight, mean, rstd, shape = saved
         needs = call.needs
-        params: dict[str, Tensor | None] = {}
-        if "bias" in needs:
-            params["bias"] = K.bias_bwd(dy.reshape(-1, math.prod(shape))).view(shape)
         if x is None:
-            return Grads(None, params)
-        wanted = ["x" in needs, "weight" in needs, False]
-        if weight is None and wanted[1]:
-            weight = x.new_ones(shape)  # not saved, since only dx depends on it; torch asks for one
-        d, h, w = _alike(dy, x, weight)
-        dx, params["weight"], _ = torch.ops.aten.native_layer_norm_backward(
-            d, h, shape, mean, rstd, w, None, wanted
+            rows = dy.reshape(-1, math.prod(shape))  # type: ignore[arg-type]
+            return Grads(None, {"bias": K.bias_bwd(rows).view(shape)})  # type: ignore[arg-type]
+        dx, *made = K.layernorm_bwd(
+            *(dy, x, weight, mean, rstd, "weight" in needs, "bias" in needs),  # type: ignore[arg-type]
+            *(self.weight_offset, None if weight is None else weight.dtype),
         )
-        return Grads(dx.to(x.dtype) if wanted[0] else None, params)
-
-
-def _alike(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """In one dtype in which torch keeps statistics in float32: their own on CUDA if it is one, else the widest, or
-    float32 for halves.
-    """
-    dtypes = {t.dtype for t in (x, *others) if t is not None}
-    if x.is_cuda and len(dtypes) == 1:
-        return [x, *others]
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    return [t if t is None else t.to(dtype) for t in (x, *others)]
+        params = {n: t for n, t in zip(("weight", "bias"), made, strict=True) if n in needs}
+        return Grads(dx if "x" in needs else None, params)

@@ -74,6 +74,7 @@ class Call(NamedTuple):
     precision  compute dtype under autocast, and operand formats under a recipe
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
+    name       of the op, by its path in the model where that is known
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -87,6 +88,7 @@ class Call(NamedTuple):
     precision: Precision = Precision()
     training: bool = True
     store: WeightStore | None = None
+    name: str = ""
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
@@ -142,6 +144,8 @@ class Op(nn.Module, Generic[S]):
     reads        side inputs, by name; gradients flow back to them by name
     writes       side tensors that it publishes
     integers     of them: those that have no gradient
+    renames      {keyword of a side input: the name that its Sequential knows it by}, where they differ; set it before
+                 the first call
     saves_for    {need: the Saved fields that its gradient reads}; a need is "x", a parameter or a side input.
                  None: every gradient reads all fields
     recomputes   Saved fields that bwd can do without: they are None under `offload.recompute()`
@@ -158,6 +162,7 @@ class Op(nn.Module, Generic[S]):
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    renames: Mapping[str, str] = {}
     integers: ClassVar[frozenset[str]] = frozenset()
     saves_for: Mapping[str, tuple[str, ...]] | None = None
     recomputes: ClassVar[tuple[str, ...]] = ()
@@ -290,6 +295,21 @@ class Op(nn.Module, Generic[S]):
                 f"add it to fwd(self, x, *, ...), or take **side."
             )
         return self.reads
+
+    def known_sides(self) -> tuple[tuple[str, str], ...]:
+        """(keyword, name) of every side input: what `fwd` calls it, and what the Sequential does."""
+        reads, renames = self.side_names(), self.renames
+        if unread := [keyword for keyword in renames if keyword not in reads]:
+            raise FuseOpsError(f"{type(self).__name__} renames {unread}, and reads {list(reads)}.")
+        return tuple([(keyword, renames.get(keyword, keyword)) for keyword in reads])
+
+    def rename(self, **names: str) -> None:
+        """Know side inputs by other names: `rename(probs="p2")`. A constructor passes its own keywords on."""
+        self.renames = {**self.renames, **{k: n for k, n in names.items() if k != n}}
+
+    def renamed(self) -> list[str]:
+        """The renames, as the constructor takes them."""
+        return [f"{keyword}={name!r}" for keyword, name in self.renames.items()]
 
     def _planned(self) -> list[tuple[str, nn.Module]]:
         """An op called alone is a sequence of one."""

@@ -21,6 +21,10 @@ from .checks import check_pos, check_rows
 from .op import Call, Grads, Op, Out, Shape, numel
 from .splits import check_splits
 
+ON_DX = "on_dx"
+"""In `call.scratch`, of a dispatcher: told (scratch, dx, dprobs) as soon as they are there, before the gradients of
+weights are made, so that what it does with them runs beside those."""
+
 
 class DispatchSaved(NamedTuple):
     pos: Tensor | None  # (T, K) int32

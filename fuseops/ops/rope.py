@@ -27,6 +27,7 @@ class RoPE(Op[RoPESaved]):
     the cos and sin that are given. Of tables that hold each angle twice, give one half: `cos[..., : D // 2]`. x may be
     a transposed view, and the heads of queries and keys side by side are one call.
     Computed in float32, rounded once. Raises ShapeError for other shapes.
+    cos, sin: names that the Sequential knows them by.
     """
 
     reads = ("cos", "sin")
@@ -37,12 +38,13 @@ class RoPE(Op[RoPESaved]):
     }
     floats = True
 
-    def __init__(self, interleaved: bool = False) -> None:
+    def __init__(self, interleaved: bool = False, *, cos: str = "cos", sin: str = "sin") -> None:
         super().__init__()
         self.interleaved = interleaved
+        self.rename(cos=cos, sin=sin)
 
     def extra_repr(self) -> str:
-        return "interleaved=True" if self.interleaved else ""
+        return ", ".join(["interleaved=True"] * self.interleaved + self.renamed())
 
     def fwd(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Out:
         _check(x, cos, sin)

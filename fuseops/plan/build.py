@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
+from fuseops.ops.paths import path_of
 from fuseops.ops.weights import store_of
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain
@@ -292,6 +293,7 @@ class _Builder:
             precision=Precision(self.facts.compute, roles),
             training=op.training,
             store=None if roles is None else self._store(op, roles),
+            name="" if roles is None else path_of(op) or self.names[i],
         )
 
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:

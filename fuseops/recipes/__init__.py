@@ -1,7 +1,7 @@
 """Precision recipes and quantized tensors.
 
 scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
-products), recipe (who gets what).
+products), recipe (who gets what), gain (where that pays), numbers (what it does to them).
 """
 
 from .operands import Operand as Operand

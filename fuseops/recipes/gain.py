@@ -2,7 +2,7 @@
 
 The rates are those of `benchmarks/results/fp8_h200.json` (one H200, settled), as a peak that shrinks with the axis that
 a GEMM sums over and with the rows of a group: rate = peak * L / (L + l) * M / (M + m). They are within a tenth of what
-was measured from 512 rows a group and 768 features on. Passes go at 0.85 of a copy. A layer is judged by a whole step
+was measured from 512 rows a group and 768 features on. Passes go at 0.8 of a copy. A layer is judged by a whole step
 of training, whichever gradients a call asks for, so that an evaluation and a recomputation compute what training does.
 """
 
@@ -16,7 +16,7 @@ from .recipe import Roles
 
 LEAST = 1.05  # below it FP8 would cost accuracy for nothing
 MICRO_BATCHES = 8  # that kept weights are quantized for
-BANDWIDTH = 3.6e12  # bytes a second
+BANDWIDTH = 3.3e12  # bytes a second
 LAUNCH = 4e-6  # seconds of a pass, however little it moves
 MEASURED = 512  # rows a group: of fewer nothing is known, and GEMMs wait for memory
 MOST_ROWS = 1 << 24
@@ -35,7 +35,8 @@ class Rate(NamedTuple):
 
 
 HIGH = {"mm": Rate(690e12, 30, 50), "wgrad": Rate(690e12, 100, 0)}
-LOW = {"mm": Rate(1090e12, 230, 25), "wgrad": Rate(1090e12, 250, 0)}
+BLOCKS = {"mm": Rate(1090e12, 230, 25), "wgrad": Rate(1090e12, 250, 0)}
+TENSORS = {"mm": Rate(1250e12, 230, 25), "wgrad": Rate(1250e12, 250, 0)}
 
 
 class Gemm(NamedTuple):
@@ -87,7 +88,8 @@ def ratio(layer: LinearRun, rows: int) -> float:
     if rows <= 0:
         return 0.0
     nbytes, launches = _passes(layer, rows)
-    low = _gemms(layer, rows, LOW) + max(nbytes, 0) / BANDWIDTH + launches * LAUNCH
+    rates = BLOCKS if _by_block(layer.roles) else TENSORS
+    low = _gemms(layer, rows, rates) + max(nbytes, 0) / BANDWIDTH + launches * LAUNCH
     return _gemms(layer, rows, HIGH) / low
 
 
@@ -101,6 +103,10 @@ def fewest_rows(layer: LinearRun) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if ratio(layer, middle) >= LEAST else (middle, high)
     return high
+
+
+def _by_block(roles: Roles) -> bool:
+    return roles.input is not None and roles.input.block is not None
 
 
 def _gemms(layer: LinearRun, rows: int, rates: dict[str, Rate]) -> float:
@@ -118,8 +124,10 @@ def _gemms(layer: LinearRun, rows: int, rates: dict[str, Rate]) -> float:
 def _passes(layer: LinearRun, rows: int) -> tuple[float, float]:
     """(bytes, launches) beyond those of high precision: what quantizes x, dy and weights."""
     roles, gemms = layer.roles, layer.gemms
-    by_block = roles.input is not None and roles.input.block is not None
-    again = 0 if by_block else 2  # bytes an element, to know the amax
+    by_block = _by_block(roles)
+    again = (
+        0 if by_block else 1
+    )  # to know the amax: two bytes an element, half of them from the cache
     weights = sum(math.prod(gemm) for gemm in gemms)
     if roles.weights == "none":
         nbytes, launches = weights * (6.0 + 2 * again), 2.0 * len(gemms)

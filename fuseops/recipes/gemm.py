@@ -7,12 +7,15 @@ bfloat16 numbers; scales of other values are multiplied in float32.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
 
+from .numbers import watching
 from .operands import Operand
 from .quantized import Quantized, values
 from .scaling import SQUARE
@@ -21,17 +24,43 @@ OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fprop(
-    x: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+    x: Operand,
+    weight: Operand,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:
-    """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)"""
-    return _multiplied(x, weight, "row", offs, tiles)
+    """y = x w^T.   (R, K), (N, K) or (E, N, K) -> (R, N)      name: of the op, here and below, for who watches"""
+    y = _multiplied(x, weight, "row", offs, tiles)
+    if (seen := watching()) is not None:
+        seen.compare(name, "forward", y, partial(_exact, offs=offs), x, weight)
+    return y
 
 
 def dgrad(
-    dy: Operand, weight: Operand, offs: Tensor | None = None, tiles: Tensor | None = None
+    dy: Operand,
+    weight: Operand,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:
     """dx = dy w.   (R, N), (N, K) or (E, N, K) -> (R, K)"""
-    return _multiplied(dy, weight, "col", offs, tiles)
+    dx = _multiplied(dy, weight, "col", offs, tiles)
+    if (seen := watching()) is not None:
+        seen.compare(name, "input gradient", dx, partial(_exact, offs=offs, turn=True), dy, weight)
+    return dx
+
+
+def _exact(rows: Tensor, weight: Tensor, offs: Tensor | None, turn: bool = False) -> Tensor:
+    """The product of what operands were."""
+    rows, weight = rows.reshape(-1, rows.shape[-1]).float(), weight.float()
+    weight = weight.mT if turn else weight
+    return F.linear(rows, weight) if offs is None else K.grouped_mm(rows, weight, offs)
+
+
+def _exact_wgrad(dy: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
+    left, right = (t.reshape(-1, t.shape[-1]).float() for t in (dy, x))
+    return left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
 
 
 def _multiplied(
@@ -64,8 +93,17 @@ def _columns(
     return *dy.col, *x.col, "tensor" if x.scaling.block is None else squares
 
 
-def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None) -> Tensor:
+def wgrad(
+    dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = None, name: str = ""
+) -> Tensor:
     """dw = dy^T x.   (R, N), (R, K) -> (N, K) or (E, N, K)"""
+    dw = _wgrad(dy, x, dtype, offs)
+    if (seen := watching()) is not None:
+        seen.compare(name, "weight gradient", dw, partial(_exact_wgrad, offs=offs), dy, x)
+    return dw
+
+
+def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> Tensor:
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, None, dtype)
@@ -77,12 +115,20 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None = Non
     if offs is None:
         return K.wide_mm(left, right.to(left.dtype)).to(dtype)
     dw = left.new_empty(len(offs), left.shape[0], right.shape[0], dtype=torch.float32)
-    wgrad_into(dw, dy, x, offs, accumulate=False)
+    _wgrad_into(dw, dy, x, offs, accumulate=False)
     return dw.to(dtype)
 
 
-def wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
+def wgrad_into(
+    main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool, name: str = ""
+) -> None:
     """main_grad (+)= wgrad of groups, unrounded.   main_grad (E, N, K) float32"""
+    if watching() is not None:
+        wgrad(dy, x, torch.float32, offs, name)
+    _wgrad_into(main_grad, dy, x, offs, accumulate)
+
+
+def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumulate: bool) -> None:
     columns = _columns(dy, x, main_grad.dtype)
     if columns is not None:
         K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
+from .numbers import watching
 from .quantized import Layout, Quantized
 from .scaling import SQUARE, Scaling
 
@@ -48,6 +49,23 @@ def operand(
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
     """
+    q = _operand(x, scaling, offs, row, col, index)
+    if (seen := watching()) is not None:
+        source = seen.original(x)
+        if source is not None and index is not None:
+            source = K.gather_rows(source.reshape(-1, source.shape[-1]), index, offs)  # type: ignore[arg-type]
+        seen.quantized(q, source)
+    return q
+
+
+def _operand(
+    x: Operand,
+    scaling: Scaling,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    index: Tensor | None,
+) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
     x = x.reshape(-1, x.shape[-1])
@@ -127,4 +145,7 @@ def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -
     if weight.dim() == 2:
         parts = tuple([part[0] if part.numel() else part for part in parts])  # type: ignore[assignment]
     rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
-    return Quantized(rows if row else None, columns if col else None, scaling, None, weight.dtype)
+    q = Quantized(rows if row else None, columns if col else None, scaling, None, weight.dtype)
+    if (seen := watching()) is not None:
+        seen.quantized(q, weight)
+    return q

@@ -36,6 +36,16 @@ def same_top_k(ops: Ops, c: Conditions) -> str | None:
     return require(len(set(ks)) == 1, f"Permute has top_k {ks[0]}, Combine has {ks[-1]}")
 
 
+def same_sides(ops: Ops, c: Conditions) -> str | None:
+    """Experts share their offs and their probabilities."""
+    known: dict[str, str] = {}
+    for sides in c.reads:
+        for keyword, name in sides:
+            if known.setdefault(keyword, name) != name:
+                return f"its ops read two tensors as {keyword!r}: {known[keyword]!r} and {name!r}"
+    return None
+
+
 def two_axes(ops: Ops, c: Conditions) -> str | None:
     return require(
         len(c.shape) == 2, f"x has {len(c.shape)} axes, the fused op takes (rows, width)"
@@ -51,3 +61,7 @@ def one_bias(ops: Ops, c: Conditions) -> str | None:
 def one_axis(ops: Ops, c: Conditions) -> str | None:
     axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")
+
+
+def no_bias(ops: Ops, c: Conditions) -> str | None:
+    return require(ops[0].bias is None, "the Linear has a bias, and its GEMM adds one tensor")

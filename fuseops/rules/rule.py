@@ -41,6 +41,7 @@ class Conditions(NamedTuple):
     recipe      the precision recipe in force, or None
     needs       which gradients anyone wants, a set of names for each op
     training    the mode of the first op
+    reads       of each op its side inputs: (keyword of its fwd, name in the plan) pairs
     """
 
     shape: tuple[int, ...]
@@ -53,6 +54,7 @@ class Conditions(NamedTuple):
     recipe: Recipe | None
     needs: tuple[frozenset[str], ...]
     training: bool
+    reads: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
 Condition = Callable[[tuple[Op[Any], ...], Conditions], str | None]

@@ -82,7 +82,10 @@ def _run(
     live: tuple[str, ...],
 ) -> Any:
     """A run of ops, the piece `at` of a runner."""
-    ops = [modules[int(place)] for place in _listed(told(runner, "ops", at))]
+    ops = [
+        modules[int(place)] if "." not in place else _beside(modules, place)
+        for place in _listed(told(runner, "ops", at))
+    ]
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
@@ -170,6 +173,21 @@ def _walked(module: Any, found: list[Any]) -> list[Any]:
     return found
 
 
+def _beside(modules: Sequence[Any], place: str) -> Any:
+    """The op that a style of parallelism has put around one of those that were walked."""
+    child, side, k = place.split(".")
+    return modules[int(child)]._around[int(side)][int(k)]
+
+
+def _places(modules: Sequence[Any]) -> dict[int, str]:
+    """Where each of them stands, and what is around it, by address."""
+    found = {id(child): str(k) for k, child in enumerate(modules)}
+    for at, child in enumerate(modules):
+        for side, ops in enumerate(getattr(child, "_around", ())):
+            found |= {id(op): f"{at}.{side}.{k}" for k, op in enumerate(ops)}
+    return found
+
+
 def _identity(child: Any) -> Any:
     """All that a runner depends on of a child, that may be another at the next call."""
     return (id(child), child._settings) if isinstance(child, Composed) else id(child)
@@ -211,7 +229,7 @@ def _prepared(module: int, identities: tuple[Any, ...]) -> int:
     prepare(found)
     runner: Runner = found._runner
     if not runner.places:
-        runner.places = {id(child): k for k, child in enumerate(_walked(found, []))}
+        runner.places = _places(_walked(found, []))
         torch_private.allow_in_graph(in_graph)
     return id(runner)
 
@@ -252,7 +270,7 @@ class Told:
     def place(self, piece: int) -> int | None:
         """Where a module stands among those that were walked, None of a run of ops."""
         found = self.runner.pieces[piece][1]
-        return None if isinstance(found, Run) else self.runner.places[id(found)]
+        return None if isinstance(found, Run) else int(self.runner.places[id(found)])
 
     def takes(self, piece: int) -> str:
         """The side inputs of a module: keyword and name in turn."""
@@ -331,7 +349,7 @@ class Told:
         return run.numbered(run.entry((facts, *key[1:])))
 
     def conditional(self, entry: int) -> bool:
-        return bool(TABLE[entry].scan.candidates)
+        return bool(TABLE[entry].scan.candidates or TABLE[entry].layers)
 
     def plan(self, piece: int, entry: int, reasons: tuple[str | None, ...]) -> int:
         """The number of the plan of an entry, given the outcome of its conditions."""

@@ -14,6 +14,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops import scopes
 from fuseops.ops.splits import bad_ends, before, complaint
+from fuseops.recipes.numbers import GemmError, Numbers, OperandNumbers, watch
 
 from . import bridge, run
 
@@ -39,6 +40,27 @@ class Debug:
 
     def __init__(self) -> None:
         self.reports: list[SplitReport] = []
+        self.numbers = Numbers()
+
+    def operands(self) -> list[OperandNumbers]:
+        """What quantization did to the operands of GEMMs, by the path of the op. Waits for the device."""
+        return self.numbers.operands()
+
+    def gemms(self) -> list[GemmError]:
+        """The error of every GEMM of quantized operands against that of the operands as they were."""
+        return self.numbers.gemms()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.operands(), *self.gemms())))
+
+    def check_kept_weights(self) -> None:
+        """Raise FuseOpsError for a quantized weight that was kept while the weight was written to."""
+        for op, stale in self.numbers.stale.items():
+            if stale:
+                raise FuseOpsError(
+                    f"{op}: its quantized weight is kept, and is not what the weight gives: something wrote to the "
+                    "weight that moved no version of it. Call fuseops.weights_changed(model) after it."
+                )
 
     def splits(self, offs: Tensor, rows: int) -> None:
         """Check the ends of groups on their device.  Raises ShapeError for an earlier check that failed by now."""
@@ -70,21 +92,28 @@ class Debug:
 
 
 @contextmanager
-def debug() -> Iterator[None]:
-    """Check on the device what cannot be seen without waiting for it, for the calls made inside.
+def debug() -> Iterator[Debug]:
+    """Check on the device what cannot be seen without waiting for it, and look into numbers, for the calls made inside.
 
     The ends of groups (`offs`): none before the one before it, none beyond the rows. Raises ShapeError, which names the
     op and the group, in a later call inside or at the end of the scope, which waits for the device. A kernel that
     fails over bad ends is the cause of that error.
     In compiled code and in CUDA graphs the check is an assertion on the device, which names no group.
+
+    Under a recipe: `with fo.debug() as seen`, and `seen.operands()`, `seen.gemms()` and `print(seen)` say by the path
+    of the op what quantization did: amax, the shares of codes flushed to zero and saturated, the error of every GEMM.
+    Each GEMM runs once more for it, in float32; results stay the same. A quantized weight that a recipe keeps is
+    compared with the weight, and FuseOpsError names one that was written to without an announcement. Not in compiled
+    code and CUDA graphs.
     """
     here = scopes.current()
     if here.debug is not None:
-        yield
+        yield here.debug
         return
     here.debug = checks = Debug()
+    before = watch(checks.numbers)
     try:
-        yield
+        yield checks
         if checks.reports:
             torch.cuda.synchronize()
     except Exception as error:
@@ -96,7 +125,10 @@ def debug() -> Iterator[None]:
         raise
     finally:
         here.debug = None
+        watch(before)
+        checks.numbers.originals.clear()
     checks.raise_what_arrived(wait=True)
+    checks.check_kept_weights()
 
 
 def running() -> str:

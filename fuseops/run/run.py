@@ -207,6 +207,7 @@ class Run:
             recipe=facts.settings.recipe,
             needs=entry.needs[start:stop],
             training=self.ops[start].training,
+            reads=self.chain.reads[start:stop],
         )
 
     def entry(self, key: tuple[Any, ...]) -> KnownPlans:

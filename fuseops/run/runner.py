@@ -53,7 +53,7 @@ class Runner:
         self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
         self.children: tuple[nn.Module, ...] = ()  # of the module itself
         self.names: list[str] = []
-        self.places: dict[int, int] = {}  # of modules that traced code walks, by address
+        self.places: dict[int, str] = {}  # of modules that traced code walks, by address
         self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
 

@@ -127,8 +127,8 @@ class _Names:
         self.read: dict[str, str] = {}  # from outside -> the child that reads it first
         self.written: dict[str, str] = {}  # -> the child that writes it
 
-    def reading(self, names: tuple[str, ...], at: str) -> Sides:
-        return tuple([(name, self._known(name, at)) for name in names])
+    def reading(self, sides: Sides, at: str) -> Sides:
+        return tuple([(keyword, self._known(name, at)) for keyword, name in sides])
 
     def _known(self, name: str, at: str) -> str:
         """The name in the plan of what is called `name` here."""
@@ -173,8 +173,8 @@ def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> It
             yield from _beside(before, path, names)
             if opaque_reason(child) is None:
                 check_declared(path, child)
-            read = child.side_names()
-            check_side_names(path, child, (*read, *child.writes))
+            read = child.known_sides()
+            check_side_names(path, child, (*[name for _, name in read], *child.writes))
             reads = names.reading(read, path)
             yield Child(path, child, names.scope, reads, names.writing(child.writes, path))
             yield from _beside(after, path, names)
@@ -184,4 +184,5 @@ def _walk(module: Any, names: _Names, settings: int, nested: list[Nested]) -> It
             if nested[-1].reason is None:
                 yield from _walk(child, _Names(f"{path}.", names), settings, nested)
                 continue
-        yield Child(path, child, names.scope, names.reading(side_names_of(child), path))
+        plain = tuple([(keyword, keyword) for keyword in side_names_of(child)])
+        yield Child(path, child, names.scope, names.reading(plain, path))

@@ -87,13 +87,21 @@ def _dropout(w: Wanted) -> Op[Any]:
 def _norm(w: Wanted) -> Op[Any]:
     # One column normed is its sign: what gradient there is comes of eps, the rest cancels.
     eps, affine = w.choose(1e-5, None) if w.width > 1 else 1e3, w.choose(True, True, False)
-    return ops.RMSNorm(w.width, eps=eps, elementwise_affine=affine)
+    return ops.RMSNorm(
+        w.width, eps=eps, elementwise_affine=affine, zero_centered_gamma=w.choose(False, True)
+    )
 
 
 def _layer_norm(w: Wanted) -> Op[Any]:
     # Two columns normed are a sign, too.
     eps, affine = 1e-5 if w.width > 2 else 1e3, w.choose(True, True, False)
-    return ops.LayerNorm(w.width, eps=eps, elementwise_affine=affine, bias=w.choose(True, False))
+    return ops.LayerNorm(
+        w.width,
+        eps=eps,
+        elementwise_affine=affine,
+        bias=w.choose(True, False),
+        zero_centered_gamma=w.choose(False, True),
+    )
 
 
 def _grouped(w: Wanted) -> Op[Any]:
@@ -131,8 +139,16 @@ def _geglu(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose("none", "tanh"))
 
 
+def _collective(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(None)
+
+
 def _clamped(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0))
+
+
+def _situ(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(w.choose(4.0, 0.5), w.choose(25.0, 0.75), interleave=w.choose(0, 1))
 
 
 def _router(w: Wanted) -> Op[Any]:
@@ -155,18 +171,24 @@ def _router(w: Wanted) -> Op[Any]:
 
 
 # fmt: off
-register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(True, False)), width="maps")
+register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(False, True, False)), width="maps")
 register(ops.Bias,          lambda w: ops.Bias(w.width))
 register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
 register(ops.LayerNorm,     _layer_norm)
+register(ops.L2Norm,        lambda w: ops.L2Norm(1e-6 if w.width > 1 else 1e3))
 register(ops.SiLU,          lambda w: ops.SiLU())
 register(ops.GELU,          lambda w: ops.GELU(w.choose("none", "tanh")))
+register(ops.QGELU,         lambda w: ops.QGELU())
 register(ops.ReLU,          lambda w: ops.ReLU())
 register(ops.SReLU,         lambda w: ops.SReLU())
 register(ops.ScaledSReLU,   lambda w: ops.ScaledSReLU())
-for plain in (ops.SwiGLU, ops.ScaledSwiGLU, ops.ReGLU, ops.ScaledReGLU, ops.SReGLU, ops.ScaledSReGLU):
+for plain in (ops.SwiGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU):
     register(plain,         _glu(plain), width="halves")
+for scaled in (ops.ScaledSwiGLU, ops.ScaledGLU, ops.ScaledQGEGLU, ops.ScaledReGLU, ops.ScaledSReGLU):
+    register(scaled,        _glu(scaled), width="halves")
+for situ in (ops.SiTUGLU, ops.ScaledSiTUGLU):
+    register(situ,          _situ(situ), width="halves")
 for gelu in (ops.GEGLU, ops.ScaledGEGLU):
     register(gelu,          _geglu(gelu), width="halves")
 for clamped in (ops.ClampedSwiGLU, ops.ScaledClampedSwiGLU):
@@ -186,5 +208,5 @@ register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
 for collective in (ops.AllGather, ops.ReduceScatter, ops.AllReduce):  # one rank: what it sends is tested on ranks
-    register(collective,    lambda w, op=collective: op(None))
+    register(collective,    _collective(collective))
 # fmt: on

@@ -160,9 +160,17 @@ def _chooser(draw: Draw) -> Callable[..., Any]:
     return lambda *options: draw(st.sampled_from(options))
 
 
-def _instance(draw: Draw, op: type, width: int, after: int, groups: int, top_k: int = 2) -> Op[Any]:
-    """An instance of `op` for this width, whose output width is a multiple of `after`."""
-    wanted = Wanted(_chooser(draw), width, draw(widths()) * after, groups, top_k)
+def _instance(
+    draw: Draw,
+    op: type,
+    width: int,
+    after: int,
+    groups: int,
+    top_k: int = 2,
+    out: int | None = None,
+) -> Op[Any]:
+    """An instance of `op` for this width, whose output width is a multiple of `after`, or `out` if it can be."""
+    wanted = Wanted(_chooser(draw), width, out or draw(widths()) * after, groups, top_k)
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
@@ -269,10 +277,11 @@ def _before(types: Sequence[type]) -> list[int]:
 
 def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
-    needs, made = _before(types), []
+    needs, made, start = _before(types), [], width
     top_k = draw(top_ks(groups)) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
-        op = _instance(draw, t, width, needs[k + 1], groups, top_k)
+        out = start if Add in types[k + 1 :] else None  # what it adds is as wide as x
+        op = _instance(draw, t, width, needs[k + 1], groups, top_k, out)
         width = op.out_shape((1, width))[-1]
         made.append(op)
     return made
@@ -358,7 +367,12 @@ def _next(
     if not any(isinstance(op, Tap | Add) for op in made):
         return [*made]
     # names of their own, and what they add of the width that is here
-    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made, width))]
+    return [
+        Sequential(
+            *(Tap(name) for op in made if isinstance(op, Add) for name in op.reads),
+            *readable(made, width),
+        )
+    ]
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:

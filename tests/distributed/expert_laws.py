@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.distributed import ExpertParallel, check_overflow
+from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
 from fuseops.distributed.dispatch import symmetric
 from fuseops.integrations import hf
 
@@ -223,6 +223,25 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
     equal_to_one_process(tokens(5, 4), delay_wgrad=True)
 
 
+def law_probabilities_that_are_asked_for_have_gradients() -> None:
+    """They arrive after dX has gone home."""
+    rank, parts = dist.get_rank(), batch(tokens(5, 4))
+    found = []
+    for moe, x in ((layer(), torch.cat(parts)), (layer(), parts[rank])):
+        if x is parts[rank]:
+            parallelize_module(moe, mesh(), parallel(average=False, capacity=8.0))
+        x = x.clone().requires_grad_()
+        y, probs = moe(x, returns=("probs",))
+        (y.square().sum() + probs.square().sum()).backward()
+        found.append((x.grad, moe))
+    (want, alone), (got, moe) = found
+    start = sum(map(len, parts[:rank]))
+    close(got, want[start : start + len(got)], "dx")
+    close(whole(moe.fc1.weight.grad), alone.fc1.weight.grad, "fc1")
+    dist.all_reduce(moe["router"].weight.grad)
+    close(moe["router"].weight.grad, alone["router"].weight.grad, "router")
+
+
 def law_copies_and_compiled_layers_are_equal() -> None:
     moe = layer(shared_experts=1, ep=mesh())
     x = batch(tokens(5, 4))[dist.get_rank()]
@@ -274,6 +293,7 @@ def law_peer_memory_equals_one_process() -> None:
         law_a_rank_may_get_no_token,
         law_capacity_is_of_all_tokens,
         law_checkpointed_delayed_and_reference_are_equal,
+        law_probabilities_that_are_asked_for_have_gradients,
     ):
         by_peer_memory(law)
 
@@ -344,4 +364,7 @@ def law_wrong_use_says_so() -> None:
     raises("must divide", lambda: fo.MoE(D, F, 7, 2, ep=mesh()))
     raises("no experts to spread", lambda: ExpertParallel()._apply(nn.Linear(2, 2), mesh()))
     raises("host_counts", lambda: ExpertParallel(way="pigeon")._apply(layer(), mesh()))
+    both = fo.MoE(D, 4, E, TOP)
+    parallelize_module(both, mesh(), tp_plan(both))
+    raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE = timedelta(seconds=40)  # a rank that waits longer for the others gives up
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "fuseops.distributed"]
 LAW = 120  # seconds in which a law must answer
 
 
@@ -27,7 +28,8 @@ class Ranks:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # torch is imported once for all
+        context.set_forkserver_preload(PRELOADED)
         with tempfile.NamedTemporaryFile(delete=False) as store:
             pass
         for rank in range(self.world):

@@ -24,6 +24,14 @@ def srelu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def qgelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def situ(gate: Tensor, up: Tensor) -> Tensor:
+    return 2 * torch.tanh(gate / 2) * torch.sigmoid(gate) * 3 * torch.tanh(up / 3)
+
+
 def gated(act: Callable[[Tensor], Tensor], h: Tensor, interleave: int) -> Tensor:
     """act(gate) * up of [gate | up], or of alternating blocks of columns."""
     blocks = h.unflatten(-1, (-1, 2, interleave or h.shape[-1] // 2))

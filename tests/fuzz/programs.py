@@ -27,11 +27,17 @@ KEEPING = (
     ("fo.ops.SiLU()", "F.silu(h)"),
     ("fo.ops.GELU()", "F.gelu(h)"),
     ("fo.ops.GELU('tanh')", "F.gelu(h, approximate='tanh')"),
+    ("fo.ops.QGELU()", "qgelu(h)"),
     ("fo.ops.ReLU()", "F.relu(h)"),
     ("fo.ops.SReLU()", "srelu(h)"),
     ("fo.ops.ScaledSReLU()", "srelu(h) * side['probs'][:, None]"),
     ("fo.ops.ConstantScale(-1.5)", "h * -1.5"),
     ("fo.ops.Dropout(0.0)", "h"),
+    ("fo.ops.L2Norm(1e-3)", "h * (h.square().sum(-1, True) + 1e-3).rsqrt()"),
+    (
+        "fo.ops.RMSNorm($w, eps=1e-3, zero_centered_gamma=True)",
+        "F.rms_norm(h, ($w,), 1 + p['$p.weight'], 1e-3)",
+    ),
     ("fo.ops.Identity()", "h"),
     ("fo.ops.Reshape(-1, $w)", "h"),
     ("nn.Tanh()", "h.tanh()"),
@@ -46,16 +52,26 @@ MAPPING = (
         "grouped(h, p['$p.weight'], None, side['offs'])",
     ),
 )
-ACTS = {"SwiGLU": "F.silu", "GEGLU": "F.gelu", "ReGLU": "F.relu", "SReGLU": "srelu"}
-HALVING = tuple(
-    (
-        f"fo.ops.{scaled}{op}({'' if op == 'GEGLU' else 'interleave=$i'})",
-        f"gated({act}, h, {0 if op == 'GEGLU' else '$i'}){factor}",
-    )
-    for op, act in ACTS.items()
-    for scaled, factor in (("", ""), ("Scaled", " * side['probs'][:, None]"))
+ACTS = {
+    "SwiGLU": "F.silu",
+    "GEGLU": "F.gelu",
+    "QGEGLU": "qgelu",
+    "GLU": "torch.sigmoid",
+    "ReGLU": "F.relu",
+    "SReGLU": "srelu",
+}
+HALVING = (
+    *(
+        (
+            f"fo.ops.{scaled}{op}({'' if op == 'GEGLU' else 'interleave=$i'})",
+            f"gated({act}, h, {0 if op == 'GEGLU' else '$i'}){factor}",
+        )
+        for op, act in ACTS.items()
+        for scaled, factor in (("", ""), ("Scaled", " * side['probs'][:, None]"))
+    ),
+    ("fo.ops.SiTUGLU(2.0, 3.0)", "situ(*h.chunk(2, -1))"),
 )
-LINEAR, ACT = MAPPING[:2], KEEPING[3:8]
+LINEAR, ACT = MAPPING[:2], KEEPING[3:9]
 # What rules look for, which a draw op by op rarely gives.
 PATTERNS = (
     (LINEAR, ACT),
@@ -254,7 +270,7 @@ IMPORTS = """import torch
 import torch.nn.functional as F
 from torch import nn
 import fuseops as fo
-from judges import gated, grouped, same_as_loop, same_as_plain, srelu
+from judges import gated, grouped, qgelu, same_as_loop, same_as_plain, situ, srelu
 from offload_pair import Pair
 
 torch.manual_seed({seed})

@@ -55,11 +55,17 @@ def test_scaled_backward(case, need_dprobs, need_y):
 TORCH = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": torch.relu,
     "srelu": lambda x: torch.relu(x) ** 2,
     "silu": torch.nn.functional.silu,
     "sigmoid": torch.sigmoid,
     "clamped_silu": lambda g: g.clamp(max=7.0) * torch.sigmoid(1.702 * g.clamp(max=7.0)),
+    "situ": lambda g: 1.702 * torch.tanh(g / 1.702) * torch.sigmoid(g),
+}
+UPS = {
+    "clamped_swiglu": lambda u: u.clamp(-7, 7) + 1,
+    "situglu": lambda u: 7 * torch.tanh(u / 7),
 }
 
 
@@ -73,8 +79,7 @@ def test_twin_is_torch(kind, interleave):
     x = (torch.randn(5, 24, dtype=torch.float64) * 5).float().double().requires_grad_()
     if gated:
         gate, u = split_gate(x, interleave)
-        u = u.clamp(-7, 7) + 1 if kind == "clamped_swiglu" else u
-        y = TORCH[GATES[kind]](gate) * u
+        y = TORCH[GATES[kind]](gate) * UPS.get(kind, lambda u: u)(u)
     else:
         y = TORCH[kind](x)
     dy = torch.randn(y.shape, dtype=torch.float64)

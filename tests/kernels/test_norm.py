@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from laws import DTYPES, ROWS, SEEDS, WIDTHS, assert_matches, few, run, tensor
 
 from fuseops.kernels import norm as k
+from fuseops.kernels import tiles
 
 pytestmark = pytest.mark.usefixtures("kernels")
 VALUES = st.sampled_from(["normal", "tiny", "constant", "nonfinite"])
@@ -78,3 +79,33 @@ def test_a_norm_over_several_axes(with_weight):
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (3, 5), weight, 1e-6))
     _, dw = assert_matches(k.rmsnorm_bwd, dy, x, weight, rstd, sums=True)
     assert rstd.shape == (4,) and dw.shape == (3, 5)
+
+
+HEADS = {
+    "beside keys and values": lambda: torch.randn(2, 5, 9, 8)[:, :, 3:6],
+    "transposed": lambda: torch.randn(1, 5, 3, 8).transpose(1, 2),
+    "transposed in a batch": lambda: torch.randn(2, 5, 3, 8).transpose(1, 2),
+    "columns apart": lambda: torch.randn(2, 5, 8, 3).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("layout", HEADS)
+def test_heads(layout, mean):
+    x, dy = HEADS[layout](), HEADS[layout]()
+    weight = torch.randn(x.shape[-1]) if mean else None
+    flat, options = [t.contiguous() for t in (dy, x)], (1.0, 1, mean)
+    y, rstd = run(k.rmsnorm_fwd, x, weight, 1e-3, *options)
+    rest = weight, rstd, None, mean, 1.0, None, mean
+    found = y, rstd, *run(k.rmsnorm_bwd, dy, x, *rest)
+    wanted = *k.rmsnorm_fwd.twin(flat[1], weight, 1e-3, *options), *k.rmsnorm_bwd.twin(*flat, *rest)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want)
+
+
+def test_heads_beside_others_are_not_copied():
+    q = torch.randn(2, 5, 9, 8)[:, :, 3:6]
+    assert tiles.as_heads(q).data_ptr() == q.data_ptr()
+    assert tiles.as_heads(q).shape == (10, 3, 8)
+    assert tiles.as_heads(torch.randn(1, 5, 3, 8).transpose(1, 2)).stride() == (8, 24, 1)

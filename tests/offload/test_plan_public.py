@@ -473,7 +473,7 @@ def test_the_command_plans_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_pa
     options = ("offload-plan", str(file), "--ranks", "2", "--micro-batches", "4")
     assert len(output(capsys, *options).splitlines()) == 3
     data = json.loads(output(capsys, *options, "--chunks", "3", "--json"))
-    assert data["pipeline"] == {"ranks": 2, "micro_batches": 4, "chunks": 3}
+    assert data["pipeline"].items() >= {"ranks": 2, "micro_batches": 4, "chunks": 3}.items()
     peaks = [rank["before"]["peak_bytes"] for rank in data["ranks"]]
     assert len(peaks) == 2 and peaks[0] > peaks[1]
     assert [rank["html"] for rank in data["ranks"]] == [None, None]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WAYS: dict[str, type[Exchange]] = {"host_counts": HostCounts, "peer_memory": PeerMemory}
 
-_votes: dict[str, str] = {}
+_votes: dict[Any, str] = {}
 """By group: what its ranks have agreed on."""
 
 
@@ -39,13 +39,13 @@ def vote(mesh: DeviceMesh) -> str:
     if mesh.device_type != "cuda" or mesh.size() == 1:
         return "host_counts"
     group = mesh.get_group()
-    if group.group_name not in _votes:
+    if group not in _votes:
         said: list[Any] = [None] * mesh.size()
         dist.all_gather_object(said, (socket.gethostname(), _writes_to_peers()), group=group)
         one_host = len({host for host, _ in said}) == 1
         able = one_host and all(can for _, can in said)
-        _votes[group.group_name] = "peer_memory" if able else "host_counts"
-    return _votes[group.group_name]
+        _votes[group] = "peer_memory" if able else "host_counts"
+    return _votes[group]
 
 
 def _writes_to_peers() -> bool:

@@ -9,6 +9,7 @@ T: tokens here.  C: tokens that arrive here, in the order of ranks and of their 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,6 +96,12 @@ class Exchange(abc.ABC):
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """dx (C, D), dweights (C, K) or None -> those of (T, D) and (T, K)."""
+
+    def start_dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
+        """Begin `dispatch_bwd` beside what runs next.   -> what waits for its results; None: this way begins nothing"""
+        return None
 
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:

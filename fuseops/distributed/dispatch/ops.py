@@ -6,6 +6,7 @@ ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,12 @@ from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out
+from fuseops.ops.permute import ON_DX
 
 from . import compiled
 from .exchange import Arrived, Exchange, within_capacity
+
+BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what waits for what they give at home
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -50,6 +54,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
+    live_call = True
     apart_when_compiled = True
 
     def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
@@ -69,7 +74,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         )
         return f"{e.num_experts} over {e.world} ranks{limit}"
 
-    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor) -> Out:
+    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor, call: Call) -> Out:
         if experts.dim() != 2 or experts.shape != weights.shape or len(experts) != len(x):
             raise ShapeError(
                 f"ExpertDispatch expects experts and weights of shape ({len(x)}, k), got {tuple(experts.shape)} and "
@@ -86,7 +91,21 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         saved = ExpertDispatchSaved(
             experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
         )
+        if call.scratch is not None and "x" in call.needs:
+            call.scratch[ON_DX] = partial(self._begin, saved)
         return Out(y, saved, side)
+
+    def _begin(
+        self, saved: ExpertDispatchSaved, scratch: dict[str, Any], dx: Tensor, dprobs: Any
+    ) -> None:
+        """Send dx home while gradients of weights are made."""
+        if torch_private.is_fake(dx) or dx.is_meta:
+            return
+        experts, slots, arrivals, pos, offs = saved
+        copies = None if dprobs is None else _by_copy(dprobs, pos, offs)
+        wait = self.exchange.start_dispatch_bwd(dx, copies, experts, slots, arrivals)  # type: ignore[arg-type]
+        if wait is not None:
+            scratch[BEGUN] = dx, dprobs, wait
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
         number, factor = self.exchange.number, self.capacity_factor or 0.0
@@ -119,7 +138,12 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     ) -> Grads:
         experts, slots, arrivals, pos, offs = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
-        dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
+        begun = (call.scratch or {}).pop(BEGUN, None)
+        results = (None, None) if begun is None else begun[2]()
+        if begun is not None and begun[0] is dy and begun[1] is dprobs:
+            dx, dweights = results
+        else:  # not begun, or of other gradients: every rank runs the same backward
+            dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
         return Grads(dx if "x" in call.needs else None, side={"weights": dweights})
 
     def _returned(
@@ -128,15 +152,19 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch_private.is_fake(slots) or slots.is_meta:
             dx = None if dy is None else dy.new_empty(len(slots), dy.shape[1])
             return dx, None if dprobs is None else dprobs.new_empty(experts.shape)
-        if dprobs is not None:  # of rows of one number to tokens of one copy
-            dprobs = K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs)
-            dprobs = dprobs.view_as(pos)
+        if dprobs is not None:
+            dprobs = _by_copy(dprobs, pos, offs)
         if dy is None:  # all ranks send, as those do that have it
             raise FuseOpsError(
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
                 "runs the same backward."
             )
         return self.exchange.dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+
+
+def _by_copy(dprobs: Tensor, pos: Any, offs: Any) -> Tensor:
+    """Of rows (R,) to copies of tokens (C, K): rows of one number to tokens of one copy."""
+    return K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs).view_as(pos)
 
 
 class ExpertCollect(Op[ExpertCollectSaved]):

@@ -7,7 +7,9 @@ fit sets a flag on the device and makes the sums NaN; `check_overflow` reads it.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,18 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
+    begun: Any = None  # the end of a use on the side, for which nobody has waited
+
+    def wait(self) -> None:
+        """For a use on the side, which is over before the next begins."""
+        end, self.begun = self.begun, None
+        if end is not None:
+            torch.cuda.current_stream().wait_event(end)
+
+    @functools.cached_property
+    def side(self) -> torch.cuda.Stream:
+        """What runs beside other kernels runs here; who began it waits for it before the next use."""
+        return torch.cuda.Stream(self.table.device)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
         """All ranks have written before any goes on."""
@@ -55,9 +69,9 @@ _fabrics: dict[Any, Fabric] = {}
 
 def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
     """The buffers of a group, of `nbytes` at least. A collective where they are not there yet."""
-    found = _fabrics.get(group.group_name)
+    found = _fabrics.get(group)
     if found is None or found.nbytes < nbytes:
-        found = _fabrics[group.group_name] = _made(group, nbytes, device)
+        found = _fabrics[group] = _made(group, nbytes, device)
     return found
 
 
@@ -146,6 +160,25 @@ class PeerMemory(Exchange):
         dx, copies = self._back(dx, dweights, experts, slots, arrivals)
         return dx, None if dweights is None else copies
 
+    def start_dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        args = dx, dweights, experts, slots, arrivals
+        if not dx.is_cuda:
+            done = self.dispatch_bwd(*args)
+            return lambda: done
+        side = self._fabric().side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            results, end = self.dispatch_bwd(*args), side.record_event()
+        self._fabric().begun = end
+
+        def wait(_read_until_here: Any = args) -> tuple[Tensor, Tensor | None]:
+            self._fabric().wait()
+            return results
+
+        return wait
+
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         fabric, place = self._ready(dy, torch.float32)
         args = (fabric.table, fabric.uses)
@@ -175,6 +208,7 @@ class PeerMemory(Exchange):
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
         if self.fabric is None:
             self._agree(x)
+        self._fabric().wait()
         row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:
@@ -202,10 +236,10 @@ def check_overflow() -> None:
 
     Call it where the loss is read; sums are NaN from the first overflow on.
     """
-    for name, fabric in _fabrics.items():
+    for group, fabric in _fabrics.items():
         if int(fabric.flag):
             fabric.flag.zero_()
             raise FuseOpsError(
-                f"experts of the group {name}: more tokens or copies came than there is room for: raise `capacity` of "
-                "ExpertParallel, or take way='host_counts', which has no bound."
+                f"experts of the group {group.group_name}: more tokens or copies came than there is room for. Raise "
+                "`capacity` of ExpertParallel, or take way='host_counts', which has no bound."
             )

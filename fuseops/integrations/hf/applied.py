@@ -141,8 +141,7 @@ def _quantized_weight(module: Any) -> str | None:
 
 
 def _by_norm(op: Any) -> str:
-    plus = isinstance(op.sources["weight"], norm.Plus)
-    return f"RMSNorm, eps {op.eps:g}" + (", weight + 1" if plus else "")
+    return f"RMSNorm, eps {op.eps:g}" + (", weight + 1" if op.zero_centered_gamma else "")
 
 
 def _by_router(op: Any) -> str:

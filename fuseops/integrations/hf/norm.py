@@ -19,17 +19,6 @@ class LentRMSNorm(ops.RMSNorm):
     weight = lent.lent("weight")
 
 
-class Plus:
-    """Reads the weight, or the weight plus one in float32, as Gemma's norms multiply by."""
-
-    def __init__(self, plus: float) -> None:
-        self.plus = plus
-
-    def __call__(self, owner: Any) -> Any:
-        weight: Tensor = owner.weight
-        return weight + self.plus if weight.itemsize > 4 else weight.float() + self.plus
-
-
 def _weight(owner: Any) -> Any:
     return owner.weight
 
@@ -40,8 +29,10 @@ def build(module: nn.Module) -> LentRMSNorm | None:
     if found is None:
         return None
     weight: Any = module._parameters["weight"]
-    op = LentRMSNorm(weight.shape[0], eps=found.eps, device="meta")
-    lent.lend(op, module, {"weight": Plus(found.plus) if found.plus else _weight})
+    op = LentRMSNorm(
+        weight.shape[0], eps=found.eps, device="meta", zero_centered_gamma=found.zero_centered
+    )
+    lent.lend(op, module, {"weight": _weight})
     return op
 
 

@@ -45,6 +45,7 @@ SCALED: dict[str, Any] = {
     "clamped_swiglu": ops.ScaledClampedSwiGLU,
     "geglu": ops.ScaledGEGLU,
     "geglu_tanh": ops.ScaledGEGLU,
+    "qgeglu": ops.ScaledQGEGLU,
     "reglu": ops.ScaledReGLU,
     "sreglu": ops.ScaledSReGLU,
     "srelu": ops.ScaledSReLU,
@@ -53,6 +54,7 @@ PLAIN: dict[str, Any] = {
     "silu": ops.SiLU,
     "gelu": ops.GELU,
     "gelu_tanh": ops.GELU,
+    "qgelu": ops.QGELU,
     "relu": ops.ReLU,
     "srelu": ops.SReLU,
 }
@@ -186,10 +188,10 @@ def _wide_range(columns: int) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """y = x / sqrt(mean(x^2) + eps) * (weight + plus)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, or, as of Gemma, * (1 + weight)."""
 
     eps: float
-    plus: float
+    zero_centered: bool
 
 
 @alone()
@@ -206,9 +208,9 @@ def norm_of(module: nn.Module) -> Norm | None:
     y = reference.rmsnorm_fwd(x, None, eps)[0]
     twins = [*twin(module, {"weight": scale}, {})]
     found = [tried(type(m).forward, m, x.clone()) for m in twins]
-    for plus in (0.0, 1.0):
-        if all(same(f, y * (scale + plus)) for f in found):
-            return Norm(eps, plus)
+    for zero_centered in (False, True):
+        if all(same(f, y * (scale + zero_centered)) for f in found):
+            return Norm(eps, zero_centered)
     return None
 
 

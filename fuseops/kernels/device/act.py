@@ -9,6 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def tanh(x):
+    """By exp; where x is small that would cancel, and the series is exact to the last bit."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    s = x * x
+    near = 1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
 def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """(f(x), f'(x)). Without a use of the second the compiler drops its work."""
     if ACT == "relu":
@@ -25,6 +35,15 @@ def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
         s = tl.sigmoid(x)
         y = x * s
         dy = s + y * (1.0 - s)
+    elif ACT == "qgelu":
+        s = tl.sigmoid(1.702 * x)
+        y = x * s
+        dy = s + 1.702 * y * (1.0 - s)
+    elif ACT == "situ":
+        t = tanh(x * (1.0 / ALPHA))
+        s = tl.sigmoid(x)
+        y = ALPHA * t * s
+        dy = (1.0 - t * t) * s + y * (1.0 - s)
     elif ACT == "gelu_tanh":  # 0.5 (1 + tanh(z)) = sigmoid(2 z)
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = x * s
@@ -44,10 +63,14 @@ def act_slope(x, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def linear_slope(u, ACT: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """(l(u), l'(u)) for the half that is not the gate: itself, or clamped and shifted."""
+    """(l(u), l'(u)) for the half that is not the gate: itself, clamped and shifted, or bounded by tanh."""
     if ACT == "clamped_silu":
         y = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)) + OFFSET
         du = tl.where((u > LIMIT) | (u < -LIMIT), 0.0, 1.0)
+    elif ACT == "situ":
+        t = tanh(u * (1.0 / LIMIT))
+        y = LIMIT * t
+        du = 1.0 - t * t
     else:
         y = u
         du = tl.full(u.shape, 1.0, tl.float32)

@@ -6,18 +6,27 @@ import triton.language as tl
 from fuseops.kernels.device.reduce import before_launch, fold, overlapped
 
 
+@triton.jit
+def at_heads(rows, H, stride, stride_h):
+    """Where rows begin, H of them a token. Without a branch: H of 1 is a constant, and folds."""
+    row = rows.to(tl.int32)  # as the number of rows is
+    return (row // H).to(tl.int64) * stride + (row % H).to(tl.int64) * stride_h
+
+
 @triton.jit(do_not_specialize=["R"])
 def rmsnorm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
-    R, N, stride_x, stride_residual, eps, weight_offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, PDL: tl.constexpr,
+    R, N, H, stride_x, stride_xh, stride_residual, eps, weight_offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """MEAN: of the squares; without it their sum."""
     overlapped(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < R)[:, None] & (cols < N)
-    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+    x_row = x_ptr + at_heads(rows, H, stride_x, stride_xh)[:, None]
+    x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:  # before the reduction, which nothing is loaded across
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
     if HAS_RESIDUAL:
@@ -27,7 +36,7 @@ def rmsnorm_fwd_kernel(
         h = x.to(h_ptr.dtype.element_ty)  # the norm sees what is stored
         tl.store(h_ptr + (rows * N)[:, None] + cols, h, mask=mask)
         x = h.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / (N if MEAN else 1) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
@@ -37,9 +46,9 @@ def rmsnorm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def rmsnorm_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N,
-    stride_dy, stride_x, stride_dres, weight_offset,
-    HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N, H_DY, H_X,
+    stride_dy, stride_dyh, stride_x, stride_xh, stride_dres, weight_offset,
+    HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr, MEAN: tl.constexpr,
     PDL: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -56,10 +65,10 @@ def rmsnorm_bwd_kernel(
     for block in tl.range(pid, tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
         rows = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (rows < R)[:, None] & (cols < N)
-        x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        x_row = x_ptr + at_heads(rows, H_X, stride_x, stride_xh)[:, None]
+        x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+        dy_row = dy_ptr + at_heads(rows, H_DY, stride_dy, stride_dyh)[:, None]
+        dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
         x_hat = x * rstd
         if NEED_DW:
@@ -70,7 +79,7 @@ def rmsnorm_bwd_kernel(
             dy *= (
                 tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
             )
-        dx = (dy - x_hat * (tl.sum(dy * x_hat, axis=1) / N)[:, None]) * rstd
+        dx = (dy - x_hat * (tl.sum(dy * x_hat, axis=1) / (N if MEAN else 1))[:, None]) * rstd
         if HAS_DRES:
             dx += tl.load(dres_ptr + (rows * stride_dres)[:, None] + cols, mask=mask, other=0.0).to(
                 tl.float32

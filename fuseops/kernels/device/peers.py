@@ -5,10 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def part_of(table_ptr, rank, uses_ptr, half, at):
-    """Address of a part of the half in use of a rank's buffer."""
-    use = tl.load(uses_ptr)
-    return tl.multiple_of(tl.load(table_ptr + rank) + (use & 1) * half + at, 16)
+def part_of(table_ptr, rank, uses_ptr, half, at, dtype: tl.constexpr):
+    """Where a part of the half in use of a rank's buffer begins."""
+    address = tl.load(table_ptr + rank) + (tl.load(uses_ptr) & 1) * half + at
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -54,25 +54,21 @@ def send_tokens_kernel(
         slots = tl.load(slots_ptr + tokens * W + to, mask=here, other=-1)
         kept = ((slots >= 0) & (slots < room))[:, None]
         rows = (slots + rank * room).to(tl.int64)[:, None]
-        y_ptr = part_of(table_ptr, to, uses_ptr, half, 0)
-        y_ptr = y_ptr.to(tl.pointer_type(x_ptr.dtype.element_ty))
+        y_ptr = part_of(table_ptr, to, uses_ptr, half, 0, x_ptr.dtype.element_ty)
         tl.store(y_ptr + rows * N + cols, x, mask=kept & (cols < N))
         if HEADS:
             if pid % num_n == 0:
                 e = tl.load(experts_ptr + at, mask=here[:, None] & (k < K), other=-1)
                 e = e.to(tl.int32) - to * (E // W)
                 e = tl.where((e >= 0) & (e < E // W), e, -1)
-                ids_ptr = part_of(table_ptr, to, uses_ptr, half, ids_at)
-                ids_ptr = ids_ptr.to(tl.pointer_type(tl.int32))
+                ids_ptr = part_of(table_ptr, to, uses_ptr, half, ids_at, tl.int32)
                 tl.store(ids_ptr + rows * K + k, e, mask=kept & (k < K))
                 w = tl.load(weights_ptr + at, mask=here[:, None] & (k < K), other=0.0)
-                w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at)
-                w_ptr = w_ptr.to(tl.pointer_type(tl.float32))
+                w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at, tl.float32)
                 tl.store(w_ptr + rows * K + k, w, mask=kept & (k < K))
             if pid == 0:
                 count = tl.load(counts_ptr + to)
-                counts_to = part_of(table_ptr, to, uses_ptr, half, counts_at)
-                counts_to = counts_to.to(tl.pointer_type(tl.int32))
+                counts_to = part_of(table_ptr, to, uses_ptr, half, counts_at, tl.int32)
                 tl.store(counts_to + rank, tl.minimum(count, room))
                 if count > room:
                     tl.store(flag_ptr, 1)
@@ -93,26 +89,24 @@ def take_tokens_kernel(
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     slots = first + tl.arange(0, BLOCK_R)
     if HEADS:
-        counts_from = part_of(table_ptr, rank, uses_ptr, half, counts_at)
-        count = tl.load(counts_from.to(tl.pointer_type(tl.int32)) + source)
+        counts_from = part_of(table_ptr, rank, uses_ptr, half, counts_at, tl.int32)
+        count = tl.load(counts_from + source)
         if pid % (num_n * blocks) == 0:
             tl.store(arrivals_ptr + source, count)
     else:
         count = tl.load(arrivals_ptr + source)
     there, full = (slots < room)[:, None], (slots < count)[:, None]
     rows = (slots + source * room).to(tl.int64)[:, None]
-    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0).to(tl.pointer_type(y_ptr.dtype.element_ty))
+    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
     x = tl.load(x_ptr + rows * N + cols, mask=full & (cols < N), other=0.0)
     tl.store(y_ptr + rows * N + cols, x, mask=there & (cols < N))
     if HEADS:
         if pid % num_n == 0:
             k = tl.arange(0, BLOCK_K)[None, :]
-            e_ptr = part_of(table_ptr, rank, uses_ptr, half, ids_at)
-            e_ptr = e_ptr.to(tl.pointer_type(tl.int32))
+            e_ptr = part_of(table_ptr, rank, uses_ptr, half, ids_at, tl.int32)
             e = tl.load(e_ptr + rows * K + k, mask=full & (k < K), other=-1)
             tl.store(ids_ptr + rows * K + k, e, mask=there & (k < K))
-            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at)
-            w_ptr = w_ptr.to(tl.pointer_type(tl.float32))
+            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
             w = tl.load(w_ptr + rows * K + k, mask=full & (k < K), other=0.0)
             tl.store(weights_ptr + rows * K + k, w, mask=there & (k < K))
 
@@ -135,14 +129,13 @@ def return_sums_kernel(
     theirs = (slots + rank * room).to(tl.int64)[:, None]
     x = tl.load(x_ptr + mine * stride_x + cols, mask=full & (cols < N), other=0.0)
     x = tl.where(tl.load(flag_ptr) != 0, float("nan"), x.to(tl.float32)).to(x.dtype)
-    y_ptr = part_of(table_ptr, to, uses_ptr, half, 0).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    y_ptr = part_of(table_ptr, to, uses_ptr, half, 0, x_ptr.dtype.element_ty)
     tl.store(y_ptr + theirs * N + cols, x, mask=full & (cols < N))
     if HEADS:
         if pid % num_n == 0:
             k = tl.arange(0, BLOCK_K)[None, :]
             w = tl.load(dweights_ptr + mine * K + k, mask=full & (k < K), other=0.0)
-            w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at)
-            w_ptr = w_ptr.to(tl.pointer_type(tl.float32))
+            w_ptr = part_of(table_ptr, to, uses_ptr, half, weights_at, tl.float32)
             tl.store(w_ptr + theirs * K + k, w, mask=full & (k < K))
 
 
@@ -159,7 +152,7 @@ def add_sums_kernel(
     tokens = (pid // num_n).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     here = tokens < T
-    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0).to(tl.pointer_type(y_ptr.dtype.element_ty))
+    x_ptr = part_of(table_ptr, rank, uses_ptr, half, 0, y_ptr.dtype.element_ty)
     total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     for source in tl.static_range(W):
         slots = tl.load(slots_ptr + tokens * W + source, mask=here, other=-1)
@@ -176,8 +169,7 @@ def add_sums_kernel(
             e = tl.load(experts_ptr + at, mask=here[:, None] & (k < K), other=-1).to(tl.int32)
             home = tl.where(e >= 0, e // (E // W), 0)
             slot = tl.load(slots_ptr + (tokens * W)[:, None] + home, mask=e >= 0, other=-1)
-            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at)
-            w_ptr = w_ptr.to(tl.pointer_type(tl.float32))
+            w_ptr = part_of(table_ptr, rank, uses_ptr, half, weights_at, tl.float32)
             row = (slot + home * room).to(tl.int64)
             w = tl.load(w_ptr + row * K + k, mask=(slot >= 0) & (slot < room), other=0.0)
             tl.store(dweights_ptr + at, w, mask=here[:, None] & (k < K))

@@ -24,6 +24,7 @@ from .casts import cast_transpose as cast_transpose
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm
@@ -38,6 +39,8 @@ from .grouped import grouped_swiglu as grouped_swiglu
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped import scaled_mm as scaled_mm
+from .layer_norm import layernorm_bwd as layernorm_bwd
+from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd

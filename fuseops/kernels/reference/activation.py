@@ -1,6 +1,7 @@
 """Reference of `fuseops.kernels.activation`.
 
-An activation is a line in VALUES and one in SLOPES. `clamped_silu` is the gate of `clamped_swiglu` alone.
+An activation is a line in VALUES and one in SLOPES. `clamped_silu` and `situ` are gates alone: their other half is
+shaped too.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from torch import Tensor
 from .precision import wide
 
 SQRT_HALF, SQRT_2_OVER_PI, GELU_CUBIC = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
+QGELU = 1.702
 
 GATES = {
     "glu": "sigmoid",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
+    "qgeglu": "qgelu",
     "reglu": "relu",
     "sreglu": "srelu",
     "swiglu": "silu",
     "clamped_swiglu": "clamped_silu",
+    "situglu": "situ",
 }
 """Gated kinds and the activation of their gate."""
 
@@ -36,14 +40,15 @@ def _gelu_tanh_slope(x: Tensor) -> Tensor:
     return s + x * s * (1 - s) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x)
 
 
-def _silu_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s + F.silu(x) * (1 - s)
+def _silu_slope(x: Tensor, alpha: float = 1.0) -> Tensor:
+    s = torch.sigmoid(alpha * x)
+    return s + alpha * x * s * (1 - s)
 
 
 VALUES = {
     "gelu": lambda x: x * _gelu_cdf(x),  # F.gelu of float32 gives NaN at infinity on the CPU
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(QGELU * x),
     "relu": F.relu,
     "srelu": lambda x: F.relu(x).square(),
     "silu": F.silu,
@@ -52,6 +57,7 @@ VALUES = {
 SLOPES = {
     "gelu": lambda x: _gelu_cdf(x) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi),
     "gelu_tanh": _gelu_tanh_slope,
+    "qgelu": lambda x: _silu_slope(x, QGELU),
     "relu": lambda x: torch.where(x <= 0, 0.0, torch.ones_like(x)),
     "srelu": lambda x: 2 * F.relu(x),
     "silu": _silu_slope,
@@ -77,17 +83,41 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
     return torch.stack(halves, dim=-2).flatten(-3)
 
 
+def _halves(
+    gate: Tensor, linear: Tensor, kind: str, alpha: float, limit: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(f(gate), l(linear)), whose product is y."""
+    if kind == "clamped_swiglu":
+        h = gate.clamp(max=limit)
+        return h * torch.sigmoid(alpha * h), linear.clamp(-limit, limit) + offset
+    if kind == "situglu":
+        gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
+        return gate, limit * torch.tanh(linear / limit)
+    return VALUES[GATES[kind]](gate), linear
+
+
+def _half_slopes(
+    gate: Tensor, linear: Tensor, kind: str, alpha: float, limit: float
+) -> tuple[Tensor, Tensor | float]:
+    """(f'(gate), l'(linear))."""
+    if kind == "clamped_swiglu":
+        slope = _silu_slope(gate.clamp(max=limit), alpha).masked_fill(gate > limit, 0.0)
+        inside = torch.where((linear > limit) | (linear < -limit), 0.0, torch.ones_like(linear))
+        return slope, inside
+    if kind == "situglu":
+        t, s = torch.tanh(gate / alpha), torch.sigmoid(gate)
+        return (1 - t * t) * s + alpha * t * s * (1 - s), 1 - torch.tanh(linear / limit).square()
+    return SLOPES[GATES[kind]](gate), 1.0
+
+
 def _value(
     x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
 ) -> Tensor:
-    """f(x), or f(gate) * linear, of a wide x."""
+    """f(x), or f(gate) * l(linear), of a wide x."""
     if kind not in GATES:
         return VALUES[kind](x)
-    gate, linear = split_gate(x, interleave)
-    if kind == "clamped_swiglu":
-        h = gate.clamp(max=limit)
-        return h * torch.sigmoid(alpha * h) * (linear.clamp(-limit, limit) + offset)
-    return VALUES[GATES[kind]](gate) * linear
+    f, linear = _halves(*split_gate(x, interleave), kind, alpha, limit, offset)
+    return f * linear
 
 
 def _gradient(
@@ -96,16 +126,10 @@ def _gradient(
     """dx of `_value`."""
     if kind not in GATES:
         return dy * SLOPES[kind](x)
-    gate, linear = split_gate(x, interleave)
-    if kind == "clamped_swiglu":
-        h = gate.clamp(max=limit)
-        s = torch.sigmoid(alpha * h)
-        dgate = (s + alpha * h * s * (1 - s)).masked_fill(gate > limit, 0.0)
-        dgate = dy * dgate * (linear.clamp(-limit, limit) + offset)
-        inside = torch.where((linear > limit) | (linear < -limit), 0.0, torch.ones_like(linear))
-        return join_gate(dgate, dy * (h * s) * inside, interleave)
-    f, df = VALUES[GATES[kind]](gate), SLOPES[GATES[kind]](gate)
-    return join_gate(dy * df * linear, dy * f, interleave)
+    halves = split_gate(x, interleave)
+    f, linear = _halves(*halves, kind, alpha, limit, offset)
+    df, dlinear = _half_slopes(*halves, kind, alpha, limit)
+    return join_gate(dy * df * linear, dy * f * dlinear, interleave)
 
 
 def act_fwd(

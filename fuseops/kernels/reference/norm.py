@@ -9,11 +9,19 @@ from .precision import wide
 
 
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, dims: int = 1
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    dims: int = 1,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps) over the last `dims` axes."""
+    """y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps) over the last `dims` axes; of their
+    sum instead, without `mean`.
+    """
     full, axes = wide(x), tuple(range(-dims, 0))
-    rstd = torch.rsqrt(full.square().mean(axes, keepdim=True) + eps)
+    total = torch.mean if mean else torch.sum
+    rstd = torch.rsqrt(total(full.square(), axes, keepdim=True) + eps)
     y = full * rstd
     if weight is not None:
         y = y * (weight.to(y.dtype) + weight_offset)
@@ -38,8 +46,11 @@ def rmsnorm_bwd(
     need_dw: bool = True,
     weight_offset: float = 0.0,
     dtype: torch.dtype | None = None,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """dx = (w dy - xhat mean(w dy xhat)) rstd + dres;  dw = row sum of dy xhat, empty if not needed."""
+    """dx = (w dy - xhat mean(w dy xhat)) rstd + dres, or with a sum for the mean;  dw = row sum of dy xhat, empty
+    if not needed.
+    """
     full, grad = wide(x), wide(dy)
     dims = x.dim() - rstd.dim()
     axes, rows = tuple(range(-dims, 0)), tuple(range(rstd.dim()))
@@ -48,7 +59,8 @@ def rmsnorm_bwd(
     dw = (grad * xhat).sum(rows) if rows else grad * xhat
     if weight is not None:
         grad = grad * (weight.to(grad.dtype) + weight_offset)
-    dx = (grad - xhat * (grad * xhat).mean(axes, keepdim=True)) * rstd
+    total = torch.mean if mean else torch.sum
+    dx = (grad - xhat * total(grad * xhat, axes, keepdim=True)) * rstd
     dx = dx if dres is None else dx + wide(dres)
     if not need_dw:
         return dx.to(x.dtype), dw.new_empty(0)

@@ -33,7 +33,7 @@ Params = Mapping[str, Tensor | None]
 Rows = tuple[Tensor | None, Tensor | None]
 WEIGHT = frozenset({"weight"})
 Source = Callable[..., Rows]
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
 EPILOGUE = Space(
@@ -205,7 +205,7 @@ class GroupedMLP(FusedOp):
         calls: tuple[Call, ...],
         source: Source,
         dy_index: Tensor | None = None,
-        finish: Finish = lambda dx: dx,
+        finish: Finish = lambda dx, dprobs: dx,
     ) -> tuple[Grads, Grads, Grads]:
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
@@ -250,7 +250,7 @@ class GroupedMLP(FusedOp):
         if dh is not None:
             below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
             if below.x is not None:
-                below = replaced(below, x=finish(below.x))
+                below = replaced(below, x=finish(below.x, dprobs))
             if "weight" in first.needs:
                 x, x_index = source(dh.shape[1])
                 dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)

@@ -28,12 +28,13 @@ from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
+from fuseops.recipes.numbers import watching
 from fuseops.recipes.quantized import BLOCK
 from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
 Source = Callable[..., tuple[Tensor | None, Tensor | None]]
-Finish = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
 def activated(
@@ -57,7 +58,7 @@ def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
     """fc1, as codes out of its GEMM where h is saved as such."""
     roles = cast("Roles", call.precision.roles)
     codes = roles.hidden == Scaling() and not mlp.scale1 and s.fc1.shape[1] % (2 * BLOCK) == 0
-    if not codes or s.x.dtype is not torch.bfloat16:
+    if not codes or s.x.dtype is not torch.bfloat16 or watching() is not None:
         return mlp.hidden(s, call, index)  # type: ignore[no-any-return]
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
@@ -113,7 +114,9 @@ def gradients(
         below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
-            below = replaced(below, x=finish(input_gradient(q, w1, offs, first)))
+            dx = input_gradient(q, w1, offs, first)
+            below = replaced(below, x=finish(dx, dprobs))
+            del dx
         if "weight" in first.needs:
             x, x_index = source()
             left = dh if _high_wgrad(first) else q
@@ -171,8 +174,10 @@ def _hidden_codes(h: Operand) -> tuple[Tensor, Tensor | None]:
 
 def _writes_codes(s: Any, h: Operand, calls: tuple[Call, ...]) -> bool:
     """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
-    whose gradient reads dh.
+    whose gradient reads dh. Not while somebody watches the numbers, who wants the tensors that the codes are of.
     """
+    if watching() is not None:
+        return False
     kind, *options = cast("tuple[Any, ...]", s.form)
     if (
         kind != "swiglu"

@@ -19,7 +19,7 @@ from fuseops.kernels.configs import Space
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
-from fuseops.ops.permute import Combine
+from fuseops.ops.permute import ON_DX, Combine
 from fuseops.recipes import Operand
 
 from . import dswiglu
@@ -131,8 +131,12 @@ class RoutedMLP(FusedOp):
                 return x, index  # its codes are permuted
             return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
 
-        def finish(dx: Tensor) -> Tensor:
-            return K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+        def finish(dx: Tensor, dprobs: Tensor | None) -> Tensor:
+            dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
+            told = (calls[0].scratch or {}).get(ON_DX)
+            if told is not None:
+                told(calls[0].scratch, dx, dprobs)
+            return dx
 
         taken.append(dy)
         del dy  # a copy of its rows goes when fc2's gradients are there

@@ -1,0 +1,89 @@
+"""Kernels of fuseops.kernels.layer_norm. BLOCK_N holds a whole row."""
+
+import triton
+import triton.language as tl
+
+from fuseops.kernels.device.norm import at_heads
+from fuseops.kernels.device.reduce import before_launch, fold, overlapped
+
+
+@triton.jit(do_not_specialize=["R"])
+def layernorm_fwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    R, N, H, stride_x, stride_xh, eps, weight_offset,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    overlapped(PDL)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < R)[:, None] & (cols < N)
+    x_row = x_ptr + at_heads(rows, H, stride_x, stride_xh)[:, None]
+    x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:  # before the reductions, which nothing is loaded across
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / N
+    x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+    tl.store(mean_ptr + rows, mean, mask=rows < R)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < R)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= weight
+    if HAS_BIAS:
+        y += bias
+    tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def layernorm_bwd_kernel(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, R, N, H_DY, H_X,
+    stride_dy, stride_dyh, stride_x, stride_xh, weight_offset,
+    HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    PDL: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes every num_programs-th block of rows and keeps its sums of dw and db in registers. partial is of
+    all dw, then of all db.
+    """
+    before_launch(PDL)
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    total_w = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
+    total_b = tl.zeros((AT_ONCE, BLOCK_N), dtype=tl.float32)
+    KEEP: tl.constexpr = (
+        HAS_WEIGHT and BLOCK_N <= 4096
+    )  # wider weights would spill: read again for every row
+    if KEEP:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+    for block in tl.range(pid, tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        rows = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (rows < R)[:, None] & (cols < N)
+        x_row = x_ptr + at_heads(rows, H_X, stride_x, stride_xh)[:, None]
+        x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+        dy_row = dy_ptr + at_heads(rows, H_DY, stride_dy, stride_dyh)[:, None]
+        dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        x_hat = (x - mean) * rstd
+        if NEED_DW:
+            total_w += fold(dy * x_hat, AT_ONCE)
+        if NEED_DB:
+            total_b += fold(dy, AT_ONCE)
+        if KEEP:
+            dy *= weight
+        elif HAS_WEIGHT:
+            dy *= (
+                tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
+            )
+        along = (tl.sum(dy * x_hat, axis=1) / N)[:, None]
+        dx = (dy - (tl.sum(dy, axis=1) / N)[:, None] - x_hat * along) * rstd
+        tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    at = partial_ptr + pid.to(tl.int64) * N + cols
+    if NEED_DW:
+        tl.store(at, tl.sum(total_w, axis=0)[None, :], mask=cols < N)
+        at += tl.num_programs(0).to(tl.int64) * N
+    if NEED_DB:
+        tl.store(at, tl.sum(total_b, axis=0)[None, :], mask=cols < N)

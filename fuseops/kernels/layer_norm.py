@@ -1,0 +1,133 @@
+"""LayerNorm and its backward.
+
+Maths (float32, one rounding at each store):
+    mean and variance of a row;  rstd = 1 / sqrt(var + eps);  y = x_hat * (weight + weight_offset) + bias
+    dx = (w dy - mean(w dy) - x_hat mean(w dy x_hat)) rstd;  x_hat = (x - mean) * rstd
+    dweight and dbias = sums over rows of dy x_hat and of dy
+The variance is of the centred row, in registers. dweight and dbias are summed in two stages of fixed order; of rows
+wider than BOTH_SUMS, for which one sum fills the registers, dbias is a pass of its own.
+Shapes: x, dy (..., N), weight and bias (N,) or None, mean and rstd (...) float32, dweight and dbias (N,); with `dims`
+the norm is over the last axes together, and N stands for all of them.
+Layout: columns are contiguous, rows may be strided, those of heads twice. Rows wider than MAX_WIDTH run the reference.
+Hardware: sm_80 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import norm, reference, tiles
+from fuseops.kernels.bias import bias_bwd, sum_all_partials
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import chain, device, launch, overlap
+from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_heads, cdiv, pow2, require
+
+BOTH_SUMS = 1 << 13
+
+
+def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+    """As of RMSNorm, with two sums in registers: loads ahead, of one program a multiprocessor where rows are long."""
+    n = pow2(dims[-1])
+    warps = pow2(n // 256, most=32, least=4)
+    choices = [(max(2048 // n, 1), warps, 2, 2), (max(2048 // n, 1), warps, 1, 3)]
+    if 1 << 11 <= n * itemsize <= 1 << 13:
+        rows = (1 << 14) // (n * itemsize)
+        choices = [(rows, 8, 1, 3), (1, 8, 2, 3)]
+    elif n * itemsize > 1 << 13:  # wider rows leave no room to load ahead
+        choices = [(1, warps, 2 if n <= 8192 else 1, 1)]
+    return [
+        {"BLOCK_R": r, "BLOCK_N": n, "STAGES": stages, "PER_SM": per_sm, "num_warps": w}
+        for r, w, per_sm, stages in choices
+    ]
+
+
+FWD = Space("layernorm_fwd", norm.FWD.candidates, norm.fwd_default)
+BWD = Space("layernorm_bwd", _bwd_candidates)
+
+
+def _cases(*, backward: bool = False) -> Iterator[tuple[Any, ...]]:
+    sizes = [(torch.bfloat16, n) for n in (100, 2048, 4096, 16384)]
+    for dtype, n in [*sizes, (torch.float16, 4096), (torch.float32, 4096)]:
+        x = torch.empty(8192, n, dtype=dtype, device="meta")
+        weight, row = torch.empty(n, dtype=dtype, device="meta"), torch.empty(8192, device="meta")
+        for w in (weight, None) if n == 4096 else (weight,):
+            if backward:
+                yield x, x, w, row, row, w is not None, w is not None
+            else:
+                yield x, w, w, 1e-5
+    q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
+    w, row = q.new_empty(128), torch.empty(8192, 32, device="meta")
+    yield (q, q, w, row, row, True, False) if backward else (q, w, None, 1e-5)
+
+
+@kernel_op(twin=reference.layernorm_fwd, fuses=True, cases=_cases)
+def layernorm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0,
+    dims: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, mean, rstd): y = (x - mean) * rstd * (weight + weight_offset) + bias, over the last `dims` axes."""
+    n = width(x, dims)
+    if n > MAX_WIDTH:
+        return reference.layernorm_fwd(x, weight, bias, eps, weight_offset, dims)
+    check_weight(weight, x.shape[-dims:])
+    check_weight(bias, x.shape[-dims:])
+    x3 = as_heads(x, dims)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
+    rstd, rows = torch.empty_like(mean), mean.numel()
+    config = FWD.pick(rows, (n,), x)
+    launch(
+        device("layer_norm").layernorm_fwd_kernel, (cdiv(rows, config["BLOCK_R"]),),
+        x3, *(x3 if t is None else t.contiguous() for t in (weight, bias)), y, mean, rstd,
+        rows, n, x3.shape[1], *x3.stride()[:2], float(eps), float(weight_offset),
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **overlap(x.device), **config,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+@kernel_op(twin=reference.layernorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
+def layernorm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dw: bool = True,
+    need_db: bool = True, weight_offset: float = 0.0, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dw, db); what is not needed is empty.
+
+    dtype: of dw and db, float32 if not given; their sums are float32 in any case, and rounded once.
+    """
+    dims = x.dim() - rstd.dim()
+    n, shape = width(x, dims), x.shape[rstd.dim() :]
+    check_weight(weight, shape)
+    require(dy.shape == x.shape, f"dy is {tuple(dy.shape)}, expected {tuple(x.shape)}.")
+    require(
+        dims > 0 and mean.shape == rstd.shape == x.shape[: rstd.dim()],
+        f"mean and rstd are {tuple(mean.shape)} and {tuple(rstd.shape)}, expected the leading axes of "
+        f"{tuple(x.shape)}.",
+    )
+    if n > MAX_WIDTH:
+        return reference.layernorm_bwd(
+            dy, x, weight, mean, rstd, need_dw, need_db, weight_offset, dtype
+        )
+    x3, dy3, rows = as_heads(x, dims), as_heads(dy, dims), rstd.numel()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    config = dict(BWD.pick(rows, (n,), x))
+    programs = tiles.row_programs(rows, 1, config, x)
+    wanted = need_dw, need_db and n <= BOTH_SUMS
+    sums = torch.empty(sum(wanted), programs, n, dtype=torch.float32, device=x.device)
+    launch(
+        device("layer_norm").layernorm_bwd_kernel, (programs,),
+        dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(), dx, sums,
+        rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], float(weight_offset),
+        HAS_WEIGHT=weight is not None, NEED_DW=wanted[0], NEED_DB=wanted[1],
+        **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
+    )  # fmt: skip
+    kept = iter(sum_all_partials(sums, dtype or torch.float32))
+    dw, db = (next(kept).view(shape) if want else sums.new_empty(0) for want in wanted)
+    if need_db and not wanted[1]:
+        db = bias_bwd.launcher(dy.reshape(-1, n), dtype).view(shape)
+    return dx, dw, db
