@@ -185,9 +185,7 @@ def fp8_mm_operand(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_mm` as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R): of the float32 sums,
-    rounded once. What rows of padding hold is not defined.
-    """
+    """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
     if offs is not None and tiles is None:
         tiles = group_tiles(offs, x.shape[0])
     return launch_mm(  # type: ignore[no-any-return]
@@ -197,7 +195,7 @@ def fp8_mm_operand(
 
 
 def _multiplied_codes(*operands: Any) -> tuple[Tensor, Tensor]:
-    y = _multiplied(*operands[:-1], torch.float32)
+    y = _multiplied(*operands[:-1], torch.bfloat16)
     data, _, scale, _ = quantize_blocks(y, E4M3, 1, "row", True)
     return data, scale
 

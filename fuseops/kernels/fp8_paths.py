@@ -109,12 +109,6 @@ def wgrad_path(
     )
 
 
-def permute_path(codes: Tensor) -> str:
-    """Which kernel writes columns of codes: "turned" in shared memory, "slices" runs everywhere."""
-    apart = codes.dtype != E4M3 or any(_device(codes.device))
-    return "slices" if apart else "turned"
-
-
 def dswiglu_path(da: Tensor, h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> str:
     """Which kernel writes the operands of SwiGLU's gradient: "once" reads each input once, "parts" runs everywhere."""
     formats = {dtype, a_dtype} | ({h.dtype} if h.itemsize == 1 else set())

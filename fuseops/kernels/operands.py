@@ -43,11 +43,10 @@ def _space(name: str, *choices: Config) -> Space:
 
 QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
 PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
-PERMUTE_TURNED = _space("permute_operand_turned", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
 SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
 DSWIGLU = _space("dswiglu_operand", _tile(16))
-DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 1}, {"SPAN": 2}, {"SPAN": 4})
+DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
@@ -140,8 +139,6 @@ def permute_operand(
     if not (data.numel() and rows and (row or col)) or _uneven(n, data):
         return reference.permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
-    if col and fp8_paths.permute_path(data) == "turned":
-        return _turned(data, scale, index, offs, row, out, blocks)
     config = dict(PERMUTE.pick(rows, (n,), data))
     groups = 1 if offs is None else len(offs)
     parts = cdiv(blocks, groups * config.pop("SPAN"))
@@ -150,28 +147,6 @@ def permute_operand(
         data.contiguous(), scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
         rows, tokens, n, groups, parts, ROW=row, COL=col, INDEX=index is not None, GROUPS=offs is not None,
         **overlap(data.device), **config,
-    )  # fmt: skip
-    return out
-
-
-def _turned(
-    data: Tensor,
-    scale: Tensor,
-    index: Tensor | None,
-    offs: Tensor | None,
-    row: bool,
-    out: Four,
-    blocks: int,
-) -> Four:
-    """`permute_operand` on Hopper."""
-    tokens, n = data.shape
-    rows = tokens if index is None else len(index)
-    groups = 1 if offs is None else len(offs)
-    parts = cdiv(blocks, groups * PERMUTE_TURNED.pick(rows, (n,), data)["SPAN"])
-    launch(
-        device("fp8_permute").fp8_permute_kernel, (parts * groups * cdiv(n, BLOCK),),
-        data.contiguous(), scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
-        rows, tokens, n, groups, parts, ROW=row, INDEX=index is not None, GROUPS=offs is not None, num_warps=2,
     )  # fmt: skip
     return out
 

@@ -26,7 +26,6 @@ from .fp8_stores import store_wave, zero_scales
 from .grouped_dswiglu import column_halves
 from .grouped_pingpong import zero_padding
 
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK.value, 32]))
 MOVE = gl.constexpr("mov.b32 $0, $1;")
 # barriers that Triton does not use, of both consumers
 TAKE = gl.constexpr(("bar.sync 14, 256; mov.b32 $0, $1;", "bar.sync 15, 256; mov.b32 $0, $1;"))
@@ -94,36 +93,6 @@ def squares_of(b_scale, at, N, blocks, WGRAD: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
-def first_scales(
-    a_scale, b_scale, at, M, N, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WGRAD: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    """(where the scales of both waves of a consumer's rows begin, where those of both squares of columns do, the first
-    of each): asked for before the stores of the tile before, so that nobody waits for them.
-    """
-    _, start, _, block_m, _, first_block, _ = at
-    _, _, _, _, all_rows, blocks, _, _ = problem
-    ROWS: gl.constexpr = BLOCK_M // 2
-    row = block_m * BLOCK_M + WHICH * ROWS
-    a_at0, a_at1, of_a0, of_a1 = a_scale, a_scale, 1.0, 1.0
-    b_at0, b_at1, of_b0, of_b1 = b_scale, b_scale, 1.0, 1.0
-    if A_SCALE == SQUARE:
-        last = (M + BLOCK - 1) // BLOCK - 1
-        a_at0 = a_scale + gl.minimum(row // BLOCK, last) * blocks + first_block
-        a_at1 = a_at0
-        of_a0, of_a1 = both(a_at0, a_at1, False)
-    if A_SCALE == ROW_VECTOR:
-        rows = start + row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
-        a_at0 = a_scale + gl.minimum(rows, all_rows - 1)
-        a_at1 = a_scale + gl.minimum(rows + ROWS - 64, all_rows - 1)
-        of_a0, of_a1 = both(a_at0, a_at1, ROWS > 64)
-    if B_SCALE == SQUARE:
-        b_at0, b_at1 = squares_of(b_scale, at, N, blocks, WGRAD, BLOCK_N)
-        of_b0, of_b1 = both(b_at0, b_at1, BLOCK_N > BLOCK)
-    return a_at0, a_at1, b_at0, b_at1, of_a0, of_a1, of_b0, of_b1
-
-
-@gluon.jit
 def pass_over(begin, end, ring, WAVES: gl.constexpr, WHICH: gl.constexpr):
     """Steps of the other consumer alone."""
     a_ring, _, _, _, empty, ready = ring
@@ -138,25 +107,37 @@ def pass_over(begin, end, ring, WAVES: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    scales, at, M, problem, ring, first,
+    a_scale, b_scale, at, M, N, problem, ring, first,
     WGRAD: gl.constexpr, A_SCALE: gl.constexpr, B_SCALE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The sums of a consumer's waves of a tile, every 128 products added in float32."""
-    _, _, size, block_m, _, _, steps = at
-    _, _, _, _, all_rows, _, _, _ = problem
-    a_at0, a_at1, b_at0, b_at1, of_a0, of_a1, of_b0, of_b1 = scales
+    _, start, size, block_m, _, first_block, steps = at
+    _, _, _, _, all_rows, blocks, _, _ = problem
     a_ring, b_ring, a_scales, b_scales, empty, ready = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     ROWS: gl.constexpr = BLOCK_M // 2
     WAVES: gl.constexpr = ROWS * BLOCK_N // (64 * BLOCK)
-    by_rows: gl.constexpr = gl.SliceLayout(1, SUMS)
-    by_columns: gl.constexpr = gl.SliceLayout(0, SUMS)
-    acc0 = gl.zeros((64, BLOCK), gl.float32, SUMS)
-    acc1 = gl.zeros((64, BLOCK), gl.float32, SUMS)
-    part = gl.zeros((64, BLOCK), gl.float32, SUMS)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    by_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    by_columns: gl.constexpr = gl.SliceLayout(0, layout)
+    acc0 = gl.zeros((64, BLOCK), gl.float32, layout)
+    acc1 = gl.zeros((64, BLOCK), gl.float32, layout)
+    part = gl.zeros((64, BLOCK), gl.float32, layout)
     row = block_m * BLOCK_M + WHICH * ROWS
+    if A_SCALE == SQUARE:
+        last = (M + BLOCK - 1) // BLOCK - 1
+        a_scale += gl.minimum(row // BLOCK, last) * blocks + first_block
+        of_a = gl.load(a_scale)
+    if A_SCALE == ROW_VECTOR:
+        rows = start + row + gl.arange(0, 64, layout=by_rows)
+        rows0 = gl.minimum(rows, all_rows - 1)
+        rows1 = gl.minimum(rows + ROWS - 64, all_rows - 1)
+        of_rows0, of_rows1 = both(a_scale + rows0, a_scale + rows1, ROWS > 64)
+    if B_SCALE == SQUARE:
+        b_scale0, b_scale1 = squares_of(b_scale, at, N, blocks, WGRAD, BLOCK_N)
+        of_b0, of_b1 = both(b_scale0, b_scale1, BLOCK_N > BLOCK)
     mine = steps
     if WHICH == 1:  # the second half may lie beyond the group, or the weight
         mine = gl.where(row < (M if WGRAD else size), steps, 0)
@@ -176,13 +157,12 @@ def multiply(
             if ROWS > 64:
                 by_row1 = of_rows.slice(WHICH * ROWS + 64, 64, 0).load(by_rows)
         if A_SCALE == ROW_VECTOR:
-            by_row0, by_row1 = of_a0, of_a1
-            following = gl.minimum(k + 1, steps - 1).to(gl.int64) * all_rows
-            of_a0, of_a1 = both(a_at0 + following, a_at1 + following, ROWS > 64)
+            by_row0, by_row1 = of_rows0, of_rows1
+            following = a_scale + gl.minimum(k + 1, steps - 1).to(gl.int64) * all_rows
+            of_rows0, of_rows1 = both(following + rows0, following + rows1, ROWS > 64)
         if A_SCALE == SQUARE:
-            by_row0, by_row1 = of_a0, of_a1
-            ahead = gl.minimum(k + 1, steps - 1)
-            of_a0, of_a1 = both(a_at0 + ahead, a_at1 + ahead, False)
+            by_row0, by_row1 = of_a, of_a
+            of_a = gl.load(a_scale + gl.minimum(k + 1, steps - 1))
         if B_SCALE == VECTOR:
             of_columns = b_scales.index(slot).reshape((BLOCK_N,))
             by_column0 = of_columns.slice(0, BLOCK, 0).load(by_columns)
@@ -192,7 +172,7 @@ def multiply(
         if B_SCALE == SQUARE:
             by_row0, by_row1 = by_row0 * of_b0, by_row1 * of_b1
             ahead = gl.minimum(k + 1, steps - 1)
-            of_b0, of_b1 = both(b_at0 + ahead, b_at1 + ahead, BLOCK_N > BLOCK)
+            of_b0, of_b1 = both(b_scale0 + ahead, b_scale1 + ahead, BLOCK_N > BLOCK)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if WAVES == 1:
             mbarrier.arrive(empty.index(slot), count=1)
@@ -246,9 +226,6 @@ def multiply_tiles(
     first = gl.to_tensor(0)
     entry = entry_of(gl.program_id(0), problem, GROUPED)
     at = locate(gl.program_id(0), entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
-    scales = first_scales(
-        a_scale, b_scale, at, M, N, problem, BLOCK_M, BLOCK_N, WGRAD, A_SCALE, B_SCALE, WHICH
-    )
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         following = tile + gl.num_programs(0)
         entry = entry_of(following, problem, GROUPED)
@@ -257,12 +234,9 @@ def multiply_tiles(
             acc0, acc1 = multiply_in_place(at, ring, first, WHICH)
         else:
             acc0, acc1 = multiply(
-                scales, at, M, problem, ring, first, WGRAD, A_SCALE, B_SCALE, WHICH
+                a_scale, b_scale, at, M, N, problem, ring, first, WGRAD, A_SCALE, B_SCALE, WHICH
             )
         at = locate(following, entry, problem, WGRAD, GROUPED, BLOCK_M, GROUP)
-        scales = first_scales(
-            a_scale, b_scale, at, M, N, problem, BLOCK_M, BLOCK_N, WGRAD, A_SCALE, B_SCALE, WHICH
-        )
         first += steps
         row, col = block_m * BLOCK_M + WHICH * ROWS, block_n * BLOCK_N
         place = group, start, size, M, N
@@ -282,11 +256,11 @@ def multiply_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["first_entry", "count_at", "rows", "E", "M", "blocks", "a_step", "b_step"],
+    do_not_specialize=["first_entry", "count_at", "rows", "E", "M", "blocks", "a_step", "b_step"]
 )
 def fp8_gemm_kernel(
-    out_ptr, a, b, out, a_scale, b_scale, bias_ptr, out_scale_ptr, offs_ptr, tiles_ptr, first_entry, count_at,
-    rows, E, M, N, blocks, a_step, b_step,
+    out_ptr, a, b, out, a_scale, b_scale, bias_ptr, out_scale_ptr, offs_ptr, tiles_ptr,
+    first_entry, count_at, rows, E, M, N, blocks, a_step, b_step,
     WGRAD: gl.constexpr, GROUPED: gl.constexpr, SCALING: gl.constexpr, IN_PLACE: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,

@@ -56,7 +56,8 @@ def store_float32(
 
 @gluon.jit
 def coded(acc):
-    """(acc times an inverse scale a row, the scales): as device.operands.power_of_two, of e4m3."""
+    """(acc, rounded to bf16, times an inverse scale a row, the scales): as device.operands.power_of_two, of e4m3."""
+    acc = acc.to(gl.bfloat16).to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(acc), axis=1), 0.0)
     bits = gl.minimum(amax, 3.4028234663852886e38).to(gl.int32, bitcast=True)
     above = ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)

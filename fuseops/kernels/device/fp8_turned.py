@@ -8,11 +8,10 @@ Then a thread reads the words of 16 tokens of a feature, without a conflict, shi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# of 8 groups of 16 tokens x 128 features, in programs of four warps and of two
-TURNED4 = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1]))
-TURNED2 = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 2], [0, 1]))
-STORED4 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-STORED2 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0]))
+# of 8 groups of 16 tokens x 128 features, and of 128 features x 32 words
+TURNED = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1]))
+STORED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+GROUPS_OF_16 = gl.constexpr(gl.SliceLayout(1, TURNED.value))
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 UNPACKED = gl.constexpr(
@@ -61,8 +60,6 @@ def ratios(square, a, b):
 @gluon.jit
 def scales_of(room, i: gl.constexpr):
     """Those of a thread's tokens j of round i."""
-    TURNED: gl.constexpr = TURNED4 if gl.num_warps() == 4 else TURNED2
-    GROUPS_OF_16: gl.constexpr = gl.SliceLayout(1, TURNED)
     _, s0, s1, s2, s3 = room
     a, b = s0.index(i).load(GROUPS_OF_16), s1.index(i).load(GROUPS_OF_16)
     return a, b, s2.index(i).load(GROUPS_OF_16), s3.index(i).load(GROUPS_OF_16)
@@ -83,10 +80,9 @@ def store_turned(room, col_ptr, square_ptr, N, first, block, blocks, col0):
     w0, w1 = shifted(room, 0, square), shifted(room, 1, square)
     w2, w3 = shifted(room, 2, square), shifted(room, 3, square)
     four = gl.join(gl.join(w0, w2), gl.join(w1, w3)).reshape((8, 128, 4)).permute((1, 0, 2))
-    LAYOUT: gl.constexpr = STORED4 if gl.num_warps() == 4 else STORED2
-    four = gl.convert_layout(four.reshape((128, 32)), LAYOUT, assert_trivial=True)
-    n = col0 + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
-    t = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
+    four = gl.convert_layout(four.reshape((128, 32)), STORED, assert_trivial=True)
+    n = col0 + gl.arange(0, 128, layout=gl.SliceLayout(1, STORED))
+    t = gl.arange(0, 32, layout=gl.SliceLayout(0, STORED))
     at = (first + n).to(gl.int64)[:, None] * (blocks * 32) + block * 32 + t[None, :]
     mask = (n < N)[:, None] & (t < 32)[None, :]
     gl.store(col_ptr.to(gl.pointer_type(gl.uint32)) + at, four, mask=mask)
@@ -95,7 +91,6 @@ def store_turned(room, col_ptr, square_ptr, N, first, block, blocks, col0):
 @gluon.jit
 def shifted(room, i: gl.constexpr, square):
     s0, s1, s2, s3 = scales_of(room, i)
-    TURNED: gl.constexpr = TURNED4 if gl.num_warps() == 4 else TURNED2
     w = room[0].index(i).load(TURNED)
     w, low = gl.broadcast(w, gl.expand_dims(ratios(square, s0, s1), 1))
     w, high = gl.broadcast(w, gl.expand_dims(ratios(square, s2, s3), 1))

@@ -81,8 +81,8 @@ def fp8_mm_operand(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_mm` as e4m3 codes (R, N) and scales (ceil(N/128), R)."""
-    y = fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, torch.float32)
+    """`fp8_mm`, in bf16, as e4m3 codes (R, N) and scales (ceil(N/128), R)."""
+    y = fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
     data, _, scale, _ = quantize_blocks(y, torch.float8_e4m3fn, 1, "row", True)
     return data, scale
 
