@@ -188,14 +188,15 @@ def fp8_mm_operand(
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
     if offs is not None and tiles is None:
         tiles = group_tiles(offs, x.shape[0])
-    return launch_mm(  # type: ignore[no-any-return]
+    return launch_mm(
         x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
         dtype=E4M3, fast=False, otherwise=_multiplied_codes, check=checked_mm,
     )  # fmt: skip
 
 
 def _multiplied_codes(*operands: Any) -> tuple[Tensor, Tensor]:
-    y = _multiplied(*operands[:-1], torch.bfloat16)
+    *most, _ = operands
+    y = _multiplied(*most, dtype=torch.bfloat16)
     data, _, scale, _ = quantize_blocks(y, E4M3, 1, "row", True)
     return data, scale
 

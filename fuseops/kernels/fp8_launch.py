@@ -18,7 +18,7 @@ from fuseops.kernels.plans import Again, Plan, kept, kind, misaligned, places, p
 from fuseops.kernels.tiles import cdiv
 
 COOPERATIVE = "cooperative"
-Multiply = Callable[..., Tensor]
+Multiply = Callable[..., Any]
 
 
 def launch_mm(

@@ -59,14 +59,14 @@ def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
     roles = cast("Roles", call.precision.roles)
     codes = roles.hidden == Scaling() and not mlp.scale1 and s.fc1.shape[1] % (2 * BLOCK) == 0
     if not codes or s.x.dtype is not torch.bfloat16 or watching() is not None:
-        return mlp.hidden(s, call, index)  # type: ignore[no-any-return]
+        return mlp.hidden(s, call, index)
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
     forward = replaced(call, needs=call.needs.difference(("weight",)))
     x = input_operand(s.x, forward, roles, s.offs, index)
     weight = weight_rows(s.fc1, forward)
     if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
-        return mlp.hidden(s, call, index)  # type: ignore[no-any-return]
+        return mlp.hidden(s, call, index)
     operands = *cast("Layout", x.row), *cast("Layout", weight.row)
     tiles = tiles_of(call, s.offs, rows)
     parts = K.fp8_mm_operand(*operands, "block", s.offs, tiles, s.bias1)
