@@ -195,8 +195,9 @@ def fp8_mm_operand(
 
 
 def _multiplied_codes(*operands: Any) -> tuple[Tensor, Tensor]:
-    *most, _ = operands
-    y = _multiplied(*most, dtype=torch.bfloat16)
+    """`fp8_mm_operand` of dequantized operands."""
+    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, _ = operands
+    y = _multiplied(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, torch.bfloat16)
     data, _, scale, _ = quantize_blocks(y, E4M3, 1, "row", True)
     return data, scale
 
