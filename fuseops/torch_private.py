@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad as forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch
@@ -69,9 +69,8 @@ def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def inside_functorch() -> bool:
-    """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
-    return bool(torch._C._are_functorch_transforms_active())
+# whether a `torch.func` transform (grad, vjp, vmap, ...) runs
+inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(t: torch.Tensor) -> bool:

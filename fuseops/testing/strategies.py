@@ -13,6 +13,9 @@ from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
+from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
+from fuseops.recipes.recipe import HIDDEN, WGRADS
+from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
 from .catalogue import Wanted, catalogue, entry
@@ -391,6 +394,24 @@ def _chain(
         found = _next(draw, rules, width, depth, groups)
         width = _width(found, width)
         yield from found
+
+
+@st.composite
+def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
+    """A built-in recipe with any of its options.
+
+    hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
+    """
+    formats = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
+    options: dict[str, Any] = {
+        "fwd": draw(formats),
+        "bwd": draw(formats),
+        "weights": draw(st.sampled_from(POLICIES)),
+    }
+    if draw(st.booleans()):
+        return Float8CurrentScaling(**options)
+    wgrad, saved = draw(st.sampled_from(WGRADS)), draw(st.sampled_from(hidden))
+    return Float8BlockScaling(wgrad=wgrad, hidden=saved, **options)
 
 
 @st.composite

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_MS = 600_000
-"""How long a rank waits in a barrier for one that does not come, before the kernel that waits names it and traps."""
+"""How long a rank waits in a barrier for one that does not come, before the kernel that waits traps."""
 
 
 @dataclass

@@ -43,8 +43,6 @@ def activated(
     """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
     roles = cast("Roles", calls[0].precision.roles)
     h = _hidden(mlp, s, calls[0], index)
-    if roles.hidden is not None:  # what the backward will read, the forward reads too
-        h = operand(h, roles.hidden)
     if not _writes_codes(s, h, calls):
         return h, mlp.activation(high(h), s)
     scaling = cast("Scaling", cast("Roles", calls[2].precision.roles).input)
@@ -55,22 +53,26 @@ def activated(
 
 
 def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
-    """fc1, as codes out of its GEMM where h is saved as such."""
+    """fc1, as h is saved: what the backward reads, the forward reads too. Codes come out of the GEMM where they can."""
     roles = cast("Roles", call.precision.roles)
     codes = roles.hidden == Scaling() and not mlp.scale1 and s.fc1.shape[1] % (2 * BLOCK) == 0
     if not codes or s.x.dtype is not torch.bfloat16 or watching() is not None:
-        return mlp.hidden(s, call, index)
+        return _coded(mlp.hidden(s, call, index), roles)
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
     forward = replaced(call, needs=call.needs.difference(("weight",)))
     x = input_operand(s.x, forward, roles, s.offs, index)
     weight = weight_rows(s.fc1, forward)
     if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
-        return mlp.hidden(s, call, index)
+        return _coded(mlp.hidden(s, call, index), roles)
     operands = *cast("Layout", x.row), *cast("Layout", weight.row)
     tiles = tiles_of(call, s.offs, rows)
     parts = K.fp8_mm_operand(*operands, "block", s.offs, tiles, s.bias1)
     return Quantized(Layout(*parts), None, Scaling(), None, s.x.dtype)
+
+
+def _coded(h: Tensor, roles: Roles) -> Operand:
+    return h if roles.hidden is None else operand(h, roles.hidden)
 
 
 def gradients(
