@@ -41,7 +41,6 @@ def activated(
     mlp: Any, s: Any, calls: tuple[Call, ...], index: Tensor | None
 ) -> tuple[Operand, Operand]:
     """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
-    roles = cast("Roles", calls[0].precision.roles)
     h = _hidden(mlp, s, calls[0], index)
     if not _writes_codes(s, h, calls):
         return h, mlp.activation(high(h), s)
