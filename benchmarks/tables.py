@@ -34,6 +34,8 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
+- **00, 01, 10, 11**: microseconds of a step of the dense MLP with SwiGLU (first digit) and its backward (second) at the
+  end of their GEMMs, 1, or as kernels of their own, 0.
 - **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
   element over the mean magnitude of its tensor.
 - **cells** of `distributed_*`: forward and backward of a layer of experts with 8192 tokens a rank, in microseconds of
@@ -124,6 +126,10 @@ def compared(cells: Any) -> dict[str, dict[str, Any]]:
             found[name] = c["us"] | {n: c[n] for n in ("over_titan", "over_host_counts")}
             if "communication" in c:
                 found[name]["communication"] = c["communication"]["share"]
+        elif "over_apart" in c:
+            found[name] = c["us"]["fwd+bwd"] | {
+                f"00 over {n}": r for n, r in c["over_apart"].items()
+            }
         elif "mib_beyond" in c:
             found[name] = c["us"] | {f"{n}, MiB": m for n, m in c["mib_beyond"].items()}
             found[name] |= {f"forward_512 over {p}": r for p, r in c["forward_512_over"].items()}

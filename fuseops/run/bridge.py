@@ -345,6 +345,8 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
+        if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
+            return run_backward(seg, saved, dy, dsides, entered, Once())
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, Once())
     here = registry.thread

@@ -211,16 +211,24 @@ def _pairs(items: list[str]) -> Any:
 
 def _same(runner: int, at: int, i: int, op: Any) -> bool:
     """Whether the attributes of an op are what they are outside of the trace; they are guarded on."""
-    for name in _listed(told(runner, "numbers", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "number")):
         if getattr(op, name) != told(runner, "attribute", at, i, name):  # dynamo may hold a symbol
             return False
-    for name in _listed(told(runner, "constants", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "constant")):
         if not told(runner, "equals", at, i, name, getattr(op, name)):
             return False
-    for name in _listed(told(runner, "objects", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "mixed")):
+        for k, item in enumerate(getattr(op, name)):
+            known = told(runner, "item", at, i, name, k)
+            if item != known:
+                return False
+    for name in _listed(told(runner, "kept", at, i, "mapping")):
+        if not told(runner, "maps", at, i, name, tuple(getattr(op, name).items())):
+            return False
+    for name in _listed(told(runner, "kept", at, i, "object")):
         if not told(runner, "identical", at, i, name, id(getattr(op, name))):
             return False
-    return True
+    return not told(runner, "kept", at, i, "other")
 
 
 # --- outside of the trace
@@ -327,17 +335,15 @@ class Told:
     def guarded(self, *about: Any) -> None:
         """What is given to it, dynamo guards on."""
 
-    def numbers(self, piece: int, op: int) -> str:
-        """Attributes that are floats, which dynamo may hold as symbols."""
-        return _words(n for n, value in self._own(piece, op).items() if type(value) is float)
+    def kept(self, piece: int, op: int, kind: str) -> str:
+        """Attributes of one `_kind`."""
+        return _words(n for n, value in self._own(piece, op).items() if _kind(value) == kind)
 
-    def constants(self, piece: int, op: int) -> str:
-        return _words(n for n, value in self._own(piece, op).items() if _constant(value))
+    def item(self, piece: int, op: int, name: str, place: int) -> Any:
+        return self._own(piece, op)[name][place]
 
-    def objects(self, piece: int, op: int) -> str:
-        """Attributes that are told by their identity."""
-        own = self._own(piece, op).items()
-        return _words(n for n, value in own if not _constant(value) and type(value) is not float)
+    def maps(self, piece: int, op: int, name: str, items: tuple[Any, ...]) -> bool:
+        return tuple(self._own(piece, op)[name].items()) == items
 
     def attribute(self, piece: int, op: int, name: str) -> Any:
         return self._own(piece, op)[name]
@@ -401,6 +407,21 @@ class Told:
 
     def exports(self, plan: int, k: int) -> str:
         return _words(TABLE[plan].segments[k].exports)
+
+
+def _kind(value: Any) -> str:
+    """How traced code compares an attribute: a float, which dynamo may hold as a symbol, alone and in a tuple."""
+    if type(value) is float:
+        return "number"
+    if _constant(value):
+        return "constant"
+    if type(value) is tuple:
+        return "mixed" if all(type(v) in (bool, int, str, float) for v in value) else "other"
+    if type(value) is dict:
+        return "mapping" if all(map(_constant, value.values())) else "other"
+    if isinstance(value, torch.Tensor):  # ops take tensors by keyword
+        return "tensor"
+    return "other" if isinstance(value, list | set | frozenset | dict) else "object"
 
 
 def _constant(value: Any) -> bool:
