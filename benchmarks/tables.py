@@ -34,8 +34,13 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
+- **00, 01, 10, 11**: microseconds of a step of the dense MLP with SwiGLU (first digit) and its backward (second) at the
+  end of their GEMMs, 1, or as kernels of their own, 0.
 - **two GPUs**: whether a step of two ranks over NCCL gives what the stock model gives, and the largest distance of an
   element over the mean magnitude of its tensor.
+- **cells** of `distributed_*`: forward and backward of a layer of experts with 8192 tokens a rank, in microseconds of
+  the slowest: the ways of `fuseops.distributed` (`captured`: the first as a CUDA graph) beside a layer as torchtitan
+  writes it, and the share of communication in the captured one.
 - **step**: forward, loss and backward of a Hugging Face model, stock and after `hf.apply`; the peak is beyond what is
   resident. **bf16**: the error of small models in bf16 over float32, of the logits and of the gradients (median and
   worst), and how many replaced layers wait for the device.
@@ -119,7 +124,12 @@ def compared(cells: Any) -> dict[str, dict[str, Any]]:
             found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
         elif "over_titan" in c:
             found[name] = c["us"] | {n: c[n] for n in ("over_titan", "over_host_counts")}
-            found[name]["communication"] = c["communication"]["share"]
+            if "communication" in c:
+                found[name]["communication"] = c["communication"]["share"]
+        elif "over_apart" in c:
+            found[name] = c["us"]["fwd+bwd"] | {
+                f"00 over {n}": r for n, r in c["over_apart"].items()
+            }
         elif "mib_beyond" in c:
             found[name] = c["us"] | {f"{n}, MiB": m for n, m in c["mib_beyond"].items()}
             found[name] |= {f"forward_512 over {p}": r for p, r in c["forward_512_over"].items()}
@@ -291,7 +301,7 @@ def models() -> Rows:
     text = HUGGINGFACE.read_text(encoding="utf-8")
     lines = re.findall(r"^\|(.*)\|$", text[text.index("<!-- replaced -->") :], re.MULTILINE)
     head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
-    parts = ["experts", "router", "mlp", "norm", "loss"]
+    parts = [title for title in head if title not in ("family", "left to stock")]
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if len(row) == len(head):

@@ -65,7 +65,7 @@ def compared(mesh: DeviceMesh, shape: tuple[int, int, int]) -> dict[str, Any]:
     ):
         model = copy.deepcopy(whole)
         parallelize_module(model, mesh, distributed.tp_plan(model, **options))
-        fo.configure(model, rules=rules)
+        fo.configure(model, rules=rules, disable=["mlp"] if rules else [])
         ways[name] = (model, mine if options else x)
     y, dx = step(whole, x)
     found: dict[str, Any] = {"T, D, F": shape, "error": {}, "ms": {}}

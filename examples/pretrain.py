@@ -175,7 +175,7 @@ def log(run: Run, loss: float, seconds: float) -> None:
     rate = c.batch * c.context / seconds
     said = f"step {run.step} loss {loss:.6f} {rate:,.0f} tokens/s a rank"
     if cuda:
-        peak = torch.cuda.max_memory_stats()["active_bytes.all.peak"] / 2**30
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         said += f" MFU {6 * run.active * rate / PEAK_FLOPS:.1%} peak {peak:.2f} GiB"
     if dist.get_rank() == 0:
         print(said, flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad as forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch
@@ -69,9 +69,8 @@ def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def inside_functorch() -> bool:
-    """True inside a `torch.func` transform (grad, vjp, vmap, ...)."""
-    return bool(torch._C._are_functorch_transforms_active())
+# whether a `torch.func` transform (grad, vjp, vmap, ...) runs
+inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(t: torch.Tensor) -> bool:
@@ -173,7 +172,7 @@ def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     name = "all_gather_single" if hasattr(collectives, "all_gather_single") else "all_gather_tensor"
-    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))
+    return collectives.wait_tensor(getattr(collectives, name)(x, dim, group))  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -182,7 +181,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
     new = hasattr(collectives, "reduce_scatter_single")  # the other is deprecated then
     name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
-    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))
+    return collectives.wait_tensor(getattr(collectives, name)(x, "sum", dim, group))  # type: ignore[no-untyped-call]
 
 
 def all_gather_matmul(
@@ -220,7 +219,7 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' tensors, in a new one."""
     from torch.distributed import _functional_collectives as collectives
 
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
 
 
 def shard_placement_on(mesh: Any) -> tuple[Any, Any]:

@@ -315,7 +315,7 @@ def test_a_compiled_call_is_guarded_on_little() -> None:
         return (many - few) / 4
 
     assert of_one(fo.ops.Linear, fo.Sequential) <= 2 * of_one(nn.Linear, nn.Sequential)
-    assert guards_in(residual(), x) <= 300
+    assert guards_in(residual(), x) <= 350  # of 1000 once
 
 
 def changed(op: fo.Op, name: str) -> None:
@@ -357,3 +357,13 @@ def test_a_mode_set_inside_of_compiled_code_is_that_of_the_call() -> None:
     expected = halved(x)
     assert not torch.allclose(expected, seq(x))
     torch.testing.assert_close(torch.compile(halved, backend="aot_eager")(x), expected)
+
+
+def test_sizes_that_are_all_symbols_compile() -> None:
+    torch._dynamo.reset()
+    model = fo.Sequential(fo.ops.RMSNorm(16), fo.ops.RMSNorm(16), fo.ops.Linear(16, 8))
+    run = torch.compile(model, dynamic=True, backend="aot_eager", fullgraph=True)
+    for rows in ROWS[:2]:
+        x = torch.randn(rows, 16)
+        for ours, eager in zip(step(run, model, x, {}), step(model, model, x, {}), strict=True):
+            torch.testing.assert_close(ours, eager)

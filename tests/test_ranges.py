@@ -10,6 +10,11 @@ import fuseops as fo
 from fuseops.run import ranges, run
 
 
+def profiled() -> torch.profiler.profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    return torch.profiler.profile(activities=[cpu], acc_events=True)  # torch 2.11 warns without
+
+
 def stack() -> tuple[torch.nn.Module, torch.Tensor]:
     blocks = [
         fo.Residual(fo.ops.LayerNorm(8), fo.ops.Linear(8, 8), fo.ops.GELU()),
@@ -35,7 +40,7 @@ def test_every_span_is_a_range_that_holds_what_it_runs() -> None:
     expected = [plain.detach(), x.grad, *(p.grad for p in model.parameters())]
     for p in (x, *model.parameters()):
         p.grad = None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         y = model(x)
         y.sum().backward()
     for a, b in zip(
@@ -54,7 +59,7 @@ def test_every_span_is_a_range_that_holds_what_it_runs() -> None:
 
 def test_ranges_say_the_spans_of_the_plan() -> None:
     model, x = stack()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         model(x)
     named = {e.name for e in profile.events() if e.name.startswith("blocks.")}
     for plan in (p for top in fo.plans(model, x) for p in top.walk()):
@@ -97,7 +102,7 @@ def test_an_error_in_a_range_says_what_it_says_without() -> None:
 
     model = fo.Sequential(fo.ops.RMSNorm(8), Fails())
     told = []
-    for scope in (torch.profiler.profile, nullcontext):
+    for scope in (profiled, nullcontext):
         with pytest.raises(ValueError, match="mine") as failed, scope():
             model(torch.randn(2, 8))
         told.append(failed.value.__notes__)

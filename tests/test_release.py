@@ -36,6 +36,16 @@ def test_the_rows_are_the_oldest_torch_the_pinned_one_and_the_newest() -> None:
     assert f"| torch | {oldest} |" in readme and f"| Python | {oldest_python} |" in readme
 
 
+def test_the_citation_is_of_this_version_and_place() -> None:
+    cited = (ROOT / "CITATION.cff").read_text("utf-8")
+    version = re.findall(
+        r'^__version__ = "(.*)"$', (ROOT / "fuseops/__init__.py").read_text(), re.M
+    )
+    assert re.findall(r"^version: (.*)$", cited, re.M) == version
+    assert re.findall(r"^url: (.*)$", cited, re.M) == [PROJECT["urls"]["Repository"]]
+    assert f"{{{PROJECT['urls']['Repository']}}}" in (ROOT / "README.md").read_text("utf-8")
+
+
 def test_every_script_that_ci_calls_is_there() -> None:
     called = (ROOT / ".ci" / "run").read_text("utf-8")
     targets = set(re.findall(r"^step make (\w+)", called, re.M))

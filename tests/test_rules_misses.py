@@ -12,6 +12,7 @@ from torch import Tensor
 import fuseops as fo
 from fuseops.ops import scopes
 from fuseops.ops.op import Op
+from fuseops.ops.structure import Add
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.linear_act import LinearAct
@@ -65,6 +66,10 @@ def routed(top_k: int = 1, **sizes: Any) -> fo.Sequential:
 
 def biased() -> fo.Sequential:
     return fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU())
+
+
+def scaled(bias: bool) -> fo.Sequential:
+    return fo.Sequential(fo.ops.Linear(6, 6, bias=bias), fo.ops.ConstantScale(0.5))
 
 
 def dense(
@@ -126,6 +131,12 @@ REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
     ),
     ("add_rmsnorm", "one_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
     ("rmsnorm_add", "one_axis"): (two_axes_normed(), "the norm goes over 2 axes"),
+    ("linear_add", "no_bias"): (
+        fo.Sequential(fo.ops.Tap("a"), fo.ops.Linear(6, 6), fo.ops.Add("a")),
+        "the Linear has a bias, and its GEMM adds one tensor",
+    ),
+    ("linear_scale", "no_bias"): (scaled(bias=True), "the Linear has a bias"),
+    ("scale_linear", "no_bias"): (scaled(bias=True), "the Linear has a bias"),
     ("linear_act", "one_bias"): (biased(), "the Linear has a bias of its own"),
 }
 CONDITIONS = [(rule, condition) for rule in BUILTIN_RULES for condition in rule.when]
@@ -218,7 +229,7 @@ def test_what_another_span_covers_is_an_overlap() -> None:
     ops = (fo.ops.RMSNorm(4), fo.ops.Linear(4, 4), fo.ops.SiLU())
     with fo.rules(NORM_LINEAR):
         found = planned(fo.Sequential(*ops), torch.randn(3, 4))
-    assert found.fired == ("norm_linear",)
+    assert found.fired == ("norm_linear", "act_linear")
     for rule in ("linear_act", "rmsnorm_linear"):
         assert found.misses[rule] == ["overlaps 0:2 of norm_linear"]
 
@@ -227,7 +238,7 @@ def test_a_rule_that_comes_second_is_an_overlap() -> None:
     late = fo.Rule("first", (fo.ops.Linear, fo.ops.SiLU), LinearAct)
     with fo.rules(late):
         found = planned(fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU()), torch.randn(3, 4))
-    assert found.fired == ("first",)
+    assert found.fired == ("first", "act_linear")
     assert found.misses["linear_act"] == ["overlaps 0:2 of first"]
 
 
@@ -242,7 +253,7 @@ def test_what_is_switched_off_is_a_miss(scope: Callable[[], Any], why: str) -> N
     model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU())
     with scope():
         found = planned(model, torch.randn(3, 4))
-    assert not found.fired and found.misses["linear_act"] == [why]
+    assert "linear_act" not in found.fired and found.misses["linear_act"] == [why]
 
 
 # --- overridden ops
@@ -284,9 +295,11 @@ def exemplar(rule: fo.Rule) -> fo.Sequential:
     """The shortest spelling of its pattern, of ops with the first option that the catalogue names for each."""
     made: list[Op[Any]] = []
     width = 6
-    for op in list(expansions(rule))[-1]:
+    types = list(expansions(rule))[-1]
+    for k, op in enumerate(types):
+        out = 6 if Add in types[k:] else 8  # what it adds is as wide as x
         made.append(
-            entry(op).make(Wanted(lambda *options: options[0], width, 8, groups=3, top_k=1))
+            entry(op).make(Wanted(lambda *options: options[0], width, out, groups=3, top_k=1))
         )
         width = made[-1].out_shape((6, width))[-1]
     return fo.Sequential(*readable(made, 6))
@@ -350,7 +363,7 @@ def test_an_overridden_op_is_a_miss_although_the_rule_fired_elsewhere() -> None:
     odd = overridden(fo.ops.Linear(4, 4), "fwd")
     model = fo.Sequential(fo.ops.Linear(4, 4), fo.ops.SiLU(), odd, fo.ops.SiLU())
     found = planned(model, torch.randn(3, 4))
-    assert found.fired == ("linear_act",)
+    assert found.fired == ("linear_act", "act_linear")
     assert found.misses["linear_act"] == ["op 2: MyLinear overrides fwd"]
 
 

@@ -532,6 +532,29 @@ def test_a_string_is_no_tuple_of_names() -> None:
         fo.Sequential(Reads())(torch.randn(2, 3), w=torch.ones(3))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_swap_goes_on_with_a_branch_of_another_width(nested: bool) -> None:
+    first, second = nn.Linear(8, 24), nn.Linear(12, 24)
+    ops = [
+        fo.ops.Linear(8, 24),
+        fo.ops.Swap("other", "first"),
+        fo.ops.Linear(12, 24),
+        fo.ops.Add("first"),
+    ]
+    ops[0].load_state_dict(first.state_dict()), ops[2].load_state_dict(second.state_dict())
+    seq = fo.Sequential(*ops[:2], fo.Sequential(*ops[2:])) if nested else fo.Sequential(*ops)
+    x, other = (torch.randn(3, n, requires_grad=True) for n in (8, 12))
+    y = seq(x, other=other)
+    torch.testing.assert_close(y, first(x) + second(other))
+    found = torch.autograd.grad(y.sin().sum(), (x, other))
+    expected = torch.autograd.grad((first(x) + second(other)).sin().sum(), (x, other))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(fo.errors.ShapeError):  # what it goes on with is checked again
+        seq(x, other=torch.randn(3, 13))
+    run = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(x, other=other), y)
+
+
 # --- another name
 
 

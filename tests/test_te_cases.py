@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import ops
@@ -168,6 +169,20 @@ def test_dropout_keeps_by_chance(p: float, dtype: torch.dtype) -> None:
     n = kept.numel()
     assert abs(kept.sum().item() - n * (1 - p)) / math.sqrt(n * p * (1 - p)) < 2.5758
     assert torch.equal(op.eval()(x), x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_repeats_the_mask_of_dropout(reentrant: bool) -> None:
+    model = fo.Sequential(ops.Linear(16, 16), ops.Dropout(0.5), ops.SiLU())
+    x = drawn(64, 16).requires_grad_()
+    found = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        torch.manual_seed(7)
+        x.grad, y = None, call(x)
+        y.sum().backward()
+        found.append((y, x.grad))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 # --- activations

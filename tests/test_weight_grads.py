@@ -510,3 +510,12 @@ dist.destroy_process_group()
 
 def test_delayed_gradients_are_those_of_all_ranks(tmp_path: Path) -> None:
     on_two_ranks(DDP_RANK, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["main_grad", "delays"])
+def test_under_compile_it_is_refused_by_name(how: str) -> None:
+    op = fo.ops.Linear(4, 4)
+    op.accumulate_into_main_grad, op.delays = how == "main_grad", ("weight",) * (how == "delays")
+    said = r"Linear under torch\.compile: a gradient that is delayed or goes to main_grad is eager"
+    with pytest.raises(Exception, match=said):
+        torch.compile(fo.Sequential(op), backend="eager")(torch.randn(2, 4))

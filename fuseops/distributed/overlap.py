@@ -1,10 +1,11 @@
 """Rules that run a collective of tensor parallelism while the product beside it runs.
 
-    fo.configure(model, rules=fuseops.distributed.overlap_rules)
+    fo.configure(model, rules=fuseops.distributed.overlap_rules, disable=["mlp"])
 
-AllGather and Linear are one op of torch's symmetric memory in the forward, the product of the gradient and its
-reduce-scatter in the backward; Linear and ReduceScatter the other way round. Shards travel by copy engines from one
-peer's memory to the next, without multicast. Where a rule does not apply `explain()` has the reason.
+The rule `mlp`, which takes both products of an MLP, would go before them. AllGather and Linear are one op of torch's
+symmetric memory in the forward, the product of the gradient and its reduce-scatter in the backward; Linear and
+ReduceScatter the other way round. Shards travel by copy engines from one peer's memory to the next, without multicast.
+Where a rule does not apply `explain()` has the reason.
 """
 
 from __future__ import annotations
@@ -124,4 +125,4 @@ overlap_rules = (
     Rule("all_gather_linear_bwd", _IN, AllGatherLinear, "backward", (*_ALWAYS, partial)),
     Rule("linear_reduce_scatter_bwd", _OUT, LinearReduceScatter, "backward", (*_ALWAYS, no_bias)),
 )
-"""Of tensor parallelism with sequences sharded: `fo.configure(model, rules=overlap_rules)`."""
+"""Of tensor parallelism with sequences sharded: `fo.configure(model, rules=overlap_rules, disable=["mlp"])`."""

@@ -36,8 +36,14 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
     order; gradients are added in the order in which they are computed.
 
     For schedules that run the halves apart: others, which run them one after the other, hold more for it.
-    Raises FuseOpsError for a module without such ops.
+    Raises FuseOpsError for a module without such ops, and under DistributedDataParallel: torch's schedules never let it
+    reduce the other gradients of a backward that comes in halves. FSDP2 is reduced by the schedule.
     """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise FuseOpsError(
+            "dw_builder(DistributedDataParallel): in a backward that comes in two halves torch's schedules have it "
+            "reduce nothing, so ranks would drift apart. Shard the stage by fully_shard, or leave dw_builder out."
+        )
     if not delay_weight_gradients(module):
         raise FuseOpsError(
             f"dw_builder({type(module).__name__}): no Linear or GroupedLinear of fuseops is in it, so nothing would "

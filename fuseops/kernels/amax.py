@@ -114,10 +114,15 @@ def _launch(
     groups: int,
 ) -> None:
     rows, n, _ = sizes
-    amax = torch.zeros(max(groups, 1), dtype=torch.int32, device=x.device)
+    count = max(groups, 1)
+    amax = x.new_empty(count, dtype=torch.int32)
     ends = x if offs is None else offs.contiguous()
     grouping = {"FORM": form["FORM"], "BLOCK_E": tiles.pow2(groups, least=32)}
     kernels = device("amax")
+    launch(
+        kernels.no_amax_kernel, (1,), amax, count,
+        BLOCK_E=grouping["BLOCK_E"], num_warps=1, **overlap(x.device),
+    )  # fmt: skip
     launch(
         kernels.group_amax_kernel, (blocks, cdiv(n, SPAN)), x, ends, amax, *sizes, x.stride(0),
         SPAN=SPAN, **grouping, **overlap(x.device), **AMAX.pick(rows, (n,), x),

@@ -29,7 +29,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
@@ -69,6 +69,7 @@ class _RegistryThread(threading.local):
         # in every thread's own dict from the start: dynamo guards on what a dict does not hold yet
         self.reference_only = False
         self.as_arch = 0
+        self.unseen = False
 
 
 thread = _RegistryThread()
@@ -80,12 +81,12 @@ def reference_only() -> Iterator[None]:
 
     The bridge enters it for everything that is to be plain torch, `fo.reference()` first of all.
     """
-    before = thread.reference_only
-    thread.reference_only = True
+    before = thread.reference_only, thread.unseen
+    thread.reference_only, thread.unseen = True, False
     try:
         yield
     finally:
-        thread.reference_only = before
+        thread.reference_only, thread.unseen = before
 
 
 @contextmanager
@@ -156,14 +157,18 @@ class KernelOp(Generic[P, R]):
             register_flops()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if thread.unseen and not kwargs:
+            out = planned.now.replays.run(self, args)
+            if out is not NOT_REPLAYED:
+                return out
         first: Any = args[0]
         could, replayable = first.is_cuda or INTERPRET or thread.as_arch, False
         if could:
             if not torch.compiler.is_compiling():
-                replayable = not kwargs and _unseen()
+                replayable = not kwargs and unseen()
             elif self.fuses:
                 return self.twin(*args, **kwargs)
-        if replayable:
+        if replayable and not thread.unseen:
             out = planned.now.replays.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
@@ -228,7 +233,7 @@ class KernelOp(Generic[P, R]):
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         """The registered op's body. Its outputs are contiguous, as its fake says."""
-        replayable = not kwargs and (args[0].is_cuda or INTERPRET) and _unseen()
+        replayable = not kwargs and (args[0].is_cuda or INTERPRET) and unseen()
         if replayable:
             out = planned.now.replays.run(self, args)
             if out is not NOT_REPLAYED:
@@ -342,9 +347,9 @@ def check_all_meta(found: Sequence[tuple[str, bool]]) -> None:
         )
 
 
-def _unseen() -> bool:
+def unseen() -> bool:
     """Whether nobody has to see a call, or to differentiate it: a launch may be replayed. (`Replay.fits` sees a
-    `torch.func` transform.)
+    `torch.func` transform.) What runs code that cannot change this asks once, and sets `thread.unseen` meanwhile.
     """
     return not (
         torch.is_grad_enabled()
@@ -353,7 +358,7 @@ def _unseen() -> bool:
         or profiler._is_profiler_enabled
         or torch_private.num_dispatch_modes()
         or torch_private.num_function_modes()
-        or torch_private.inside_forward_ad()
+        or forward_ad._current_level >= 0
     )
 
 

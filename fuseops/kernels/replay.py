@@ -99,7 +99,7 @@ class Replay:
         self.device, self.index = tensors[0].device, tensors[0].get_device()
         self.empty = torch_private.empty_strided(self.device)
         self.programs: list[Launch] | None = None
-        self.ready: list[tuple[Any, ...]] | None = None  # each launch, once all were made
+        self.again: Callable[..., Any] = self._checked  # what a call comes to
         try:
             self._rehearse(launcher, args, tensors)
         except Exception:  # it has just run: what fails is the rehearsal
@@ -143,19 +143,13 @@ class Replay:
             with torch.cuda.device(self.device):
                 return self(given)
         new = [self.empty(*allocation) for allocation in self.allocations]
-        if self.ready is None or self.hooks.calls:
-            self._launch([*given, *new])
-        else:
-            pointers += [t.data_ptr() for t in new]
-            stream = self.stream_of(self.index)
-            for raw, grid, head, operands, maps, numbers in self.ready:
-                if maps:
-                    encoded = [found[pointers[slot]] for slot, found in maps]
-                    raw(*grid, stream, *head, *operands((*pointers, *encoded, *numbers)))
-                else:
-                    raw(*grid, stream, *head, *operands((*pointers, *numbers)))
+        self._launch([*given, *new])
         made = new if self.outputs is None else [_view(new, place) for place in self.outputs]
         return tuple(made) if self.several else made[0] if self.returns else None
+
+    def _checked(self, *args: Any) -> Any:
+        """Launch operands of this kind as the launcher does; NOT_REPLAYED for others."""
+        return self(self.tensors_of(args)) if self.fits(args) else NOT_REPLAYED
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
@@ -163,14 +157,81 @@ class Replay:
         for kernel, grid, args, options in self.programs:  # type: ignore[union-attr]
             given = [_argument(a, tensors) for a in args]
             launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
-        if None in launchers or not launchers:
-            return
-        ready = []
-        for launcher, (_, grid, args, _) in zip(launchers, self.programs, strict=True):  # type: ignore[arg-type]
-            fixed = launcher.raw, (*grid, 1, 1)[:3], launcher.head
-            ready.append((*fixed, *_flat(launcher, args, tensors)))
-        self.stream_of, self.hooks = launchers[0].stream_of, launchers[0].hooks.launch_enter_hook
-        self.ready = ready
+        if launchers and None not in launchers and self.again == self._checked:
+            self.again = self._written(launchers, tensors)
+
+    def _written(
+        self, launchers: Sequence[Launcher], tensors: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        """A function for operands of this kind, written out: it checks, allocates and launches, and nothing else. Loops
+        over operands would take several times as long as the launches.
+        """
+        assert self.programs is not None
+        given = [f"a{k}" for k in range(self.count)]
+        scalars = self.rest_of(given)
+        tensors_of = self.tensors_of(given)
+        known: dict[str, Any] = {
+            **{"check": self.check, "scalars": self.scalars, "slow": self._checked, "view": _view},
+            **{"hooks": launchers[0].hooks, "stream_of": launchers[0].stream_of},
+            **{"index": self.index, "current_device": torch_private.current_device},
+            **{"empty": self.empty, "outputs": self.outputs, "NOT_REPLAYED": NOT_REPLAYED},
+            "device": torch.cuda.device,
+        }
+        every, bits = ", ".join(given), " | ".join(f"p{k}" for k in range(len(tensors_of)))
+        same = f" and ({', '.join(scalars)},) == scalars" if scalars else ""
+        lines = [
+            f"def again({every}):",
+            f" if not (check({', '.join(tensors_of)}){same}): return NOT_REPLAYED",
+            *[f" p{k} = {name}.data_ptr()" for k, name in enumerate(tensors_of)],
+            f" if ({bits}) % {ALIGNED}: return NOT_REPLAYED",
+            f" if hooks.launch_enter_hook.calls: return slow({every})",
+            " if index != current_device():",
+            f"  with device(index): return again({every})",
+        ]
+        made = range(len(tensors_of), len(tensors))
+        for k, (shape, strides, dtype) in zip(made, self.allocations, strict=True):
+            lines.append(f" t{k} = empty({shape}, {strides}, {_constant(dtype, known)})")
+            lines.append(f" p{k} = t{k}.data_ptr()")
+        lines.append(" stream = stream_of(index)")
+        for launcher, (_, grid, args, _) in zip(launchers, self.programs, strict=True):
+            operands = [_constant(number, known) for number in (*grid, 1, 1)[:3]]
+            operands += ["stream", *[_constant(part, known) for part in launcher.head]]
+            maps = 0
+            for value in (*args, *launcher.constants):
+                operands += _operand(value, launcher, maps, tensors, known)
+                maps += type(value) is Described
+            lines.append(f" {_constant(launcher.raw, known)}({', '.join(operands)})")
+        new = [f"t{slot}" for slot in made]
+        if self.outputs is not None:
+            new = [f"view([{', '.join(new)}], outputs[{k}])" for k in range(len(self.outputs))]
+        if self.returns:
+            lines.append(f" return {', '.join(new)}{',' * self.several}")
+        exec("\n".join(lines), known)
+        written: Callable[..., Any] = known["again"]
+        return written
+
+
+def _operand(
+    value: Any, launcher: Launcher, number: int, tensors: Sequence[Tensor], known: dict[str, Any]
+) -> list[str]:
+    """What a written function gives for an operand of a launch: an address, a constant, or the descriptor of this
+    number, encoded.
+    """
+    if type(value) is OperandPlace:
+        return [f"p{value.slot}"]
+    if type(value) is not Described:
+        return [_constant(value, known)]
+    t = tensors[value.place.slot]
+    found = Encoded(launcher, number, value, t.dtype)
+    rest = [_constant(part, known) for part in found.encode(t.data_ptr())[1:]]
+    return [f"{_constant(found, known)}[p{value.place.slot}]", *rest]
+
+
+def _constant(value: Any, known: dict[str, Any]) -> str:
+    """A name for a value in the written function."""
+    name = f"c{len(known)}"
+    known[name] = value
+    return name
 
 
 class _Stage(TorchDispatchMode):
@@ -255,34 +316,6 @@ def _argument(value: Any, tensors: Sequence[Tensor]) -> Any:
     return value.over(_view(tensors, value.place)) if type(value) is Described else value
 
 
-def _flat(launcher: Launcher, args: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """How the operands of a launch come from (*pointers, *tensor maps, *numbers), the maps, and the numbers."""
-    places: list[tuple[str, int]] = []
-    maps: list[tuple[int, Encoded]] = []
-    numbers: list[Any] = []
-
-    def number(value: Any) -> None:
-        places.append(("number", len(numbers)))
-        numbers.append(value)
-
-    for value in args:
-        if type(value) is OperandPlace:
-            places.append(("pointer", value.slot))
-        elif type(value) is Described:
-            t = tensors[value.place.slot]
-            found = Encoded(launcher, len(maps), value, t.dtype)
-            places.append(("map", len(maps)))
-            maps.append((value.place.slot, found))
-            for rest in found.encode(t.data_ptr())[1:]:
-                number(rest)
-        else:
-            number(value)
-    for constant in launcher.constants:
-        number(constant)
-    begin = {"pointer": 0, "map": len(tensors), "number": len(tensors) + len(maps)}
-    return _getter([begin[what] + k for what, k in places]), maps, numbers
-
-
 def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A tuple of the values at these places."""
     if len(places) > 1:
@@ -298,23 +331,22 @@ def _tensors_in(values: Sequence[Any]) -> bool:
 
 
 class Replays(dict[tuple[Any, ...], list[Replay]]):
-    """By op, shape and dtype of the first operand: replays, the latest first; none at first sight."""
+    """By op, number of operands, shape and dtype of the first one: replays, the latest first; none at first sight."""
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """What the op gives, or NOT_REPLAYED."""
-        first, count = args[0], len(args)
-        for replay in self.get((op, first.shape, first.dtype), ()):
-            if replay.count == count:
-                tensors = replay.tensors_of(args)
-                if replay.check(*tensors) and replay.rest_of(args) == replay.scalars:
-                    return replay(tensors)
+        first = args[0]
+        for replay in self.get((op, len(args), first.shape, first.dtype), ()):
+            out = replay.again(*args)
+            if out is not NOT_REPLAYED:
+                return out
         return NOT_REPLAYED
 
     def note(self, op: Any, args: tuple[Any, ...]) -> None:
         """An op has launched with these operands: from the second time on, rehearse it."""
         if any(type(value) in (list, tuple) and _tensors_in(value) for value in args):
             return
-        key = op, args[0].shape, args[0].dtype
+        key = op, len(args), args[0].shape, args[0].dtype
         kinds = self.get(key)
         if kinds is None:
             if len(self) >= MOST_SHAPES:

@@ -20,7 +20,7 @@ from fuseops.run import buffers, compiled, weight_grads
 from fuseops.run.buffers import Buffers
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
-from fuseops.run.runner import runner_of, tokens_of
+from fuseops.run.runner import Runner, runner_of, tokens_of
 from fuseops.run.sides import check_input, check_returns, described, no_tensor, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
@@ -51,22 +51,28 @@ class Sequential(Composed):
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
         if torch.compiler.is_compiling():
             return compiled.forward(self, x, args, returns, out, side)
-        runner = runner_of(self)
+        runner: Runner | None = self._runner
+        if runner is None or not runner.fits(self):
+            runner = runner_of(self)
         env = side_inputs(self, runner, args, side) if args or side or runner.reads else {}
         if returns:
             check_returns(self, runner, returns)
-        check_input(self, x)
+        if not isinstance(x, Tensor):
+            check_input(self, x)
         tokens = tokens_of(self, runner)
         outs: dict[str, Buffers] = {}
         if out:
             ops = tuple([name for name, m, *_ in runner.planned if isinstance(m, Op)])
             outs = buffers.by_op(described(self), out, ops)
             runner = runner.with_apart(frozenset(outs))
-        path, entered = _enter(self)
+        path, entered = self.__dict__.get("_prefix"), False
+        if path is None:
+            path, entered = _enter(self)
         scratch: dict[str, dict[str, Any]] = {}
         at = 0
         try:
-            for at, live in enumerate(runner.live_after(returns)):  # the except reads it
+            living = runner.live.get(returns) or runner.live_after(returns)
+            for at, live in enumerate(living):  # the except reads it
                 name, piece = runner.pieces[at]
                 if isinstance(piece, Run):
                     x = piece(x, env, tokens, live, path, scratch, outs.get(name) if outs else None)
@@ -110,10 +116,9 @@ class Sequential(Composed):
 
 
 def _enter(module: Sequential) -> tuple[str, bool]:
-    """The prefix of saved names, and whether this Sequential is the outermost one that runs."""
-    prefix = prefix_of(module)
-    if prefix is not None or not naming.thread.observers:
-        return prefix or "", False
+    """The prefix of saved names where no root has been seen, and whether this is the outermost Sequential that runs."""
+    if not naming.thread.observers:
+        return "", False
     outermost = naming.thread.outermost
     if outermost is None:
         naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
+from .vocab_parallel import ROWS, sharded_cross_entropy
 
 CHUNK_BYTES = 512 << 20
-ROWS = ("lse", "log_probs", "entropy")  # what can be published beside the loss, one number a token
 
 
 class LinearCrossEntropySaved(NamedTuple):
@@ -91,6 +92,10 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
     chunk_bytes    the most that logits may take at a time
     targets        the name that the Sequential knows the targets by
 
+    With a weight (and bias) that is a DTensor, `Shard(0)` over a mesh of one dimension, each rank computes with its
+    classes, and all get the loss: x, targets and class weights are plain then, the same on every rank, and the gradient
+    of x is added up. As under `torch.distributed.tensor.parallel.loss_parallel`, without its logits.
+
     Products are in the dtype of x and weight (of autocast inside it), softmax and sums in float32. The gradient of the
     weight is summed over chunks in float32, into `main_grad` where there is one. Nothing of it is made without a need.
     Raises FuseOpsError for unknown options, ShapeError for other shapes or dtypes.
@@ -151,6 +156,7 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         self._reduction = reduction
         self.writes = tuple(publishes)
         one_number = reduction != "none" and not publishes
+        self._asked = gradients
         self._gradients = gradients or ("forward" if one_number else "backward")
         if self.gradients == "forward" and not one_number:
             raise FuseOpsError(
@@ -203,6 +209,11 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
         call: Call,
     ) -> Out:
         self._check_targets(x, targets)
+        if torch_private.is_dtensor(type(weight)):
+            loss, published = sharded_cross_entropy(
+                linear_cross_entropy, x, weight, bias, targets, class_weights, self._options
+            )
+            return Out(loss, _saved(), published or None)
         w, b = call.precision.cast(weight), call.precision.cast(bias)
         rows, at = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         args: Any = rows, w, b, at, class_weights
@@ -228,6 +239,20 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
             share=share, lse=lse, expected=expected, ends=self._ends,
         )  # fmt: skip
         return Out(y, saved, side or None)
+
+    @property
+    def _options(self) -> LossOptions:
+        return LossOptions(
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            soft_cap=self.soft_cap,
+            temperature=self.temperature,
+            reduction=self.reduction,
+            publishes=self.writes,
+            gradients=self._asked,
+            chunk_bytes=self.chunk_bytes,
+        )
 
     @property
     def _ends(self) -> Any:
@@ -375,6 +400,12 @@ def linear_cross_entropy(
         *(ignore_index, label_smoothing, z_loss, soft_cap, temperature, reduction),
         *(publishes if isinstance(publishes, str) else tuple(publishes), gradients, chunk_bytes),
     )
+    if torch_private.is_dtensor(type(linear_weight)):
+        options.check()
+        loss, published = sharded_cross_entropy(
+            linear_cross_entropy, input, linear_weight, linear_bias, target, weight, options
+        )
+        return (loss, *published.values()) if published else loss
     given = {"weight": linear_weight, "bias": linear_bias, "class_weights": weight}
     side = {name: t for name, t in given.items() if t is not None}
     return _on_given(tuple(side), options)(input, targets=target, **side)

@@ -225,6 +225,12 @@ class Op(nn.Module, Generic[S]):
         """Shape of y from the shape of x. Override it when they differ, and to refuse a wrong width by ShapeError."""
         return shape
 
+    def out_shapes(
+        self, shape: Shape, sides: Mapping[str, Shape]
+    ) -> tuple[Shape, Mapping[str, Shape]]:
+        """Shapes of y, and of what it publishes as far as they are known, from those of x and of known side inputs."""
+        return self.out_shape(shape), {}
+
     @property
     def alias(self) -> bool:
         """True when y is (a view of) x, so that the op runs outside the autograd node."""

@@ -165,12 +165,12 @@ class _ScopesThread(threading.local):
 
 
 process = _Process()
-_thread = _ScopesThread()
+thread = _ScopesThread()
 
 
 def current() -> Inside:
     """The scopes of this thread."""
-    return _thread.inside
+    return thread.inside
 
 
 @contextmanager

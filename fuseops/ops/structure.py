@@ -1,5 +1,6 @@
 """Ops that only pass tensors on: Tap, Add, Swap, Identity, Reshape."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ class Tap(Alias):
 
     def extra_repr(self) -> str:
         return repr(self.writes[0])
+
+    def out_shapes(
+        self, shape: Shape, sides: Mapping[str, Shape]
+    ) -> tuple[Shape, Mapping[str, Shape]]:
+        return shape, {self.writes[0]: shape}
 
     def fwd(self, x: Tensor) -> Out:
         return Out(x, NothingSaved(), {self.writes[0]: x})
@@ -107,6 +113,11 @@ class Swap(Alias):
 
     def extra_repr(self) -> str:
         return f"{self.reads[0]!r}, {self.writes[0]!r}"
+
+    def out_shapes(
+        self, shape: Shape, sides: Mapping[str, Shape]
+    ) -> tuple[Shape, Mapping[str, Shape]]:
+        return sides.get(self.reads[0], shape), {self.writes[0]: shape}
 
     def fwd(self, x: Tensor, **side: Tensor) -> Out:
         return Out(side[self.reads[0]], NothingSaved(), {self.writes[0]: x})

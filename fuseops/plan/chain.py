@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from fuseops.ops.op import Op
+from fuseops.ops.op import Op, Shape
 
 Sides = tuple[tuple[str, str], ...]  # (keyword of the op, name in the plan) of side tensors
 
@@ -39,6 +39,16 @@ class Chain(NamedTuple):
     outside: tuple[
         str, ...
     ]  # side tensors that are read and not written before, by their names in the plan
+
+    def shapes(self, x: Shape, sides: Mapping[str, Shape]) -> Iterator[Shape]:
+        """Shapes before op 0, 1, ... and after the last one.  sides: those of `outside`"""
+        known = dict(sides)
+        yield x
+        for op, reads, writes in zip(self.ops, self.reads, self.writes, strict=True):
+            taken = {keyword: known[name] for keyword, name in reads if name in known}
+            x, published = op.out_shapes(x, taken)
+            known.update({name: published[k] for k, name in writes if k in published})
+            yield x
 
     @property
     def local(self) -> bool:

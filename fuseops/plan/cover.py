@@ -1,6 +1,6 @@
 """Which rules fire: the cover of a run of ops, and a reason for every rule that does not fire.  Pure logic."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fuseops.errors import FuseOpsError, FusionMissError
@@ -27,12 +27,20 @@ class Site(NamedTuple):
         return Miss(self.rule.name, (self.start + offset, self.stop + offset), reason)
 
 
+class Near(NamedTuple):
+    """A place where the pattern of a rule almost matches."""
+
+    site: Site  # of what does match
+    miss: Miss
+    nearly: bool  # for an op that is nearly what the rule wants
+
+
 class Scan(NamedTuple):
     """What can be said of a run before any shape is known."""
 
     candidates: tuple[Site, ...]  # in the order that the cover tries them
     # the longest prefix of a rule that matches nowhere; ops that are nearly what it wants
-    near: tuple[Miss, ...]
+    near: tuple[Near, ...]
     offset: int  # of the run in its Sequential
 
 
@@ -52,14 +60,13 @@ class Cover(NamedTuple):
 def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
     """Match every rule everywhere."""
     candidates: list[Site] = []
-    near: list[Miss] = []
+    near: list[Near] = []
     for rule in rules:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
         candidates += [Site(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
-        near += [
-            Site(rule, i, i + max(matches[i].prefix, 1)).miss(matches[i].obstacle.why, place.offset)
-            for i in _nearest(matches)
-        ]
+        for i in _nearest(matches):
+            site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
+            near.append(Near(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
     return Scan(tuple(candidates), tuple(near), place.offset)
 
 
@@ -99,7 +106,15 @@ def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
         if reason is not None
     ]
     misses += _overlaps(able, joint, forward, backward, scanned.offset)
-    return Cover(joint, forward, backward, (*misses, *scanned.near))
+    spans = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
+    misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, spans)]
+    return Cover(joint, forward, backward, tuple(misses))
+
+
+def _covered(site: Site, spans: Mapping[str, Sequence[Site]]) -> bool:
+    """Whether rules have fused all of these ops, so that nobody asks for another one."""
+    taken = {i for c in spans[site.rule.kind] for i in range(c.start, c.stop)}
+    return taken.issuperset(range(site.start, site.stop))
 
 
 def _leftmost(
@@ -239,8 +254,8 @@ def check_strict(
         pairs = zip(scanned.candidates, reasons, strict=True)
         misses = [c.miss(why, scanned.offset) for c, why in pairs if why is not None]
     else:
-        names = settings.strict or frozenset()
-        misses = [m for m in found if m.rule in names and m not in scanned.near]
+        names, near = settings.strict or frozenset(), {n.miss for n in scanned.near}
+        misses = [m for m in found if m.rule in names and m not in near]
     if misses:
         rule, (start, stop), reason = misses[0]
         raise FusionMissError(f"rule {rule!r} did not fire at {start}:{stop}: {reason}")

@@ -204,7 +204,10 @@ class Attributes:
         return True
 
 
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_runner", "_settings"}
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    *("_runner", "_settings"),
+    *("_local", "_around", "_layout"),  # what a style of parallelism says of an op
+}
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

@@ -14,6 +14,11 @@ from fuseops.ops.structure import Tap
 Args = tuple[tuple[str, int], ...]  # (keyword, position in the node's tensors)
 
 
+def is_own(op: Any) -> bool:
+    """Whether an op, or fused op, is fuseops' own: its code reads nothing but what it is given and its attributes."""
+    return type(op).__module__.startswith("fuseops.") and not getattr(op, "pure", False)
+
+
 class Slot(NamedTuple):
     """What one op or joint span saves."""
 
@@ -61,19 +66,39 @@ class Step:
         object.__setattr__(self, "plain", self.kind == "op" and not odd)
 
 
+MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
+
+
+class Const(NamedTuple):
+    """A Saved field that is not a tensor."""
+
+    value: Any
+
+
 class Rows(list[Any]):
     """By op, where the fields of its Saved are among the saved tensors.
 
-    take: how to read them back: op, Saved class, and a getter from (*tensors, None)
+    constants: the fields that are none, and then None
+    take: how to read them back: op, Saved class, and a getter from (*tensors, *constants)
     """
 
-    def __init__(self, seg: Segment, places: Mapping[tuple[int, int], int | None]) -> None:
+    def __init__(
+        self, seg: Segment, places: Mapping[tuple[int, int], int | None], constants: Any
+    ) -> None:
         super().__init__([None] * len(seg.ops))
+        self.constants = (*constants.values(), None)
+        back = {place: k - len(self.constants) for k, place in enumerate(constants)}
         self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
         for slot in seg.slots:
-            row = tuple([places.get((slot.owner, k)) for k in range(len(slot.names))])
-            self[slot.owner] = row
-            self.take.append((slot.owner, slot.cls, _getter([-1 if p is None else p for p in row])))
+            own = [(slot.owner, k) for k in range(len(slot.names))]
+            self[slot.owner] = tuple(
+                [Const(constants[at]) if at in constants else places.get(at) for at in own]
+            )
+            found = [places.get(at) for at in own]
+            getter = _getter(
+                [back.get(at, -1) if p is None else p for at, p in zip(own, found, strict=True)]
+            )
+            self.take.append((slot.owner, slot.cls, getter))
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
@@ -117,7 +142,12 @@ class Segment:
     saved_names: dict[Any, Any] = field(default_factory=dict)
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
-    distinct: dict[tuple[int | None, ...], Rows] = field(default_factory=dict)
+    distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
+    own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
+    quiet: bool = field(init=False)  # and none of them changes what kernels depend on
+    inputs: int = field(init=False)  # how many tensors the node takes besides x
+    # where the tensors of `params` are registered, none where some are not
+    registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
     ranged: dict[str, Segment] = field(default_factory=dict)  # by path, as it runs in a profile
     aliases: bool = field(init=False)  # nothing but alias ops, which call no kernel
     # of `reads`, by position: those that an op computes with another tensor in the place of
@@ -130,6 +160,15 @@ class Segment:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
+        run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
+        self.own = all(map(is_own, run))
+        self.quiet = self.own and not self.elsewhere
+        self.inputs = len(self.reads) + len(self.params)
+        owners = [(self.ops[i], name) for i, name in self.params]
+        plain = not self.local_reads and all(
+            name in op._parameters and not op._local for op, name in owners
+        )
+        self.registered = tuple(owners) if plain else ()
         self.aliases = all(op.alias for op in self.ops)
         alone = self.kind == "plain" and len(self.exports) == 1 and len(self.ops) == 1
         self.tap = self.exports[0] if alone and type(self.ops[0]) is Tap else None
@@ -146,13 +185,15 @@ class Segment:
                 }
         return tuple(found.items())
 
-    def rows(self, numbers: tuple[int | None, ...]) -> Rows:
-        """The rows of a call whose kept fields are the saved tensors of these numbers, or None."""
-        found = self.distinct.get(numbers)
+    def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
+        """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""
+        key = tuple([v if n is None else n for n, v in zip(numbers, values, strict=True)])
+        found = self.distinct.get((numbers, key))
         if found is None:
-            found = self.distinct[numbers] = Rows(self, dict(zip(self.kept, numbers, strict=True)))
+            if len(self.distinct) >= MOST_ROWS:
+                self.distinct.clear()
+            each = zip(self.kept, numbers, values, strict=True)
+            constants = {at: v for at, n, v in each if n is None and v is not None}
+            places = dict(zip(self.kept, numbers, strict=True))
+            found = self.distinct[numbers, key] = Rows(self, places, constants)
         return found
-
-    @property
-    def inputs(self) -> int:
-        return len(self.reads) + len(self.params)

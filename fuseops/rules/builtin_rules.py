@@ -1,6 +1,7 @@
 """The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
 from fuseops.ops.activations import GELU, QGELU, ReLU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.elementwise import ConstantScale
 from fuseops.ops.glu import (
     GEGLU,
     GLU,
@@ -24,16 +25,19 @@ from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import RMSNorm
 from fuseops.ops.permute import Combine, Permute
 from fuseops.ops.structure import Add, Tap
+from fuseops.rules.fused.act_linear import ActLinear
 from fuseops.rules.fused.add_rmsnorm import AddRMSNorm, RMSNormAdd
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
 from fuseops.rules.fused.linear_act import LinearAct
+from fuseops.rules.fused.linear_add import LinearAdd, ScaleLinear, TapLinear
 from fuseops.rules.fused.mlp import DenseMLP
 from fuseops.rules.fused.rmsnorm_linear import RMSNormLinear
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
 from .conditions import (
     act_widths,
+    no_bias,
     one_axis,
     one_bias,
     same_groups,
@@ -63,12 +67,17 @@ JOINT = (
     Rule("rmsnorm_linear", (*NORMED, Linear),                         RMSNormLinear, "joint", (one_axis,)),
 )
 FORWARD = (
-    Rule("add_rmsnorm", (Add, Tap, RMSNorm),                          AddRMSNorm, "forward", (one_axis,)),
+    Rule("add_rmsnorm", (maybe(Linear), Add, Tap, RMSNorm),           AddRMSNorm, "forward", (one_axis,)),
+    Rule("linear_add",  (Linear, maybe(ConstantScale), Add),          LinearAdd,  "forward", (no_bias,)),
+    Rule("linear_scale", (Linear, ConstantScale),                     LinearAdd,  "forward", (no_bias,)),
     Rule("linear_act",  (Linear, maybe(Bias), ACTS),                  LinearAct,  "forward", (one_bias,)),
 )
 BACKWARD = (
     Rule("rmsnorm_add", (Add, Tap, RMSNorm),                          RMSNormAdd, "backward", (one_axis,)),
     Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
+    Rule("act_linear",  (Linear, PLAIN),                              ActLinear,  "backward"),
+    Rule("scale_linear", (Linear, ConstantScale),                     ScaleLinear, "backward", (no_bias,)),
+    Rule("tap_linear",  (Tap, Linear),                                TapLinear,  "backward"),
 )
 # fmt: on
 

@@ -61,3 +61,7 @@ def one_bias(ops: Ops, c: Conditions) -> str | None:
 def one_axis(ops: Ops, c: Conditions) -> str | None:
     axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")
+
+
+def no_bias(ops: Ops, c: Conditions) -> str | None:
+    return require(ops[0].bias is None, "the Linear has a bias, and its GEMM adds one tensor")

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.kernels import registry
 from fuseops.ops import names
-from fuseops.ops.op import Grads, Out, replaced
+from fuseops.ops.op import Call, Grads, Out
 from fuseops.plan.segment import Segment, Step
 
 from . import buffers, checks, pure, second_order, weight_grads
@@ -20,6 +21,8 @@ from .first import FirstCall
 from .saving import pack, saved_names, unpack
 from .traced import TABLE, distinct
 
+new = tuple.__new__
+OUT = Call._fields.index("out")  # `scratch` is the last field
 Saved = Sequence[Any] | Mapping[int, Any]  # by index of the op in the segment
 
 
@@ -114,10 +117,18 @@ def _calls(
     step: Step, once: Once, main: Sequence[weight_grads.Destinations] | None = None
 ) -> Sequence[Any]:
     """The calls of a step with what lives for one call only."""
-    calls = []
-    for call, scope in zip(step.calls, step.scopes, strict=True):
-        scratch = None if once.scratch is None else once.scratch.setdefault(scope, {})
-        calls.append(replaced(call, scratch=scratch, out=once.out))
+    shared, out = once.scratch, once.out
+    if shared is not None:
+        for scope in step.scopes:
+            if scope not in shared:
+                shared[scope] = {}
+    calls: list[Any] = [
+        # `_replace`, without a call for each
+        new(
+            Call, (*call[:OUT], out, *call[OUT + 1 : -1], None if shared is None else shared[scope])
+        )
+        for call, scope in zip(step.calls, step.scopes, strict=True)
+    ]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
@@ -283,7 +294,12 @@ class Node(torch.autograd.Function):
         else:
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
-            y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+            here = registry.thread
+            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+            try:
+                y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+            finally:
+                here.unseen = before
         flat, ctx.rows = pack(seg, saved, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
@@ -329,8 +345,12 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     if live is None:
+        if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
+            return run_backward(seg, saved, dy, dsides, entered, Once())
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, Once())
+    here = registry.thread
+    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
@@ -342,6 +362,8 @@ def _backward_in(
             f"in the backward of fuseops {where(seg, live.path, error)}; dy {describe(dy)}{unsaved}"
         )
         raise
+    finally:
+        here.unseen = before
 
 
 _apply = torch_private.direct_apply(Node)
@@ -354,7 +376,9 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """
     if torch_private.inside_functorch():
         raise _not_transformed("torch.func", seg, live)
-    if torch_private.inside_forward_ad() and any(map(torch_private.has_tangent, (x, *inputs))):
+    if torch_private.forward_ad._current_level >= 0 and any(
+        map(torch_private.has_tangent, (x, *inputs))
+    ):
         raise _not_transformed("forward-mode AD", seg, live)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)

@@ -22,7 +22,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
-from fuseops.plan.segment import Segment
+from fuseops.plan.segment import Segment, is_own
 
 from . import bridge
 from .composed import Composed
@@ -82,23 +82,30 @@ def _run(
     live: tuple[str, ...],
 ) -> Any:
     """A run of ops, the piece `at` of a runner."""
-    ops = [modules[int(place)] for place in _listed(told(runner, "ops", at))]
+    ops = [
+        modules[int(place)] if "." not in place else _beside(modules, place)
+        for place in _listed(told(runner, "ops", at))
+    ]
     for i in _listed(told(runner, "kinds", at)):
         kind = type(ops[int(i)])
         told(runner, "guarded", id(kind.fwd), id(kind.bwd))
+    outside = _listed(told(runner, "outside", at))
     if torch_private.is_dtensor(type(x)) and told(runner, "local", at):
         laid_out = told(runner, "laid_out", at)
         x = unwrapped(x, None if laid_out is None else ops[laid_out]._layout)
+    run = module._runner.pieces[at][1] if told(runner, "swaps", at) else None
     shape = tuple(x.shape)
-    for op in ops:  # guards on widths, as every op checks its own
+    for op in () if run else ops:  # guards on widths, as every op checks its own
         shape = op.out_shape(shape)
+    if run:
+        for _ in run.chain.shapes(shape, {name: tuple(env[name].shape) for name in outside}):
+            pass
     facts = tuple([_facts(runner, at, i, op) for i, op in enumerate(ops)])
-    outside = _listed(told(runner, "outside", at))
     key = tuple(key_of(facts, outside, x, env, tokens, live))
     entry = told(runner, "entry", at, key)
     reasons: tuple[str | None, ...] = ()
     if told(runner, "conditional", entry):
-        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x)
+        reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
     same = [_same(runner, at, i, op) for i, op in enumerate(ops)]
     plan = told(runner, "plan", at, entry, reasons)
     for k in range(told(runner, "segments", plan)):
@@ -170,6 +177,21 @@ def _walked(module: Any, found: list[Any]) -> list[Any]:
     return found
 
 
+def _beside(modules: Sequence[Any], place: str) -> Any:
+    """The op that a style of parallelism has put around one of those that were walked."""
+    child, side, k = place.split(".")
+    return modules[int(child)]._around[int(side)][int(k)]
+
+
+def _places(modules: Sequence[Any]) -> dict[int, str]:
+    """Where each of them stands, and what is around it, by address."""
+    found = {id(child): str(k) for k, child in enumerate(modules)}
+    for at, child in enumerate(modules):
+        for side, ops in enumerate(getattr(child, "_around", ())):
+            found |= {id(op): f"{at}.{side}.{k}" for k, op in enumerate(ops)}
+    return found
+
+
 def _identity(child: Any) -> Any:
     """All that a runner depends on of a child, that may be another at the next call."""
     return (id(child), child._settings) if isinstance(child, Composed) else id(child)
@@ -189,16 +211,24 @@ def _pairs(items: list[str]) -> Any:
 
 def _same(runner: int, at: int, i: int, op: Any) -> bool:
     """Whether the attributes of an op are what they are outside of the trace; they are guarded on."""
-    for name in _listed(told(runner, "numbers", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "number")):
         if getattr(op, name) != told(runner, "attribute", at, i, name):  # dynamo may hold a symbol
             return False
-    for name in _listed(told(runner, "constants", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "constant")):
         if not told(runner, "equals", at, i, name, getattr(op, name)):
             return False
-    for name in _listed(told(runner, "objects", at, i)):
+    for name in _listed(told(runner, "kept", at, i, "mixed")):
+        for k, item in enumerate(getattr(op, name)):
+            known = told(runner, "item", at, i, name, k)
+            if item != known:
+                return False
+    for name in _listed(told(runner, "kept", at, i, "mapping")):
+        if not told(runner, "maps", at, i, name, tuple(getattr(op, name).items())):
+            return False
+    for name in _listed(told(runner, "kept", at, i, "object")):
         if not told(runner, "identical", at, i, name, id(getattr(op, name))):
             return False
-    return True
+    return not told(runner, "kept", at, i, "other")
 
 
 # --- outside of the trace
@@ -211,7 +241,7 @@ def _prepared(module: int, identities: tuple[Any, ...]) -> int:
     prepare(found)
     runner: Runner = found._runner
     if not runner.places:
-        runner.places = {id(child): k for k, child in enumerate(_walked(found, []))}
+        runner.places = _places(_walked(found, []))
         torch_private.allow_in_graph(in_graph)
     return id(runner)
 
@@ -235,7 +265,7 @@ class Told:
     def _own(self, piece: int, op: int) -> dict[str, Any]:
         """What an op of fuseops has of its own."""
         found = self._run(piece).ops[op]
-        if not _known(found):
+        if not is_own(found):
             return {}
         return {n: value for n, value in found.__dict__.items() if n not in OF_EVERY_MODULE}
 
@@ -252,7 +282,7 @@ class Told:
     def place(self, piece: int) -> int | None:
         """Where a module stands among those that were walked, None of a run of ops."""
         found = self.runner.pieces[piece][1]
-        return None if isinstance(found, Run) else self.runner.places[id(found)]
+        return None if isinstance(found, Run) else int(self.runner.places[id(found)])
 
     def takes(self, piece: int) -> str:
         """The side inputs of a module: keyword and name in turn."""
@@ -270,6 +300,9 @@ class Told:
         """The first op of each class."""
         ops = self._run(piece).ops
         return _words({type(op): i for i, op in reversed([*enumerate(ops)])}.values())
+
+    def swaps(self, piece: int) -> bool:
+        return self._run(piece).swaps
 
     def local(self, piece: int) -> bool:
         return self._run(piece).chain.local
@@ -297,22 +330,20 @@ class Told:
     def alias(self, piece: int, op: int) -> bool | None:
         """Whether an op is one, None where it is not known what that depends on."""
         found = self._run(piece).ops[op]
-        return bool(found.alias) if _known(found) else None
+        return bool(found.alias) if is_own(found) else None
 
     def guarded(self, *about: Any) -> None:
         """What is given to it, dynamo guards on."""
 
-    def numbers(self, piece: int, op: int) -> str:
-        """Attributes that are floats, which dynamo may hold as symbols."""
-        return _words(n for n, value in self._own(piece, op).items() if type(value) is float)
+    def kept(self, piece: int, op: int, kind: str) -> str:
+        """Attributes of one `_kind`."""
+        return _words(n for n, value in self._own(piece, op).items() if _kind(value) == kind)
 
-    def constants(self, piece: int, op: int) -> str:
-        return _words(n for n, value in self._own(piece, op).items() if _constant(value))
+    def item(self, piece: int, op: int, name: str, place: int) -> Any:
+        return self._own(piece, op)[name][place]
 
-    def objects(self, piece: int, op: int) -> str:
-        """Attributes that are told by their identity."""
-        own = self._own(piece, op).items()
-        return _words(n for n, value in own if not _constant(value) and type(value) is not float)
+    def maps(self, piece: int, op: int, name: str, items: tuple[Any, ...]) -> bool:
+        return tuple(self._own(piece, op)[name].items()) == items
 
     def attribute(self, piece: int, op: int, name: str) -> Any:
         return self._own(piece, op)[name]
@@ -351,10 +382,12 @@ class Told:
             return "tap"
         if seg.kind == "call":
             return "call"
-        steps = (*seg.forward, *seg.backward)
-        known = all(same) and all(map(_known, (*seg.ops, *(step.target for step in steps))))
         over_ranks = seg.local_reads or any(op._local for op in seg.ops)
-        return "opaque" if seg.kind == "node" and known and not over_ranks else "traced"
+        return (
+            "opaque"
+            if seg.kind == "node" and seg.own and all(same) and not over_ranks
+            else "traced"
+        )
 
     def number(self, plan: int, k: int) -> int:
         number: int = TABLE[plan].segments[k].number
@@ -376,9 +409,19 @@ class Told:
         return _words(TABLE[plan].segments[k].exports)
 
 
-def _known(op: Any) -> bool:
-    """Whether fuseops knows what the code of an op, or fused op, reads."""
-    return type(op).__module__.startswith("fuseops.")
+def _kind(value: Any) -> str:
+    """How traced code compares an attribute: a float, which dynamo may hold as a symbol, alone and in a tuple."""
+    if type(value) is float:
+        return "number"
+    if _constant(value):
+        return "constant"
+    if type(value) is tuple:
+        return "mixed" if all(type(v) in (bool, int, str, float) for v in value) else "other"
+    if type(value) is dict:
+        return "mapping" if all(map(_constant, value.values())) else "other"
+    if isinstance(value, torch.Tensor):  # ops take tensors by keyword
+        return "tensor"
+    return "other" if isinstance(value, list | set | frozenset | dict) else "object"
 
 
 def _constant(value: Any) -> bool:

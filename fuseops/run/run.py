@@ -6,6 +6,7 @@ settings, side inputs, what is returned, and the outcome of every condition.
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -23,6 +24,7 @@ from fuseops.ops.halves import check_halves
 from fuseops.ops.local import unwrapped
 from fuseops.ops.op import Shape, numel
 from fuseops.ops.paths import path_of
+from fuseops.ops.structure import Swap
 from fuseops.plan.build import RunPlan, build
 from fuseops.plan.chain import Chain
 from fuseops.plan.cover import (
@@ -59,6 +61,7 @@ class Run:
     def __init__(self, chain: Chain, end: str, offset: int = 0, alone: bool = False) -> None:
         self.chain, self.end, self.alone = chain, end, alone
         self.ops, self.names = chain.ops, chain.names
+        self.swaps = any(isinstance(op, Swap) for op in self.ops)  # y has the shape of a side input
         self.offset = offset  # of the first op among everything that the Sequential runs
         self.entries = Entries(self.names[0])
         self.shapes: set[Any] = set()  # axes of inputs, without the rows, that every op takes
@@ -73,7 +76,7 @@ class Run:
     ) -> RunPlan:
         """The plan of this call, from the cache or new."""
         entry = self._entry_of(x, side, tokens, live)
-        plan = self._plan_in(entry, x)
+        plan = self._plan_in(entry, x, side)
         last = self.last
         if last is not None and last.entry is entry and last.attributes is not None:
             if len(last.plans) >= MOST_SHAPES:
@@ -96,9 +99,9 @@ class Run:
             return None
         return plan
 
-    def _plan_in(self, entry: KnownPlans, x: Tensor) -> RunPlan:
-        self._check_shape(x)
-        reasons = self.reasons(entry, x) if entry.scan.candidates or entry.layers else ()
+    def _plan_in(self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
+        self._check_shape(x, side)
+        reasons = self.reasons(entry, x, side) if entry.scan.candidates or entry.layers else ()
         plan = entry.plans.get(tuple([reason is None for reason in reasons]))
         if plan is None:
             plan = self.plan_of(entry, reasons)
@@ -108,12 +111,9 @@ class Run:
             misses = choose(entry.scan, against, len(self.ops)).misses
             plan = plan if misses == plan.misses else plan._replace(misses=misses)
         if entry.layers and scopes.current().watchers:
-            shape = tuple(x.shape)
-            plan = plan._replace(
-                gains=gains(
-                    entry.layers, self.names, lambda i: numel(self._through(0, i, shape, x)[:-1])
-                )
-            )
+            shapes = [*self._shapes(x, side)]
+            rows = lambda i: numel(shapes[i][:-1])  # noqa: E731
+            plan = plan._replace(gains=gains(entry.layers, self.names, rows))
         return plan
 
     def _in_precision(
@@ -126,18 +126,20 @@ class Run:
         settings = entry.facts.settings
         return in_precision(entry.scan, self.ops, reasons[:count], settings, high), high
 
-    def _check_shape(self, x: Tensor) -> None:
+    def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
         try:
             shape: Any = x.shape[1:] if x.dim() > 1 else (x.shape,)  # its one axis is no row
         except RuntimeError:
             raise checks.nested_tensor(self.chain) from None  # the strided ones have no shape
+        if self.swaps:
+            shape = shape, *[side[name].shape for name in self.chain.outside]
         try:
             if shape not in self.shapes:
-                self._through(0, len(self.ops), tuple(x.shape), x)
+                deque(self._shapes(x, side), maxlen=0)
                 self.shapes.add(shape)
         except TypeError:  # a symbolic size has no hash
-            self._through(0, len(self.ops), tuple(x.shape), x)
+            deque(self._shapes(x, side), maxlen=0)
 
     def _entry_of(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
@@ -164,33 +166,30 @@ class Run:
         candidates = entry.scan.candidates
         if any(c.rule not in BUILTIN_RULES for c in candidates):
             return None
-        return Attributes([op for c in candidates for op in self.ops[c.start : c.stop]])
+        read = {i for c in candidates for i in range(c.start, c.stop)}
+        return Attributes([self.ops[i] for i in sorted(read)])
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
         self.numbers.append(TABLE.add(item))
         return self.numbers[-1]
 
-    def reasons(self, entry: KnownPlans, x: Tensor) -> tuple[str | None, ...]:
+    def reasons(
+        self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]
+    ) -> tuple[str | None, ...]:
         """Why each candidate of an entry may not fire in this call, None where it may; then, why each layer stays in
         high precision.
         """
-        shapes = [tuple(x.shape)]  # before op 0, 1, ...: as far as somebody asked
-
-        def before(stop: int) -> Shape:
-            while len(shapes) <= stop:
-                at = len(shapes)
-                shapes.append(self._through(at - 1, at, shapes[-1], x))
-            return shapes[stop]
+        sides = {name: tuple(side[name].shape) for name in self.chain.outside}
+        shapes = [*self.chain.shapes(tuple(x.shape), sides)]
 
         def conditions(start: int, stop: int) -> Conditions:
-            before(stop)
             return self._conditions(entry, x, start, stop, shapes)
 
         against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
         if not entry.layers:
             return against
-        return (*against, *[j.reason(numel(before(j.ops[0])[:-1])) for j in entry.layers])
+        return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.layers])
 
     def _conditions(
         self, entry: KnownPlans, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
@@ -267,20 +266,19 @@ class Run:
         log.info("new plan: %s", "; ".join(map(str, plan.forward)))
         return plan
 
-    def _through(self, start: int, stop: int, shape: Shape, x: Tensor) -> Shape:
-        """The shape after ops start..stop; an error says at which op it came up."""
-        for i in range(start, stop):
-            try:
-                shape = self.ops[i].out_shape(shape)
-            except FuseOpsError as error:
-                # dynamo traces no add_note, and shows the error itself
-                if torch.compiler.is_compiling():
-                    raise
-                path = path_of(self.ops[i])
-                at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
-                error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
-                raise
-        return shape
+    def _shapes(self, x: Tensor, side: Mapping[str, Any]) -> Iterator[Shape]:
+        """Shapes before op 0, 1, ... and after the last one; an error says at which op it came up."""
+        i = -1
+        try:
+            sides = {name: tuple(side[name].shape) for name in self.chain.outside}
+            for shape in self.chain.shapes(tuple(x.shape), sides):
+                i += 1
+                yield shape
+        except FuseOpsError as error:
+            path = path_of(self.ops[i])
+            at = repr(path) if path else f"{self.names[i]!r} of a fuseops.Sequential"
+            error.add_note(f"at op {at}; the input of the sequence is {describe(x)}")
+            raise
 
     # --- running
 
@@ -298,9 +296,9 @@ class Run:
 
         out: the caller's buffers for "y" and "dx" of an op that is by itself.
         """
-        if is_dtensor(type(x)) and self.chain.local:
+        if type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
             x = unwrapped(x, self.chain.layout)
-        watchers = scopes.current().watchers
+        watchers = scopes.thread.inside.watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live)
             if repeated is not None:
@@ -330,7 +328,7 @@ class Run:
                 f"dx of {op} is to be written to a buffer, but no gradient of its input is computed in this call: "
                 "leave it out of `out`."
             )
-        shape = self._through(0, len(self.ops), tuple(x.shape), x)
+        *_, shape = self._shapes(x, env)
         buffers.check(op, out, x, shape, _inputs(seg, env))
 
 
@@ -349,6 +347,8 @@ def run_segments(
             elif seg.autocast and not (seg.kind == "plain" and seg.ops[0].pure):
                 with torch.autocast(seg.device, enabled=False):
                     x = run_segment(seg, x, env, Live(path, once))
+            elif seg.kind == "node" and seg.needs_grad and not seg.exports:  # most
+                x = bridge.run_node(seg, Live(path, once), x, _inputs(seg, env))
             else:
                 x = run_segment(seg, x, env, Live(path, once))
             for name in seg.ends:
@@ -386,7 +386,8 @@ def call_op(seg: Segment, x: Any, env: dict[str, Any]) -> Any:
 
 
 def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) -> Any:
-    inputs = _inputs(seg, env)
+    """Run a segment; in traced code, which has no names and no messages, live is None."""
+    inputs = inputs_of(seg, env) if live is None else _inputs(seg, env)
     if seg.kind == "node" and seg.needs_grad:
         if live is None:
             y = bridge.run_traced_node(seg.number, x, inputs)
@@ -411,6 +412,17 @@ def run_segment(seg: Segment, x: Any, env: dict[str, Any], live: Live | None) ->
 
 
 def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """`inputs_of`, where all of them are what is registered."""
+    try:
+        parameters = [op.__dict__["_parameters"][name] for op, name in seg.registered]
+    except KeyError:  # it is parametrized by now
+        return inputs_of(seg, env)
+    if len(parameters) < len(seg.params):
+        return inputs_of(seg, env)
+    return [*[env[name] for name in seg.reads], *parameters] if seg.reads else parameters
+
+
+def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
     inputs = [env[name] for name in seg.reads]
     for position, local in seg.local_reads:

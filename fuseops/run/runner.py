@@ -51,10 +51,9 @@ class Runner:
         ]
         self.last: Tokens | None = None
         self.held: tuple[scopes.Said | None, ...] = ()  # what those stand for
-        self.children: tuple[nn.Module, ...] = ()  # of the module itself
-        self.names: list[str] = []
-        self.places: dict[int, int] = {}  # of modules that traced code walks, by address
-        self._live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
+        self.children: list[tuple[str, Any]] = []  # of the module itself
+        self.places: dict[int, str] = {}  # of modules that traced code walks, by address
+        self.live: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._with_apart: dict[frozenset[str], Runner] = {}
 
     def with_apart(self, names: frozenset[str]) -> Runner:
@@ -68,7 +67,8 @@ class Runner:
         names, do its ops still say the same of what they read, write and put elsewhere, and are the methods of their
         classes the same?
         """
-        if module._planned_modules() != self.children or _names(module) != self.names:
+        # (parametrizations of an op that is called alone come and go)
+        if not self.alone and [*module._modules.items()] != self.children:
             return False
         settings = module._settings
         for nested in self.spliced.nested:
@@ -87,22 +87,22 @@ class Runner:
                 return False
             if kind.fwd is not fwd or kind.bwd is not bwd:
                 return False
-        return all(side_names_of(asking) == known for asking, known in self.asking)
+        return not self.asking or all(side_names_of(m) == known for m, known in self.asking)
 
     def live_after(self, returns: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For every piece, the side names that are read after it, or returned.
 
         Raises SideInputError when a Tap is read by nobody.
         """
-        if returns in self._live:
-            return self._live[returns]
+        if returns in self.live:
+            return self.live[returns]
         self._check_published(returns)
         live, later = [], set(returns)
         for takes in reversed(self.takes):
             live.append(tuple(sorted(later)))
             later.update([name for _, name in takes])
         found = tuple(reversed(live))
-        self._live[returns] = found
+        self.live[returns] = found
         return found
 
     def _check_published(self, returns: tuple[str, ...]) -> None:
@@ -162,22 +162,17 @@ def runner_of(module: Any) -> Runner:
     return runner
 
 
-def _names(module: Any) -> list[str]:
-    """Of the children that run: parametrizations of an op that is called alone come and go."""
-    return [] if isinstance(module, Op) else [*module._modules]
-
-
 def prepare(module: Any) -> None:
     """Build the runner of a module, unless the one that it has still fits."""
     runner: Runner | None = module._runner
     if runner is None or not runner.fits(module):
         runner = module.__dict__["_runner"] = Runner(splice(module), isinstance(module, Op))
-        runner.children, runner.names = module._planned_modules(), _names(module)
+        runner.children = [*module._modules.items()]
 
 
 def tokens_of(module: Any, runner: Runner) -> Tokens:
     """The settings of this call. A recomputation must find those of its forward."""
-    tokens = (scopes.process.token, module._settings, scopes.current().token)
+    tokens = (scopes.process.token, module._settings, scopes.thread.inside.token)
     if runner.last == tokens:
         return tokens
     if runner.last is not None and torch_private.in_backward():
@@ -195,5 +190,5 @@ def tokens_of(module: Any, runner: Runner) -> Tokens:
 
 
 # where dynamo has given a call up, it would try its parts
-for _function in (prepare, tokens_of, Run.__call__):
+for _function in (runner_of, Runner.fits, prepare, tokens_of, Run.__call__):
     torch_private.never_compile(_function)

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fuseops.kernels.registry import PLAIN
 from fuseops.ops.names import SavedName
-from fuseops.plan.segment import Rows, Segment
+from fuseops.ops.router import Form
+from fuseops.plan.segment import Const, Rows, Segment
 from fuseops.recipes import Quantized
 
+NONE = id(None)
 PLAIN_OR_NONE = PLAIN | {type(None)}
+# of fuseops' own ops, to whom constants are the same that compare equal, as 1 and True
+OWN = PLAIN_OR_NONE | {torch.Size, tuple, float, int, bool, str, Form}
 Row = tuple[Any, ...]  # int slots, None, Const or Parts
-
-
-class Const(NamedTuple):
-    """A Saved field that is not a tensor."""
-
-    value: Any
 
 
 class Parts(NamedTuple):
@@ -39,12 +38,18 @@ def pack(
     """Flatten what is kept; a Saved field outside `keep` is dropped here.   -> tensors, row by op"""
     # by identity; a trace must not ask for it (it would guard on the object), and removes duplicates itself
     slots: dict[int, int] | None = None if traced else {}
-    if slots is not None:  # the common case: plain tensors, in calls that save alike
+    if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
-        if PLAIN_OR_NONE.issuperset(map(type, values)):
-            flat = {id(value): value for value in values if value is not None}
+        kinds = [*map(type, values)]
+        if (OWN if seg.own else PLAIN_OR_NONE).issuperset(kinds):
+            plain = [v if t in PLAIN else None for v, t in zip(values, kinds, strict=True)]
+            flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
+            flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))
-            return [*flat.values()], seg.rows(tuple(map(number.get, map(id, values))))
+            try:
+                return [*flat.values()], seg.rows((*map(number.get, map(id, plain)),), values)
+            except TypeError:  # a constant has no hash
+                pass
     tensors: list[Tensor] = []
     rows: list[Row | None] = [None] * len(seg.ops)
     for slot in seg.slots:
@@ -77,7 +82,7 @@ def unpack(seg: Segment, rows: Sequence[Row | None], tensors: Sequence[Tensor]) 
     """The Saved of every op, over the tensors that autograd gives back.  None where nothing was saved."""
     saved: list[Any] = [None] * len(seg.ops)
     if type(rows) is Rows:
-        found = (*tensors, None)
+        found = (*tensors, *rows.constants)
         for owner, cls, getter in rows.take:
             saved[owner] = tuple.__new__(cls, getter(found))
         return saved

@@ -11,6 +11,7 @@ import torch
 from fuseops.kernels.registry import meta
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Out, Precision
+from fuseops.ops.structure import Add
 from fuseops.plan.segment import Segment, Step
 from fuseops.torch_private import without_modes
 
@@ -50,6 +51,9 @@ def meta_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _member(op: Op[Any], x: Any, tensors: dict[str, Any], call: Any) -> Out:
+    if type(op) is Add:  # which torch, on the meta device, would import all of dynamo for
+        dtype = torch.promote_types(x.dtype, op.operand(x, tensors[op.reads[0]]).dtype)
+        return Out(torch.empty(x.shape, dtype=dtype, device="meta"))
     compute = call.precision.compute
     if op.pure and compute is not None:
         raise NotImplementedError("autocast knows no meta device")

@@ -139,6 +139,10 @@ def _geglu(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose("none", "tanh"))
 
 
+def _collective(op: type) -> Callable[[Wanted], Op[Any]]:
+    return lambda w: op(None)
+
+
 def _clamped(op: type) -> Callable[[Wanted], Op[Any]]:
     return lambda w: op(w.choose(7.0, 0.5), alpha=w.choose(1.702, 1.0), offset=w.choose(1.0, 0.0))
 
@@ -167,7 +171,7 @@ def _router(w: Wanted) -> Op[Any]:
 
 
 # fmt: off
-register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(True, False)), width="maps")
+register(ops.Linear,        lambda w: ops.Linear(w.width, w.out, bias=w.choose(False, True, False)), width="maps")
 register(ops.Bias,          lambda w: ops.Bias(w.width))
 register(ops.GroupedLinear, _grouped, width="maps", flat=True)
 register(ops.RMSNorm,       _norm)
@@ -204,5 +208,5 @@ register(ops.Tap,           lambda w: ops.Tap(w.choose("residual", "skip")))
 register(ops.Swap,          lambda w: ops.Swap("residual", "skip"))
 register(ops.Add,           lambda w: ops.Add(w.choose("residual", "skip")))
 for collective in (ops.AllGather, ops.ReduceScatter, ops.AllReduce):  # one rank: what it sends is tested on ranks
-    register(collective,    lambda w, op=collective: op(None))
+    register(collective,    _collective(collective))
 # fmt: on

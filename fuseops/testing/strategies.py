@@ -13,6 +13,9 @@ from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
+from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
+from fuseops.recipes.recipe import HIDDEN, WGRADS
+from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
 from .catalogue import Wanted, catalogue, entry
@@ -160,9 +163,17 @@ def _chooser(draw: Draw) -> Callable[..., Any]:
     return lambda *options: draw(st.sampled_from(options))
 
 
-def _instance(draw: Draw, op: type, width: int, after: int, groups: int, top_k: int = 2) -> Op[Any]:
-    """An instance of `op` for this width, whose output width is a multiple of `after`."""
-    wanted = Wanted(_chooser(draw), width, draw(widths()) * after, groups, top_k)
+def _instance(
+    draw: Draw,
+    op: type,
+    width: int,
+    after: int,
+    groups: int,
+    top_k: int = 2,
+    out: int | None = None,
+) -> Op[Any]:
+    """An instance of `op` for this width, whose output width is a multiple of `after`, or `out` if it can be."""
+    wanted = Wanted(_chooser(draw), width, out or draw(widths()) * after, groups, top_k)
     made = entry(op).make(wanted)
     with torch.no_grad():
         for p in made.parameters():  # ones and zeros, as many start out, hide mistakes
@@ -269,10 +280,11 @@ def _before(types: Sequence[type]) -> list[int]:
 
 def _fitted(draw: Draw, types: Sequence[type], width: int, groups: int) -> list[Op[Any]]:
     """Ops of these types, each fitting the one before it."""
-    needs, made = _before(types), []
+    needs, made, start = _before(types), [], width
     top_k = draw(top_ks(groups)) if any(entry(t).routing for t in types) else 2
     for k, t in enumerate(types):
-        op = _instance(draw, t, width, needs[k + 1], groups, top_k)
+        out = start if Add in types[k + 1 :] else None  # what it adds is as wide as x
+        op = _instance(draw, t, width, needs[k + 1], groups, top_k, out)
         width = op.out_shape((1, width))[-1]
         made.append(op)
     return made
@@ -358,7 +370,12 @@ def _next(
     if not any(isinstance(op, Tap | Add) for op in made):
         return [*made]
     # names of their own, and what they add of the width that is here
-    return [Sequential(*(Tap(name) for name in made[0].reads), *readable(made, width))]
+    return [
+        Sequential(
+            *(Tap(name) for op in made if isinstance(op, Add) for name in op.reads),
+            *readable(made, width),
+        )
+    ]
 
 
 def _width(modules: Sequence[nn.Module], width: int) -> int:
@@ -377,6 +394,24 @@ def _chain(
         found = _next(draw, rules, width, depth, groups)
         width = _width(found, width)
         yield from found
+
+
+@st.composite
+def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
+    """A built-in recipe with any of its options.
+
+    hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
+    """
+    formats = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
+    options: dict[str, Any] = {
+        "fwd": draw(formats),
+        "bwd": draw(formats),
+        "weights": draw(st.sampled_from(POLICIES)),
+    }
+    if draw(st.booleans()):
+        return Float8CurrentScaling(**options)
+    wgrad, saved = draw(st.sampled_from(WGRADS)), draw(st.sampled_from(hidden))
+    return Float8BlockScaling(wgrad=wgrad, hidden=saved, **options)
 
 
 @st.composite

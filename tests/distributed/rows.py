@@ -33,7 +33,8 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         COLUMNS[1]: ("tensor_ranks", "law_delayed_weight_gradients"),
         **DELAYED,
     },
-    "accumulation, frozen weights, copies, `torch.compile`": both(FEATURES),
+    "accumulation, frozen weights, copies": both(FEATURES),
+    "`torch.compile`": {COLUMNS[1]: ("tensor_ranks", FEATURES)},
     "autocast, `Float8BlockScaling`": {"TP=2": ("tensor_ranks", FEATURES)},
     "collectives overlapped with products": {
         COLUMNS[1]: ("tensor_ranks", "law_collectives_beside_products_run_as_one")

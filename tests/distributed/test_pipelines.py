@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pipeline_ranks
 import pytest
 import rows
+import torch
 from spawned import Ranks
 
 import fuseops as fo
@@ -31,6 +32,16 @@ def test_law(ranks: Ranks, law: str) -> None:
 def test_a_stage_that_could_delay_nothing_is_told_so() -> None:
     with pytest.raises(fo.FuseOpsError, match="no Linear or GroupedLinear"):
         dw_builder(fo.Sequential(fo.ops.SiLU()))
+
+
+def test_a_stage_whose_gradients_nobody_would_reduce_is_refused() -> None:
+    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
+        torch.nn.parallel.DistributedDataParallel
+    )
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = fo.Sequential(fo.ops.Linear(2, 2))
+    with pytest.raises(fo.FuseOpsError, match="Shard the stage by fully_shard"):
+        dw_builder(wrapped)
 
 
 def test_every_cell_of_the_table_has_a_law() -> None:

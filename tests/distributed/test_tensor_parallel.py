@@ -1,4 +1,7 @@
-"""Tensor and sequence parallelism on two ranks equal one process. The laws stand in `tensor_ranks.py`."""
+"""Tensor and sequence parallelism on two ranks equal one process, and so does the loss of a sharded vocabulary.
+
+The laws stand in `tensor_ranks.py` and `vocab_ranks.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,18 @@ from collections.abc import Iterator
 import pytest
 import tensor_ranks
 import torch
+import vocab_ranks
 from spawned import Ranks
 
 import fuseops as fo
 from fuseops import distributed
 
-LAWS = [name for name in vars(tensor_ranks) if name.startswith("law_")]
+LAWS = [
+    (module.__name__, name)
+    for module in (tensor_ranks, vocab_ranks)
+    for name in vars(module)
+    if name.startswith("law_")
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +31,9 @@ def ranks() -> Iterator[Ranks]:
     both.stop()
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_law(ranks: Ranks, law: str) -> None:
-    ranks.run("tensor_ranks", law)
+@pytest.mark.parametrize(("module", "law"), LAWS, ids=[law for _, law in LAWS])
+def test_law(ranks: Ranks, module: str, law: str) -> None:
+    ranks.run(module, law)
 
 
 def test_a_whole_model_with_split_halves_computes_and_loads_what_it_did() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -138,3 +139,46 @@ def same_as_loop(kind: str, top_k: int, tokens: int, activation: str, **options:
     moe = built(kind, top_k, activation=activation, **options)
     x = torch.randn(tokens, D, dtype=torch.float64)
     torch.testing.assert_close(step(moe, x), judged(moe, x, activation), rtol=1e-9, atol=1e-12)
+
+
+def same_unfused_and_kept(
+    model: Any,
+    recipe: Callable[..., Any],
+    options: dict[str, Any],
+    rows: int,
+    width: int,
+    offs: Iterable[int],
+    events: Iterable[str],
+) -> None:
+    """Raise AssertionError where a chain under a recipe is not its ops one by one, or where weights that are kept give
+    other bits than those that are made each call.
+    """
+    x = torch.randn(rows, width) * torch.exp2(torch.randint(-4, 5, (rows, 1)))
+    sides = {"offs": torch.tensor([*offs], dtype=torch.int32), "probs": torch.rand(rows)}
+    side = {name: sides[name] for name in model.reads}
+    fo.testing.assert_fused_matches_unfused(model, x, recipe=recipe(**options), **side)
+    other = copy.deepcopy(model)
+    for event in ("nothing", *events):
+        results = []
+        for twin, policy in ((model, "step"), (other, "none")):
+            _happens(event, twin)
+            twin.zero_grad()
+            leaf = x.clone().requires_grad_()
+            with fo.recipe(recipe(**options, weights=policy)):
+                y = twin(leaf, **side)
+                y.square().sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in twin.parameters())])
+        for mine, theirs in zip(*results, strict=True):
+            if mine is not None or theirs is not None:  # weights that steps blow up end in NaN
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _happens(event: str, model: nn.Module) -> None:
+    if event == "step" and [*model.parameters()]:
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+    elif event == "write":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.25)
+    elif event == "load":
+        model.load_state_dict({name: t * 0.75 for name, t in model.state_dict().items()})

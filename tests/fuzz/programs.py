@@ -108,8 +108,8 @@ class Chain:
                 unread.add(name)
             elif kind == "add" and known:
                 width = self.add(path, made, width, self.rng.choice([*known]), known, unread)
-            elif kind == "swap" and (wide := [name for name in known if known[name] == width]):
-                name, new = self.rng.choice(wide), self.name("t")
+            elif kind == "swap" and known:
+                name, new = self.rng.choice([*known]), self.name("t")
                 self.emit(made, f"fo.ops.Swap('{name}', '{new}')", f"h, {new} = {name}, h")
                 width, known[new] = known[name], width
                 unread.discard(name)
@@ -220,6 +220,26 @@ def experts(rng: random.Random) -> str:
     return f"same_as_loop({kind!r}, top_k={top_k}, tokens={rng.choice([7, 1, 0, 33])}, {said})\n"
 
 
+def recipe(rng: random.Random) -> str:
+    """A chain under a recipe with any options, between writes to its weights."""
+    rows, width = rng.choice((5, 1, 130, 300)), rng.choice((16, 34, 128, 160))
+    made, _ = Chain(rng, False).sequence("", width, rng.randint(2, 6), {})
+    ends = sorted(rng.choices(range(rows + 1), k=GROUPS))
+    formats = "torch.float8_e4m3fn", "torch.float8_e5m2"
+    options = {"fwd": rng.choice(formats), "bwd": rng.choice(formats)}
+    name = rng.choice(("Float8BlockScaling", "Float8CurrentScaling"))
+    if name == "Float8BlockScaling":
+        options["wgrad"] = repr(rng.choice(("square", "block", "bf16")))
+    said = ", ".join(f"{key}={value}" for key, value in options.items())
+    events = [rng.choice(("step", "write", "load", "nothing")) for _ in range(3)]
+    body = "\n".join(f"    {text}," for text in made)
+    return f"""model = fo.Sequential(
+{body}
+)
+same_unfused_and_kept(model, fo.recipes.{name}, dict({said}), {rows=}, {width=}, offs={ends}, {events=})
+"""
+
+
 WAYS = ("plain", "plain", "layers", "reentrant")
 
 
@@ -262,6 +282,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "taps": tap_graph,
     "moe": experts,
     "scheduler": scheduled,
+    "recipe": recipe,
 }
 HEAD = """import sys
 sys.path[:0] = ["tests", "tests/fuzz"]  # from the root of the repository
@@ -270,7 +291,7 @@ IMPORTS = """import torch
 import torch.nn.functional as F
 from torch import nn
 import fuseops as fo
-from judges import gated, grouped, qgelu, same_as_loop, same_as_plain, situ, srelu
+from judges import gated, grouped, qgelu, same_as_loop, same_as_plain, same_unfused_and_kept, situ, srelu
 from offload_pair import Pair
 
 torch.manual_seed({seed})

@@ -5,6 +5,7 @@ import torch
 from samples import samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuseops import torch_private
 from fuseops.kernels import configs, norm, registry
 from fuseops.kernels.activation import act_bwd, act_fwd
 from fuseops.kernels.plans import planned, planning
@@ -192,3 +193,51 @@ def test_shapes_that_never_come_back_are_not_rehearsed(replayed):
     for rows in range(1, 9):
         act_fwd(torch.randn(rows, 32), "swiglu")
     assert not any(planned.now.replays.values())
+
+
+class Noted:
+    """A launcher of a compiled kernel that notes what the kernel would be given."""
+
+    def __init__(self, calls):
+        self.raw = lambda *operands: calls.append(operands)
+        self.head, self.constants = ("function", None), (7,)
+        self.stream_of = lambda index: "stream"
+        self.hooks = type("Hooks", (), {"launch_enter_hook": type("Hook", (), {"calls": ()})})
+
+
+@pytest.mark.parametrize("name", sorted({*samples()} - {"wide_mm"} - {*RUN_THEMSELVES}))
+def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypatch):
+    op, args = KERNEL_OPS[name], samples()[name]
+    monkeypatch.setattr(torch_private, "current_device", lambda: -1)
+    calls = []
+    replay = Replay(op.launcher, args)
+    replay.launch = lambda kernel, grid, given, options: calls.append((grid, given)) or Noted(calls)
+    assert replay(replay.tensors_of(args)) is not NOT_REPLAYED
+    programs, first = len(replay.programs), calls[:]
+    calls.clear()
+    other = again(args)
+    out = replay.again(*other)
+    kept = (*replay.tensors_of(args), *replay.tensors_of(other))  # so that no address comes twice
+    assert kept and len(calls) == programs == len(first)
+    made = out if isinstance(out, tuple) else () if out is None else (out,)
+    new = {t.untyped_storage().data_ptr() for t in made}
+    for (grid, given), (x, y, z, stream, *operands) in zip(first, calls, strict=True):
+        assert ((*grid, 1, 1)[:3], stream) == ((x, y, z), "stream")
+        assert operands[:2] == ["function", None] and operands[-1] == 7
+        for before, now in zip(given, operands[2:-1], strict=True):
+            if isinstance(before, torch.Tensor):
+                places = [
+                    k
+                    for k, t in enumerate(replay.tensors_of(args))
+                    if t is before or t.data_ptr() == before.data_ptr()
+                ]
+                mine = [replay.tensors_of(other)[k].data_ptr() for k in places]
+                assert now in mine if mine else isinstance(now, int)
+                new.discard(now)
+            else:
+                assert now == before
+    assert not new  # all that is returned was written to
+    assert (
+        replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other))
+        is NOT_REPLAYED
+    )

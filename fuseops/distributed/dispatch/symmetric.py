@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_MS = 600_000
-"""How long a rank waits in a barrier for one that does not come, before the kernel that waits names it and traps."""
+"""How long a rank waits in a barrier for one that does not come, before the kernel that waits traps."""
 
 
 @dataclass
@@ -44,6 +44,13 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
+    begun: Any = None  # the end of a use on the side, for which nobody has waited
+
+    def wait(self) -> None:
+        """For a use on the side, which is over before the next begins."""
+        end, self.begun = self.begun, None
+        if end is not None:
+            torch.cuda.current_stream().wait_event(end)
 
     @functools.cached_property
     def side(self) -> torch.cuda.Stream:
@@ -91,6 +98,7 @@ class PeerMemory(Exchange):
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Exchange.not_copied | {"fabric"}
+    beside = False  # whether dX goes home on a stream of its own on GPUs, too: not measured yet
     fabric: Fabric | None = None
 
     def __init__(
@@ -155,7 +163,9 @@ class PeerMemory(Exchange):
 
     def start_dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
+        if dx.is_cuda and not self.beside:
+            return None
         args = dx, dweights, experts, slots, arrivals
         if not dx.is_cuda:
             done = self.dispatch_bwd(*args)
@@ -164,9 +174,10 @@ class PeerMemory(Exchange):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             results, end = self.dispatch_bwd(*args), side.record_event()
+        self._fabric().begun = end
 
         def wait(_read_until_here: Any = args) -> tuple[Tensor, Tensor | None]:
-            torch.cuda.current_stream().wait_event(end)
+            self._fabric().wait()
             return results
 
         return wait
@@ -200,6 +211,7 @@ class PeerMemory(Exchange):
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
         if self.fabric is None:
             self._agree(x)
+        self._fabric().wait()
         row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:

@@ -80,8 +80,9 @@ def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
     for action in actions:
         if action is None:
             continue
-        if action.sub_actions:
-            yield from _turns_of(action.sub_actions)
+        inner = getattr(action, "sub_actions", None)  # of two that overlap, in later versions
+        if inner:
+            yield from _turns_of(inner)
         elif action.computation_type.value in _WAYS:
             way = _WAYS[action.computation_type.value]
             yield Turn(way, action.microbatch_index, action.stage_index)

@@ -6,6 +6,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops.ops.linear import LinearSaved, linear
 from fuseops.ops.norms import RMSNormSaved
 from fuseops.ops.op import Call, FusedOp, Grads, Out
 from fuseops.ops.structure import AddSaved, NothingSaved
@@ -14,13 +15,19 @@ from fuseops.ops.structure import AddSaved, NothingSaved
 class AddRMSNorm(FusedOp):
     """h = x + residual, published; y = rmsnorm(h).   Forward only; saves what its members save.
 
+    x may be that of a Linear in front, whose GEMM would else take the addition, where it costs more.
     x, residual, h, y (..., N).  Raises ShapeError for a residual of another shape.
     """
 
+    recipes = True
+
     def fwd(self, x: Tensor, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
-        members: Any = self.members
-        add, tap, norm = members
-        residual, weight = add.operand(x, t[0][add.reads[0]]), t[2]["weight"]
+        *front, add, tap, norm = cast("tuple[Any, ...]", self.members)
+        before: list[Any] = []
+        if front:
+            x, kept = linear(x, t[0]["weight"], t[0]["bias"], calls[0])
+            before.append(LinearSaved(kept, t[0]["weight"]))
+        residual, weight = add.operand(x, t[-3][add.reads[0]]), t[-1]["weight"]
         alike = residual.dtype is x.dtype
         if alike:
             y, h, rstd = K.add_rmsnorm_fwd(
@@ -30,7 +37,8 @@ class AddRMSNorm(FusedOp):
             h = x + residual
             y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype), norm.weight_offset)
         added = AddSaved(None if alike else (x.dtype, residual.dtype))
-        return Out(y, (added, NothingSaved(), RMSNormSaved(h, weight, rstd)), {tap.writes[0]: h})
+        saved = *before, added, NothingSaved(), RMSNormSaved(h, weight, rstd)
+        return Out(y, saved, {tap.writes[0]: h})
 
 
 class RMSNormAdd(FusedOp):

@@ -29,10 +29,7 @@ class FrontSaved(NamedTuple):
 
 
 class Front:
-    """The ops before the GEMM, none of them or a norm at the end.
-
-    saves_x: what the gradient of the front's input reads, besides what the op behind it needs for dy.
-    """
+    """The ops before the GEMM: none, or those that end in a norm."""
 
     def __init__(self, ops: Sequence[Op[Any]]) -> None:
         self.ops = tuple(ops)
@@ -40,6 +37,11 @@ class Front:
 
     def _only(self, kind: type) -> Any:
         return next((op for op in self.ops if isinstance(op, kind)), None)
+
+    @property
+    def _offset(self) -> float:
+        """What is added to the norm's weight."""
+        return float(self.norm.weight_offset)
 
     def names(self) -> dict[str, str]:
         """Under which member's name each field is published."""
@@ -70,12 +72,12 @@ class Front:
         h, eps = x, self.norm.epsilon(x.dtype)
         residual = None if self.add is None else self.add.operand(x, t[0][self.add.reads[0]])
         if residual is not None and residual.dtype is x.dtype:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self.norm.weight_offset)
+            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self._offset)
         else:
             if residual is not None:  # torch's promotion decides of what dtype h is
                 h, dtypes = x + residual, (x.dtype, residual.dtype)
                 eps = self.norm.epsilon(h.dtype)
-            y, rstd = K.rmsnorm_fwd(h, gamma, eps, self.norm.weight_offset)
+            y, rstd = K.rmsnorm_fwd(h, gamma, eps, self._offset)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
         return _cast(y, compute), FrontSaved(h, gamma, rstd, eps, dtypes), side
 
@@ -83,8 +85,7 @@ class Front:
         """The input of the GEMM once more."""
         if self.norm is None:
             return s.x
-        y, _ = K.rmsnorm_fwd(s.x, s.gamma, s.eps, self.norm.weight_offset)
-        return _cast(y, compute)
+        return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps, self._offset)[0], compute)
 
     def bwd(
         self,
@@ -101,16 +102,7 @@ class Front:
         dgamma = None
         if dy is not None:
             dtype = None if s.gamma is None else s.gamma.dtype
-            given = (
-                dy.to(s.x.dtype),
-                s.x,
-                s.gamma,
-                s.rstd,
-                dh,
-                wanted,
-                self.norm.weight_offset,
-                dtype,
-            )
+            given = dy.to(s.x.dtype), s.x, s.gamma, s.rstd, dh, wanted, self._offset, dtype
             dh, dgamma = K.rmsnorm_bwd(*given)
         first = Grads(dh)
         if self.add is not None and dh is not None:

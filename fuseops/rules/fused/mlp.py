@@ -27,19 +27,24 @@ from fuseops.torch_private import is_fake
 from .front import Front, Tensors
 from .halves import backward, forward_only
 
-CHOICES = [{"EPILOGUE": 0}, {"EPILOGUE": 1}]
-SWIGLU = Space(
-    "mlp_swiglu",  # of fc1
-    lambda dims, itemsize: CHOICES,
-    lambda rows, dims, itemsize: CHOICES[0],
-    dims=("n", "k"),
-)
-DSWIGLU = Space(
-    "mlp_dswiglu",  # of fc2
-    lambda dims, itemsize: CHOICES,
-    lambda rows, dims, itemsize: CHOICES[0],
-    dims=("n", "k"),
-)
+
+def _epilogue(name: str, least: int) -> Space:
+    """Whether the activation is the end of the GEMM, by default from so many rows on.
+
+    On an H200 both together gain 1 to 2 % of a training step of the MLPs of Llama-3.1-8B and Qwen3-8B at 8192 rows and
+    more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its tiles leave multiprocessors idle.
+    """
+    choices = [{"EPILOGUE": 0}, {"EPILOGUE": 1}]
+    return Space(
+        name,
+        lambda dims, itemsize: choices,
+        lambda rows, dims, itemsize: choices[rows >= least],
+        dims=("n", "k"),
+    )
+
+
+SWIGLU = _epilogue("mlp_swiglu", 4096)  # of fc1
+DSWIGLU = _epilogue("mlp_dswiglu", 512)  # of fc2's input gradient
 
 
 class DenseMLPSaved(NamedTuple):

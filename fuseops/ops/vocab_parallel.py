@@ -1,0 +1,104 @@
+"""Cross entropy over a vocabulary that is sharded over ranks: what `linear_cross_entropy` does with a DTensor weight.
+
+Each rank makes the logits of its classes, a chunk at a time, and of them three numbers a token (lse, the logit of the
+target where it is among them, the mean logit), which one all-gather brings together: lse of all is that of the ranks'
+lse. The gradient of x, of which each rank has a part, is added up over the ranks; that of the weight is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+
+from .collectives import AllGather
+from .local import Ranks, SumOfGradients
+
+if TYPE_CHECKING:
+    from .cross_entropy import LossOptions
+
+ROWS = ("lse", "log_probs", "entropy")
+ELSEWHERE = -1  # the target of a token whose class another rank has
+
+
+def sharded_cross_entropy(
+    local: Callable[..., Any],
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    options: LossOptions,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and what `options.publishes` names. The same on every rank.
+
+    local: `linear_cross_entropy`, for this rank's classes.  weight: a DTensor (V, D), `Shard(0)` over a mesh of one
+    dimension, and so bias (V,).  x, targets and class_weights: plain, the same on every rank.
+    Raises FuseOpsError for other placements, label smoothing, and gradients in the forward.
+    """
+    if options.label_smoothing or options.gradients == "forward":
+        given = "label_smoothing" if options.label_smoothing else 'gradients="forward"'
+        raise FuseOpsError(f"LinearCrossEntropy with a weight sharded over ranks has no {given}.")
+    mesh, first, count = _classes(weight)
+    ranks = Ranks(mesh)
+    mine = (targets >= first) & (targets < first + count)
+    _, lse, logp, entropy = local(
+        SumOfGradients.apply(x, ranks),  # type: ignore[no-untyped-call]
+        weight.to_local(),
+        torch.where(mine, targets - first, ELSEWHERE),
+        linear_bias=None if bias is None else _local_bias(bias),
+        ignore_index=ELSEWHERE,
+        reduction="sum",
+        soft_cap=options.soft_cap,
+        temperature=options.temperature,
+        publishes=ROWS,
+        chunk_bytes=options.chunk_bytes,
+    )
+    rows = torch.stack([lse, torch.where(mine, logp + lse, 0), lse - entropy])[None]
+    gathered = AllGather(mesh, dim=0, grad="replicate").fwd(rows).y  # (ranks, 3, ...)
+    parts, logits, expected = gathered.unbind(1)
+    lse = parts.logsumexp(0)
+    counts = targets != options.ignore_index
+    known = (targets >= 0) & (targets < weight.shape[0])
+    log_probs = torch.where(counts, logits.sum(0) - lse, 0)
+    log_probs = log_probs.masked_fill(counts & ~known, torch.nan)
+    entropy = lse - ((parts - lse).exp() * expected).sum(0)
+    published = {"lse": lse, "log_probs": log_probs, "entropy": entropy}
+    loss = torch.where(counts, options.z_loss * lse.square(), 0)
+    scale = counts.to(lse.dtype)
+    if class_weights is not None:
+        at = targets.clamp(0, len(class_weights) - 1)
+        scale = scale * class_weights.to(lse.dtype)[at]
+    loss = loss - scale * log_probs
+    if options.reduction != "none":
+        loss = loss.sum() / (scale.sum() if options.reduction == "mean" else 1)
+    return loss, {name: published[name] for name in options.publishes}
+
+
+def _classes(weight: Any) -> tuple[Any, int, int]:
+    """The mesh of a sharded weight, and of this rank's classes the first and how many.
+
+    Raises FuseOpsError for a weight that is laid out in another way.
+    """
+    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise FuseOpsError(
+            f"LinearCrossEntropy takes a weight (V, D) that is Shard(0) over a mesh of one dimension, got {placements} "
+            f"over {mesh}: distribute_tensor(weight, mesh['tp'], [Shard(0)])."
+        )
+    each = -(-weight.shape[0] // mesh.size())
+    return mesh, mesh.get_local_rank() * each, len(weight.to_local())
+
+
+def _local_bias(bias: Any) -> Tensor:
+    if not torch_private.is_dtensor(type(bias)) or not bias.placements[0].is_shard(0):
+        raise FuseOpsError(
+            "LinearCrossEntropy with a weight sharded over ranks takes a bias that is Shard(0) too."
+        )
+    part: Tensor = bias.to_local()
+    return part

@@ -1,0 +1,71 @@
+"""What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fuseops as fo
+
+
+def calls_in(run: Callable[[], Any]) -> int:
+    """Python functions that are called, the backward in this thread too."""
+    count = 0
+
+    def seen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call" and not frame.f_code.co_name.startswith("<")
+
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(seen)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+def step_of(model: nn.Module) -> int:
+    x = torch.randn(3, 16, requires_grad=True)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step(), step(), step()
+    return calls_in(step)
+
+
+def linears(count: int) -> int:
+    return step_of(fo.Sequential(*(fo.ops.Linear(16, 16, bias=False) for _ in range(count))))
+
+
+def test_a_repeated_step_looks_up_and_runs() -> None:
+    few, many = linears(2), linears(8)
+    assert (many - few) / 6 <= 4  # of an op: fwd, bwd, and what they call
+    assert few <= 56  # a third of them torch's
+
+
+def test_what_is_added_to_a_chain_adds_its_own_calls_alone() -> None:
+    """Rules that match are not asked again, and nobody looks at an op once for each of them."""
+
+    def blocks(count: int) -> int:
+        ops = (fo.ops.RMSNorm(16), fo.ops.Linear(16, 32), fo.ops.SwiGLU(), fo.ops.Linear(16, 16))
+        return step_of(fo.Sequential(*(fo.Residual(*ops) for _ in range(count))))
+
+    one, two, three = map(blocks, (1, 2, 3))
+    assert abs((three - two) - (two - one)) <= 8
+    assert three - two <= 200  # most of them in the twins of kernels
+
+
+def test_the_first_call_of_a_model_imports_no_compiler() -> None:
+    """The check of fused ops, on the meta device: torch would import dynamo and sympy, a second or two."""
+    code = """if True:
+        import sys, torch, fuseops as fo
+        ops = fo.ops.RMSNorm(16), fo.ops.Linear(16, 32), fo.ops.SwiGLU(), fo.ops.Linear(16, 16)
+        fo.Sequential(fo.Residual(*ops), fo.Residual(*ops))(torch.randn(3, 16))
+        assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -1,0 +1,161 @@
+"""Overrides for torchtitan, on stand-ins with the interface of its public classes: torchtitan is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+D, HIDDEN, EXPERTS = 8, 12, 3
+
+
+def stand_ins(named: bool, axes: bool, method: bool) -> dict[str, types.ModuleType]:
+    """Modules of torchtitan. named: its decorator takes a name; axes: weights are named by their axes; method: experts
+    compute in a method of their own.
+    """
+    registered: dict[str, Callable[[Any], Any]] = {}
+
+    def override(*, target: Any, exact: bool = False, description: str = "") -> Any:
+        assert exact and description
+        return lambda factory: registered.setdefault(factory.__name__, factory)
+
+    def with_name(name: str, *, target: Any, exact: bool = False, description: str = "") -> Any:
+        assert name.startswith("fuseops_")
+        return override(target=target, exact=exact, description=description)
+
+    def derive(cfg: Any, new: Any, **deltas: Any) -> Any:
+        return new(**{f.name: getattr(cfg, f.name) for f in fields(cfg)} | deltas)
+
+    class GroupedExperts(nn.Module):
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            dim: int
+            hidden_dim: int
+            num_experts: int
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            e, f, d = config.num_experts, config.hidden_dim, config.dim
+            shapes = {"w1": (e, f, d), "w2": (e, d, f), "w3": (e, f, d)}
+            ends = {"w1": "_EFD", "w2": "_EDF", "w3": "_EFD"}
+            for name, shape in shapes.items():
+                weight = nn.Parameter(torch.randn(shape) / 3)
+                self.register_parameter(name + ends[name] * axes, weight)
+
+        def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+            w1, w2, w3 = (p.bfloat16() for p in self.parameters())
+            parts = x.bfloat16().split(counts.tolist())
+            done = [
+                (F.silu(p @ a.T) * (p @ c.T)) @ b.T
+                for p, a, b, c in zip(parts, w1, w2, w3, strict=True)
+            ]
+            return torch.cat(done).type_as(x)
+
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            return self._experts_forward(x, counts) if method else self.compute(x, counts)
+
+        if method:
+
+            def _experts_forward(self, x: Tensor, counts: Tensor) -> Tensor:
+                return self.compute(x, counts)
+
+    class FeedForward(nn.Module):
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            dim: int
+            hidden_dim: int
+            bias: bool = False
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            d, f = config.dim, config.hidden_dim
+            self.w1, self.w3 = (nn.Linear(d, f, bias=config.bias) for _ in range(2))
+            self.w2 = nn.Linear(f, d, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def module(name: str, **held: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(held)
+        return made
+
+    found = [
+        module("torchtitan"),
+        module("torchtitan.config", override=with_name if named else override, derive=derive),
+        module("torchtitan.models"),
+        module("torchtitan.models.common"),
+        module("torchtitan.models.common.moe", GroupedExperts=GroupedExperts),
+        module("torchtitan.models.common.feed_forward", FeedForward=FeedForward),
+    ]
+    return {m.__name__: m for m in found}
+
+
+@pytest.fixture(params=[(True, False, False), (False, True, False), (True, True, True)], ids=str)
+def titan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The integration over stand-ins of one version."""
+    for name, module in stand_ins(*request.param).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "fuseops.integrations.torchtitan", raising=False)
+    yield importlib.import_module("fuseops.integrations.torchtitan")
+    sys.modules.pop("fuseops.integrations.torchtitan", None)
+
+
+def pair(stock: Any, config: Any, factory: Any) -> tuple[nn.Module, nn.Module]:
+    """The stock module and the overridden one, with the same weights under the same keys."""
+    torch.manual_seed(0)
+    made = stock(config)
+    replaced = factory(config)
+    module = sys.modules["fuseops.integrations.torchtitan"]
+    owners = (module.FusedExperts, module.FusedFeedForward)
+    (owner,) = (cls for cls in owners if vars(cls)["Config"] is type(replaced))
+    ours = owner(replaced)
+    ours.load_state_dict(made.state_dict())
+    return made, ours
+
+
+def check(stock: nn.Module, ours: nn.Module, *args: Tensor, tol: float) -> None:
+    results = []
+    for model in (stock, ours):
+        x = args[0].clone().requires_grad_()
+        y = model(x, *args[1:])
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for mine, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, want, rtol=tol, atol=tol * float(want.abs().max()))
+    assert [*ours.state_dict()] == [*stock.state_dict()]
+
+
+def test_experts_compute_what_the_stock_ones_do(titan: Any) -> None:
+    config = titan.GroupedExperts.Config(dim=D, hidden_dim=HIDDEN, num_experts=EXPERTS)
+    stock, ours = pair(titan.GroupedExperts, config, titan.grouped_experts)
+    counts = torch.tensor([4, 0, 7])
+    check(stock, ours, torch.randn(11, D), counts, tol=2e-2)
+    assert titan._mlp(
+        ours, {"fc1.weight": torch.empty(3, 24, 8), "fc2.weight": torch.empty(3, 8, 12)}
+    )
+    assert not [*ours.children()]  # what computes is no child
+
+
+def test_feed_forward_computes_what_the_stock_one_does(titan: Any) -> None:
+    config = titan.FeedForward.Config(dim=D, hidden_dim=HIDDEN)
+    stock, ours = pair(titan.FeedForward, config, titan.feed_forward)
+    check(stock, ours, torch.randn(2, 5, D), tol=1e-5)
+    assert [n for n, _ in ours.named_children()] == [n for n, _ in stock.named_children()]
+
+
+def test_a_layer_in_another_form_runs_as_the_stock_one(
+    titan: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = titan.FeedForward.Config(dim=D, hidden_dim=HIDDEN, bias=True)
+    stock, ours = pair(titan.FeedForward, config, titan.feed_forward)
+    check(stock, ours, torch.randn(5, D), tol=1e-6)
+    assert "w1 has a bias" in caplog.text
