@@ -6,9 +6,10 @@ The step is forward, loss and backward of a causal language model with labels, w
 sizes of Qwen3-30B-A3B with a vocabulary of 32768, and four of Llama-3.1-8B with its own, over 16384 tokens in sequences
 of 4096. All candidates share one set of parameters; stock runs with its own default, grouped GEMMs and SDPA. Candidates
 run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round; ratios are
-those of each round. Peak is what was allocated at once, less what the other candidates hold. First, small models of
-several families are compared with float32 (`checks`: the error of logits and gradients, stock's beside ours), and the
-layers that were replaced run where a wait for the device is an error.
+those of each round. `fuseops_fp8` runs under `Float8BlockScaling`, with weights quantized in the step. Peak is what was
+allocated at once, less what the other candidates hold. First, small models of several families are compared with
+float32 (`checks`: the error of logits and gradients, stock's beside ours), and the layers that were replaced run where
+a wait for the device is an error.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import fuseops as fo
 from fuseops.integrations import hf
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
     ),
 }  # fmt: skip
-CANDIDATES = ("stock", "stock_compiled", "fuseops", "fuseops_compiled")
+CANDIDATES = ("stock", "stock_compiled", "fuseops", "fuseops_compiled", "fuseops_fp8")
 SMALL: dict[str, Any] = dict(
     vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, num_experts_per_tok=2,
@@ -155,11 +157,16 @@ def steps(kind: str, names: list[str], batch: int, length: int) -> tuple[dict[st
         model = beside(stock).train()
         if name.startswith("fuseops"):
             report = hf.apply(model)
+        kept = name.endswith("fp8")
+        if kept:
+            fo.configure(model, recipe=fo.recipes.Float8BlockScaling(weights="step"))
         runs = torch.compile(model, dynamic=False) if name.endswith("compiled") else model
 
-        def step(model: Any = model, runs: Any = runs) -> None:
+        def step(model: Any = model, runs: Any = runs, kept: bool = kept) -> None:
             runs(tokens, labels=tokens).loss.backward()
             model.zero_grad()
+            if kept:  # as after a step of an optimizer: they are quantized in every step
+                fo.weights_changed(model)
 
         found[name] = step
     return found, report
@@ -191,7 +198,7 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     record["peak_gib"] = {name: round(peak(call), 2) for name, call in calls.items()}
     rounds = measure.in_turn(calls, options.rounds, options.span)
     record["us"] = measure.medians(rounds)
-    for ours in ("fuseops", "fuseops_compiled"):
+    for ours in ("fuseops", "fuseops_compiled", "fuseops_fp8"):
         if ours in rounds:
             peers = {name: us for name, us in rounds.items() if name != ours}
             record[f"over_{ours}"] = {

@@ -277,12 +277,12 @@ CASES = {
     "the end": (
         lambda: fo.Sequential(fo.ops.Linear(D, D)),
         "linear_act",
-        "the sequence ends, wanted SiLU | GELU | ReLU | SReLU",
+        "the sequence ends, wanted SiLU | GELU | QGELU | ReLU | SReLU",
     ),
     "a plain module": (
         lambda: fo.Sequential(fo.ops.Bias(D), nn.SiLU()),
         "bias_act",
-        "'1' is SiLU, a plain module, wanted SiLU | GELU | ReLU | SReLU",
+        "'1' is SiLU, a plain module, wanted SiLU | GELU | QGELU | ReLU | SReLU",
     ),
 }
 
@@ -344,7 +344,9 @@ def test_positions_count_the_whole_sequential() -> None:
     assert plan.segments == ((1, 2), (3, 5))
     # the planner counts within the run of ops that begins at 3
     near = [m for m in plan.misses if m.span == (3, 4) and m.rule == "linear_act"]
-    assert [m.reason for m in near] == ["op 4 is Dropout, wanted SiLU | GELU | ReLU | SReLU"]
+    assert [m.reason for m in near] == [
+        "op 4 is Dropout, wanted SiLU | GELU | QGELU | ReLU | SReLU"
+    ]
 
 
 def test_an_overlap_behind_a_plain_module_names_its_true_place() -> None:

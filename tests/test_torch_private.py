@@ -674,3 +674,21 @@ def test_watch_fsdp_tells_of_gathered_and_freed_parameters(monkeypatch: pytest.M
     first, second = told[1], told[3]
     assert first != second and told[0] == told[2] == told[5] == "original"
     assert told[4] is Param._unsharded_param
+
+
+def test_what_is_allowed_in_a_graph_is_not_looked_into() -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # an error of fullgraph, where dynamo sees it
+        return x + 1
+
+    torch_private.allow_in_graph(reads)
+    compiled = torch.compile(lambda x: reads(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_a_mode_that_traces_is_said_to_compile() -> None:
+    with torch_private.compiling():
+        assert not torch.compiler.is_compiling()
+    with DispatchMode(), torch_private.compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()

@@ -38,6 +38,7 @@ from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .dropout import apply_dropout as apply_dropout
 from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_mm_operand as fp8_mm_operand
 from .fp8 import fp8_wgrad as fp8_wgrad
 from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles

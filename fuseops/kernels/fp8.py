@@ -23,7 +23,7 @@ multiply them. No look at `offs` on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ from torch import Tensor
 from fuseops.kernels import reference
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
 from fuseops.kernels.fp8_launch import launch_mm, launch_wgrad
-from fuseops.kernels.fp8_paths import OUTPUTS
+from fuseops.kernels.fp8_paths import E4M3, OUTPUTS
 from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into
 from fuseops.kernels.grouped_launch import table_size
+from fuseops.kernels.quantize import quantize_blocks
 from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import require
+from fuseops.kernels.tiles import cdiv, require
 
 
 def _mm_fake(
@@ -147,6 +148,58 @@ def fp8_mm(
         x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
         dtype=dtype, fast=fast, otherwise=_multiplied, check=checked_mm,
     )  # fmt: skip
+
+
+def _codes_fake(x: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    y = _mm_fake(x, *operands, **options)
+    rows, n = y.shape
+    return x.new_empty(rows, n, dtype=E4M3), x.new_empty(cdiv(n, 128), rows, dtype=torch.float32)
+
+
+def _codes_cases() -> Iterator[tuple[Any, ...]]:
+    for *operands, dtype, fast in _whole(_mm_cases()):
+        if operands[4] == "block" and dtype == torch.bfloat16 and not fast:
+            yield tuple(operands)
+
+
+def _whole(cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Arguments of `fp8_mm` with those that were left out."""
+    for case in cases:
+        yield *case, *(None, None, None, torch.bfloat16, False)[len(case) - 5 :]
+
+
+@kernel_op(
+    twin=reference.fp8_mm_operand,
+    fake=_codes_fake,
+    flops=_mm_flops,
+    traces_twin=False,
+    cases=_codes_cases,
+)
+def fp8_mm_operand(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
+    if offs is not None and tiles is None:
+        tiles = group_tiles(offs, x.shape[0])
+    return launch_mm(
+        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
+        dtype=E4M3, fast=False, otherwise=_multiplied_codes, check=checked_mm,
+    )  # fmt: skip
+
+
+def _multiplied_codes(*operands: Any) -> tuple[Tensor, Tensor]:
+    """`fp8_mm_operand` of dequantized operands."""
+    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, _ = operands
+    y = _multiplied(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, torch.bfloat16)
+    data, _, scale, _ = quantize_blocks(y, E4M3, 1, "row", True)
+    return data, scale
 
 
 @kernel_op(

@@ -18,7 +18,7 @@ from fuseops.kernels.plans import Again, Plan, kept, kind, misaligned, places, p
 from fuseops.kernels.tiles import cdiv
 
 COOPERATIVE = "cooperative"
-Multiply = Callable[..., Tensor]
+Multiply = Callable[..., Any]
 
 
 def launch_mm(
@@ -35,8 +35,8 @@ def launch_mm(
     fast: bool,
     otherwise: Multiply,
     check: Check | None = None,
-) -> Tensor:
-    """The output of `fp8_mm`; `otherwise` multiplies where the kernel does not."""
+) -> Any:
+    """The output of `fp8_mm`; `otherwise` multiplies where the kernel does not. Of FP8 dtype (codes, scales)."""
     rows = x.shape[0]
     where = places(x, x_scale, weight, weight_scale, offs, tiles, bias)
     extra = None
@@ -62,11 +62,15 @@ def launch_mm(
     if plan.path != COOPERATIVE:
         return otherwise(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, dtype)
     y = x.new_empty(rows, weight.shape[-2], dtype=dtype)
+    y_scale = None
+    if dtype.itemsize == 1:
+        y_scale = x_scale.new_empty(weight.shape[-2] // 128, rows)
+        where = *where, y_scale.data_ptr()
     plan(
         (*where, y.data_ptr(), rows),
-        x, x_scale, weight, weight_scale, offs, tiles, bias, y,
+        x, x_scale, weight, weight_scale, offs, tiles, bias, y, y_scale,
     )  # fmt: skip
-    return y
+    return y if y_scale is None else (y, y_scale)
 
 
 def _scale_kind(scale: Tensor, scaling: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -118,6 +122,7 @@ def _mm_plan(
         tiles: Any,
         bias: Any,
         y: Any,
+        y_scale: Any,
     ) -> Again | None:
         rows = x.shape[0]
         num_m = cdiv(rows, block_m) if offs is None else rows // block_m + groups
@@ -129,7 +134,8 @@ def _mm_plan(
         out = y if dtype == torch.float32 else y_of(y)
         return prepared(
             (min(most, num_m * num_n),), y, x_of(x), w_of(weight), out, x_scale, weight_scale,
-            _or(bias, y), _or(offs, y), _or(tiles, y), *table, rows, groups, rows, n, blocks, *steps,
+            _or(bias, y), _or(y_scale, y), _or(offs, y), _or(tiles, y), *table, rows, groups, rows, n, blocks,
+            *steps,
         )  # fmt: skip
 
     return Plan(COOPERATIVE, run)
@@ -164,7 +170,7 @@ def launch_wgrad(
         if check is not None:
             operands = check(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles)
             return launch_wgrad(*operands, accumulate=accumulate, otherwise=otherwise)
-        path = fp8_paths.wgrad_path(dy, x, dw.dtype, scaling, offs is not None)
+        path = fp8_paths.wgrad_path(dy, x, dw.dtype)
         plan = Plan(path, lambda *_: None)
         if path == COOPERATIVE:
             plan = _wgrad_plan(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate)
@@ -215,7 +221,7 @@ def _wgrad_plan(
         right = x_scales_of(x_scale) if vectors else x_scale
         out = dw if dw.dtype == torch.float32 else dw_of(dw)
         return prepared(
-            grid, dw, dy_of(dy), x_of(x), out, left, right, dw, _or(offs, dw), _or(tiles, dw), 2, 0,
+            grid, dw, dy_of(dy), x_of(x), out, left, right, dw, dw, _or(offs, dw), _or(tiles, dw), 2, 0,
             columns, groups, n, k, cdiv(columns, 128), *steps,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseops.kernels import reference, tiles
+from fuseops.kernels import fp8_paths, reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.quantize import FORMATS, SM_89
@@ -32,21 +32,22 @@ SHIFT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _tile(warps: int, **more: int) -> Config:
-    return {"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": warps, **more}
+def _tile(warps: int, rows: int = BLOCK, **more: int) -> Config:
+    return {"BLOCK_R": rows, "BLOCK_N": BLOCK, "num_warps": warps, **more}
 
 
-def _space(name: str, *warps: int) -> Space:
-    """A tile is a square; what is open is how many threads hold it. On an H200 the first was the faster one."""
-    choices = [_tile(count) for count in warps]
+def _space(name: str, *choices: Config) -> Space:
+    """A tile with columns is a square; on an H200 the first choice was the faster one."""
     return Space(name, lambda dims, itemsize: choices)
 
 
-QUANTIZE = _space("quantize_operand", 8, 16)
-PERMUTE = _space("permute_operand", 8, 16)
-SWIGLU = _space("swiglu_operand", 16, 8)
-DSWIGLU = _space("dswiglu_operand", 8, 16)
-WEIGHT = _space("quantize_weight", 8, 16)
+QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
+PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
+SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
+SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
+DSWIGLU = _space("dswiglu_operand", _tile(16))
+DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
+WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
@@ -77,6 +78,8 @@ def _swiglu_cases() -> Iterator[tuple[Any, ...]]:
         h, probs = _meta(8190, 8192, dtype=dtype), _meta(8190, dtype=torch.float32)
         yield h, probs, None, FORMATS[fmt], True, False
         yield h, None, _OFFS(), FORMATS[fmt], True, True
+    codes = _meta(8190, 8192, dtype=FORMATS[0])
+    yield codes, probs, None, FORMATS[0], True, False, _meta(64, 8190, dtype=torch.float32)
 
 
 def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
@@ -84,6 +87,8 @@ def _dswiglu_cases() -> Iterator[tuple[Any, ...]]:
     for fmt in FORMATS:
         yield da, h, probs, _OFFS(), fmt, FORMATS[0]
     yield da, h, None, None, FORMATS[0], FORMATS[0]
+    scale, codes = _meta(64, 8190, dtype=torch.float32), _meta(8190, 8192, dtype=FORMATS[0])
+    yield da, codes, probs, _OFFS(), FORMATS[0], FORMATS[0], True, True, True, scale
 
 
 def _weight_cases() -> Iterator[tuple[Any, ...]]:
@@ -134,11 +139,14 @@ def permute_operand(
     if not (data.numel() and rows and (row or col)) or _uneven(n, data):
         return reference.permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
+    config = dict(PERMUTE.pick(rows, (n,), data))
+    groups = 1 if offs is None else len(offs)
+    parts = cdiv(blocks, groups * config.pop("SPAN"))
     launch(
-        device("operands").permute_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        device("operands").permute_operand_kernel, (parts * groups * cdiv(n, BLOCK),),
         data.contiguous(), scale.contiguous(), data if index is None else index.contiguous(), _ends(offs, data), *out,
-        rows, tokens, n, _groups(offs), ROW=row, COL=col, INDEX=index is not None,
-        **_by_group(offs), **overlap(data.device), **PERMUTE.pick(rows, (n,), data),
+        rows, tokens, n, groups, parts, ROW=row, COL=col, INDEX=index is not None, GROUPS=offs is not None,
+        **overlap(data.device), **config,
     )  # fmt: skip
     return out
 
@@ -151,18 +159,25 @@ def swiglu_operand(
     dtype: torch.dtype,
     row: bool = True,
     col: bool = False,
+    h_scale: Tensor | None = None,
 ) -> Four:
-    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
+    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)
+
+    h_scale: (ceil(2F/128), R) of an h that is codes, and stands for bfloat16 values.
+    """
     h = _rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
-    if not h.numel() or not (row or col) or _uneven(n, h):
-        return reference.swiglu_operand(h, probs, offs, dtype, row, col)
+    if not h.numel() or not (row or col) or _uneven(n, h) or not _split(h, h_scale):
+        return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
+    config = (SWIGLU if col else SWIGLU_ROWS).pick(rows, (n,), h)
+    if not col:  # rows alone: no group begins a tile of its own
+        offs, blocks = None, cdiv(rows, config["BLOCK_R"])
     launch(
-        device("operands").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
-        h, _probs(probs, h), _ends(offs, h), *out, rows, n, _groups(offs), h.stride(0),
-        SHIFT=SHIFT[dtype], SCALED=probs is not None, ROW=row, COL=col,
-        **_by_group(offs), **overlap(h.device), **SWIGLU.pick(rows, (n,), h),
+        device("fp8_swiglu").swiglu_operand_kernel, (blocks * cdiv(n, BLOCK),),
+        h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), _ends(offs, h), *out,
+        rows, n, _groups(offs), h.stride(0), SHIFT=SHIFT[dtype], SCALED=probs is not None, ROW=row, COL=col,
+        **_by_group(offs), **overlap(h.device), **config,
     )  # fmt: skip
     return out
 
@@ -178,25 +193,52 @@ def dswiglu_operand(
     row: bool = True,
     col: bool = True,
     act: bool = True,
+    h_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs)."""
+    """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs).
+
+    h_scale: (2F/128, R) of an h that is codes, and stands for bfloat16 values.
+    """
     da, h = _rows(da, dtype), _rows(h, a_dtype)
     rows, n = da.shape
     require(h.shape == (rows, 2 * n), f"h is {tuple(h.shape)}, expected {(rows, 2 * n)}.")
     if (
-        not h.numel() or n % BLOCK or h.itemsize != 2 or _uneven(n, h, da)
-    ):  # a square lies in one half
-        return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act)
+        not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
+        or _uneven(n, h, da) or not _split(h, h_scale)
+    ):  # a square lies in one half  # fmt: skip
+        return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
     (_, _, a, a_scale), _ = _outputs(h, rows, n, offs, a_dtype, False, act)
     partial = h.new_zeros(n // BLOCK if probs is not None else 0, rows, dtype=torch.float32)
-    launch(
-        device("operands").dswiglu_operand_kernel, (blocks * cdiv(n, BLOCK) * (2 + act),),
-        da, h, _probs(probs, h), _ends(offs, h), *out, a, a_scale, partial,
-        rows, n, _groups(offs), da.stride(0), h.stride(0),
-        SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], SCALED=probs is not None, ROW=row, COL=col, ACT=act,
-        **_by_group(offs), **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
-    )  # fmt: skip
+    operands = (
+        da,
+        h,
+        h if h_scale is None else h_scale.contiguous(),
+        _probs(probs, h),
+        _ends(offs, h),
+    )
+    wanted = {
+        "SCALED": probs is not None,
+        "ROW": row,
+        "COL": col,
+        "ACT": act,
+        "GROUPS": offs is not None,
+    }
+    if fp8_paths.dswiglu_path(da, h, dtype, a_dtype) == "once":
+        groups = 1 if offs is None else len(offs)
+        parts = cdiv(blocks, groups * DSWIGLU_ONCE.pick(rows, (n,), h)["SPAN"])
+        launch(
+            device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * (n // BLOCK),),
+            *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
+            **wanted, num_warps=4,
+        )  # fmt: skip
+    else:
+        launch(
+            device("fp8_swiglu").dswiglu_operand_kernel, (blocks * (n // BLOCK) * (2 + act),),
+            *operands, *out, a, a_scale, partial, rows, n, _groups(offs), da.stride(0), h.stride(0),
+            SHIFT=SHIFT[dtype], A_SHIFT=SHIFT[a_dtype], BLOCK_E=tiles.pow2(_groups(offs), least=32), **wanted,
+            **overlap(h.device), **DSWIGLU.pick(rows, (n,), h),
+        )  # fmt: skip
     dprobs = partial.sum(0) if probs is not None else partial.view(0)
     return *out, a, a_scale, dprobs
 
@@ -268,6 +310,19 @@ def _groups(offs: Tensor | None) -> int:
 
 def _by_group(offs: Tensor | None) -> dict[str, int | bool]:
     return {"GROUPS": offs is not None, "BLOCK_E": tiles.pow2(_groups(offs), least=32)}
+
+
+def _split(h: Tensor, h_scale: Tensor | None) -> bool:
+    """Whether no scale of codes h is of gates and of what they gate at once."""
+    if h_scale is None:
+        require(h.itemsize > 1, f"h is {h.dtype} without h_scale.")
+        return True
+    expected = cdiv(h.shape[1], BLOCK), len(h)
+    require(
+        h.dtype in FORMATS and h_scale.shape == expected,
+        f"h is {h.dtype} and h_scale {tuple(h_scale.shape)}, expected FP8 and {expected}.",
+    )
+    return h.shape[1] % (2 * BLOCK) == 0
 
 
 def _uneven(n: int, *tensors: Tensor) -> bool:

@@ -22,6 +22,14 @@ def fp8_samples(offs):
     columns = dy, torch.full((1, e), 0.5), cols, torch.full((1, e), 2.0), "square", offs
     return {
         "fp8_mm": (x, torch.full((1, 6), 2.0), w, torch.full((e, 1, 1), 0.5), "block", offs),
+        "fp8_mm_operand": (
+            x,
+            torch.full((1, 6), 2.0),
+            w,
+            torch.full((e, 1, 1), 0.5),
+            "block",
+            offs,
+        ),
         "fp8_wgrad": columns,
         "fp8_wgrad_into": (torch.randn(e, 16, 32), *columns),
     }

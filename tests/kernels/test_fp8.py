@@ -44,6 +44,25 @@ def test_forward(data, rows, n, k, seed, dtype, grouped, with_bias, with_tiles, 
 
 
 @pytest.mark.usefixtures("kernels")
+@given(st.data(), ROWS, SIZES, SIZES, SEEDS, st.booleans(), st.booleans())
+@fewer
+def test_forward_as_codes(data, rows, n, k, seed, grouped, with_bias):
+    """The codes stand for the product, to the half of a last place of theirs; those of padding for zeros."""
+    g = generator(seed)
+    offs = data.draw(ends(rows)) if grouped else None
+    operands = f8.of_mm(g, "block", rows, n, k, len(offs) if grouped else 0)
+    bias = torch.randn(operands[2].shape[:-1], generator=g).bfloat16() if with_bias else None
+    codes, scale = run(fp8.fp8_mm_operand, *operands, offs, None, bias)
+    want = fp8.fp8_mm.twin(*operands, offs, None, bias, torch.float32)
+    assert codes.shape == want.shape and scale.shape == (-(-n // 128), rows)
+    spread = scale.t().repeat_interleave(128, 1)[:, :n]
+    got, largest = codes.float() * spread, want.abs().max() if want.numel() else 0.0
+    assert ((got - want).abs() <= want.abs() / 16 + spread * 2.0**-10 + 1e-3 * largest).all()
+    if grouped:
+        assert not got[int(offs[-1]) :].any()
+
+
+@pytest.mark.usefixtures("kernels")
 @given(st.data(), ROWS, SIZES, SIZES, SEEDS, DTYPES, st.booleans(), st.booleans())
 @fewer
 def test_wgrad(data, rows, n, k, seed, dtype, grouped, accumulate):

@@ -98,6 +98,7 @@ class PeerMemory(Exchange):
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Exchange.not_copied | {"fabric"}
+    beside = False  # whether dX goes home on a stream of its own on GPUs, too: not measured yet
     fabric: Fabric | None = None
 
     def __init__(
@@ -162,7 +163,9 @@ class PeerMemory(Exchange):
 
     def start_dispatch_bwd(
         self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
+        if dx.is_cuda and not self.beside:
+            return None
         args = dx, dweights, experts, slots, arrivals
         if not dx.is_cuda:
             done = self.dispatch_bwd(*args)

@@ -22,7 +22,7 @@ from .fp8_rings import describe_codes as describe_codes
 from .fp8_rings import describe_rows as describe_rows
 from .fp8_rings import describe_vectors as describe_vectors
 from .fp8_rings import describe_weight as describe_weight
-from .fp8_stores import store_wave
+from .fp8_stores import store_wave, zero_scales
 from .grouped_dswiglu import column_halves
 from .grouped_pingpong import zero_padding
 
@@ -259,8 +259,8 @@ def multiply_tiles(
     do_not_specialize=["first_entry", "count_at", "rows", "E", "M", "blocks", "a_step", "b_step"]
 )
 def fp8_gemm_kernel(
-    out_ptr, a, b, out, a_scale, b_scale, bias_ptr, offs_ptr, tiles_ptr, first_entry, count_at,
-    rows, E, M, N, blocks, a_step, b_step,
+    out_ptr, a, b, out, a_scale, b_scale, bias_ptr, out_scale_ptr, offs_ptr, tiles_ptr,
+    first_entry, count_at, rows, E, M, N, blocks, a_step, b_step,
     WGRAD: gl.constexpr, GROUPED: gl.constexpr, SCALING: gl.constexpr, IN_PLACE: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -285,7 +285,11 @@ def fp8_gemm_kernel(
         mbarrier.init(empty.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
     if GROUPED and not WGRAD:
-        zero_padding(out_ptr, offs_ptr, rows, E, N)
+        if out_ptr.dtype.element_ty == gl.float8e4nv:
+            zero_padding(out_ptr.to(gl.pointer_type(gl.uint8)), offs_ptr, rows, E, N)
+            zero_scales(out_scale_ptr, offs_ptr, rows, E, N)
+        else:
+            zero_padding(out_ptr, offs_ptr, rows, E, N)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     if not GROUPED:
         total, each = num_m * num_n, num_m * num_n
@@ -295,12 +299,14 @@ def fp8_gemm_kernel(
         total, each = gl.load(tiles_ptr + count_at) * num_n, num_n
     problem = tiles_ptr + first_entry, offs_ptr, total, each, rows, blocks, num_m, num_n
     ring = a_ring, b_ring, a_scales, b_scales, empty, ready
-    ends = a_scale, b_scale, bias_ptr, a_step, b_step
+    ends = a_scale, b_scale, bias_ptr, a_step, b_step, out_scale_ptr, rows
     # fmt: off
     if out_ptr.dtype.element_ty == gl.float32:
         out0, out1 = (out_ptr, out, out), (out_ptr, out, out)
     else:
-        BUFFERS: gl.constexpr = [2 if not IN_PLACE else 1, 64, BLOCK]
+        # one of a consumer with one wave: two tiles without products in between follow at once, into one buffer
+        ONE: gl.constexpr = IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK
+        BUFFERS: gl.constexpr = [1 if ONE else 2, 64, BLOCK]
         buffers0 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         buffers1 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         out0, out1 = (out_ptr, out, buffers0), (out_ptr, out, buffers1)

@@ -49,10 +49,15 @@ def describe_vectors(t, rows):
 
 
 def describe_rows(t):
-    """Rows (R, N) that form groups, in parts of 64 x 64: see `ragged`."""
+    """Rows (R, N) that form groups, in parts of 64 x 64, of codes 64 x 128: see `ragged`."""
     stride = t.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, t.shape[1]]
-    return Descriptor(t, shape, [2**34 - stride, stride, stride, 1], [1, 1, 64, 64])
+    shape, strides = (
+        [0x7FFF0000, 0x7FFF0000, 1 << 30, t.shape[1]],
+        [2**34 - stride, stride, stride, 1],
+    )
+    if t.itemsize == 1:
+        return Codes(t, shape, strides, [1, 1, 64, 128])
+    return Descriptor(t, shape, strides, [1, 1, 64, 64])
 
 
 def describe_weight(t):

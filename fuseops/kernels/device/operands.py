@@ -7,7 +7,6 @@ codes of one feature meet in one thread and travel to their place in the transpo
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.act import act_slope
 from fuseops.kernels.device.quantize import amax_of, widened
 from fuseops.kernels.device.quantize_columns import group_at_block, store_columns
 from fuseops.kernels.device.reduce import overlapped
@@ -177,155 +176,67 @@ def gather_codes(
     return q.to(data_ptr.dtype.element_ty, bitcast=True), scale
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit
+def blocks_of_part(program, offs_ptr, R, E, parts, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(its first and last block of tokens, the first token and the end of its group, where that group's blocks begin,
+    the number of blocks) of one of ``parts`` equal parts of a group.
+
+    Programs that run together take the same part of all groups. Where a group's rows are in order of their tokens,
+    these are copies of the same tokens, which memory is read for once.
+    """
+    part, group = program, 0
+    begin, end, first = R * 0, R, R * 0
+    last = tl.cdiv(R, BLOCK_R)
+    total = last
+    if GROUPS:
+        part, group = program // E, program % E
+        begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+        end = tl.load(offs_ptr + group)
+        first = begin // BLOCK_R + group
+        total = R // BLOCK_R + E
+        last = tl.where(group == E - 1, total, end // BLOCK_R + group + 1)
+        end = tl.minimum(end, R)
+    size = last - first
+    return (
+        first + size * part // parts,
+        first + size * (part + 1) // parts,
+        begin,
+        end,
+        first,
+        total,
+    )
+
+
+@triton.jit(do_not_specialize=["R", "T", "parts"])
 def permute_operand_kernel(
-    data_ptr, scale_ptr, index_ptr, offs_ptr, row_ptr, row_scale_ptr, col_ptr, square_ptr, R, T, N, E,
+    data_ptr, scale_ptr, index_ptr, offs_ptr, row_ptr, row_scale_ptr, col_ptr, square_ptr,
+    R, T, N, E, parts,
     ROW: tl.constexpr, COL: tl.constexpr, INDEX: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     overlapped(PDL)
     pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
+    first, last, begin, end, origin, blocks = blocks_of_part(
+        pid // num_n, offs_ptr, R, E, parts, GROUPS, BLOCK_R
+    )
     col0 = pid % num_n * BLOCK_N
-    qa, sa = gather_codes(
-        data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-    )
-    qb, sb = gather_codes(
-        data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-    )
-    qc, sc = gather_codes(
-        data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-    )
-    qd, sd = gather_codes(
-        data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
-    )
-    store_operand(
-        qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, row_scale_ptr, col_ptr, square_ptr,
-        row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-
-
-@triton.jit
-def swiglu_slice(
-    h_ptr, probs_ptr, J: tl.constexpr, row0, end, col0, F, stride_h,
-    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Slice J of swiglu(h), times the probability of its tokens, rounded as h is."""
-    gate = load_tokens(h_ptr, J, row0, end, col0, F, 0, stride_h, BLOCK_R, BLOCK_N)
-    up = load_tokens(h_ptr, J, row0, end, col0, F, F, stride_h, BLOCK_R, BLOCK_N)
-    y, _ = act_slope(gate.to(tl.float32), "silu", 0.0, 0.0)
-    y *= up.to(tl.float32)
-    if SCALED:
-        r = row0 + tl.arange(0, BLOCK_R // 4) * 4 + J
-        y *= tl.load(probs_ptr + r, mask=r < end, other=0.0)[:, None]
-    return y.to(h_ptr.dtype.element_ty)
-
-
-@triton.jit(do_not_specialize=["R"])
-def swiglu_operand_kernel(
-    h_ptr, probs_ptr, offs_ptr, row_ptr, scale_ptr, col_ptr, square_ptr, R, N, E, stride_h,
-    SHIFT: tl.constexpr, SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    overlapped(PDL)
-    pid, num_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
-    col0 = pid % num_n * BLOCK_N
-    a = swiglu_slice(h_ptr, probs_ptr, 0, row0, end, col0, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qa, sa = coded(a, row_ptr, SHIFT)
-    b = swiglu_slice(h_ptr, probs_ptr, 1, row0, end, col0, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qb, sb = coded(b, row_ptr, SHIFT)
-    c = swiglu_slice(h_ptr, probs_ptr, 2, row0, end, col0, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qc, sc = coded(c, row_ptr, SHIFT)
-    d = swiglu_slice(h_ptr, probs_ptr, 3, row0, end, col0, N, stride_h, SCALED, BLOCK_R, BLOCK_N)
-    qd, sd = coded(d, row_ptr, SHIFT)
-    store_operand(
-        qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
-        row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-
-
-@triton.jit
-def dswiglu_slice(
-    da_ptr, h_ptr, probs_ptr, partial_ptr, dh_ptr, a_ptr, part, J: tl.constexpr, row0, end, col0, R, F,
-    stride_da, stride_h, SHIFT: tl.constexpr, A_SHIFT: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """(bits of codes, scales) of dgate, dup or swiglu(h) * probs in slice J, which are rounded as h is before; what it
-    adds to dprobs goes to ``partial``.
-    """
-    da = load_tokens(da_ptr, J, row0, end, col0, F, 0, stride_da, BLOCK_R, BLOCK_N).to(tl.float32)
-    gate = load_tokens(h_ptr, J, row0, end, col0, F, 0, stride_h, BLOCK_R, BLOCK_N)
-    up = load_tokens(h_ptr, J, row0, end, col0, F, F, stride_h, BLOCK_R, BLOCK_N).to(tl.float32)
-    f, df = act_slope(gate.to(tl.float32), "silu", 0.0, 0.0)
-    y, dy = f * up, da
-    if SCALED:
-        r, _, mask = slice_mask(J, row0, end, col0, F, BLOCK_R, BLOCK_N)
-        if part == 0:
-            block = (col0 // BLOCK_N).to(tl.int64)
-            dot = tl.sum(tl.where(mask, da * y, 0.0), axis=1)
-            tl.store(partial_ptr + block * R + r, dot, mask=r < end)
-        probs = tl.load(probs_ptr + r, mask=r < end, other=0.0)[:, None]
-        dy, y = da * probs, y * probs
-    value = tl.where(part == 0, dy * df * up, tl.where(part == 1, dy * f, y))
-    value = value.to(h_ptr.dtype.element_ty)
-    if part == 2:
-        q, scale = coded(value, a_ptr, A_SHIFT)
-        bits = q.to(tl.uint8, bitcast=True)
-    else:
-        q_dh, scale = coded(value, dh_ptr, SHIFT)
-        bits = q_dh.to(tl.uint8, bitcast=True)
-    return bits, scale
-
-
-@triton.jit(do_not_specialize=["R"])
-def dswiglu_operand_kernel(
-    da_ptr, h_ptr, probs_ptr, offs_ptr, row_ptr, scale_ptr, col_ptr, square_ptr, a_ptr, a_square_ptr,
-    partial_ptr, R, N, E, stride_da, stride_h,
-    SHIFT: tl.constexpr, A_SHIFT: tl.constexpr, SCALED: tl.constexpr,
-    ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Programs side by side make dgate, dup and the activation of one tile: in one they would fill the registers, and
-    what they read again is in the cache.
-    """
-    overlapped(PDL)
-    PARTS: tl.constexpr = 2 + ACT
-    part, pid, num_n = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.cdiv(N, BLOCK_N)
-    block, row0, end, blocks = tile_of_block(pid, num_n, offs_ptr, R, E, GROUPS, BLOCK_E, BLOCK_R)
-    col0 = pid % num_n * BLOCK_N
-    qa, sa = dswiglu_slice(
-        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 0, row0, end, col0, R, N,
-        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-    qb, sb = dswiglu_slice(
-        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 1, row0, end, col0, R, N,
-        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-    qc, sc = dswiglu_slice(
-        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 2, row0, end, col0, R, N,
-        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-    qd, sd = dswiglu_slice(
-        da_ptr, h_ptr, probs_ptr, partial_ptr, row_ptr, a_ptr, part, 3, row0, end, col0, R, N,
-        stride_da, stride_h, SHIFT, A_SHIFT, SCALED, BLOCK_R, BLOCK_N,
-    )  # fmt: skip
-    if part == 2:
-        kind: tl.constexpr = a_ptr.dtype.element_ty
+    for block in range(first, last):
+        row0 = begin + (block - origin) * BLOCK_R
+        qa, sa = gather_codes(
+            data_ptr, scale_ptr, index_ptr, 0, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+        )
+        qb, sb = gather_codes(
+            data_ptr, scale_ptr, index_ptr, 1, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+        )
+        qc, sc = gather_codes(
+            data_ptr, scale_ptr, index_ptr, 2, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+        )
+        qd, sd = gather_codes(
+            data_ptr, scale_ptr, index_ptr, 3, row0, end, col0, T, N, INDEX, BLOCK_R, BLOCK_N
+        )
         store_operand(
-            qa.to(kind, bitcast=True), qb.to(kind, bitcast=True),
-            qc.to(kind, bitcast=True), qd.to(kind, bitcast=True),
-            sa, sb, sc, sd, a_ptr, a_square_ptr, a_ptr, a_square_ptr,
-            row0, end, col0, R, N, col0 * 0, N, block, blocks, False, ACT, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-    else:
-        kind_dh: tl.constexpr = row_ptr.dtype.element_ty
-        store_operand(
-            qa.to(kind_dh, bitcast=True), qb.to(kind_dh, bitcast=True),
-            qc.to(kind_dh, bitcast=True), qd.to(kind_dh, bitcast=True),
-            sa, sb, sc, sd, row_ptr, scale_ptr, col_ptr, square_ptr,
-            row0, end, col0, R, N, part * N, 2 * N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
+            qa, qb, qc, qd, sa, sb, sc, sd, row_ptr, row_scale_ptr, col_ptr, square_ptr,
+            row0, end, col0, R, N, col0 * 0, N, block, blocks, ROW, COL, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
 

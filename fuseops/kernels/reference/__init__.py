@@ -28,6 +28,7 @@ from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm
+from .fp8 import fp8_mm_operand as fp8_mm_operand
 from .fp8 import fp8_wgrad as fp8_wgrad
 from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .grouped import _bounds, group_of_row, grouped_mm
-from .quantize import BLOCK
+from .quantize import BLOCK, quantize_blocks
 
 
 def dequantize(
@@ -69,6 +69,22 @@ def fp8_mm(
         y = left @ right.t()
         return (y if bias is None else y + bias).to(dtype)
     return grouped_mm(left, right, offs, None, bias).to(dtype)
+
+
+def fp8_mm_operand(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scaling: str,
+    offs: Tensor | None = None,
+    tiles: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fp8_mm`, in bf16, as e4m3 codes (R, N) and scales (ceil(N/128), R)."""
+    y = fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
+    data, _, scale, _ = quantize_blocks(y, torch.float8_e4m3fn, 1, "row", True)
+    return data, scale
 
 
 def column_bounds(offs: Tensor) -> list[tuple[int, int]]:

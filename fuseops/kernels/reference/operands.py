@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import act_fwd, scaled_act_bwd, scaled_act_fwd
+from .fp8 import dequantize
 from .grouped import group_of_row, padding_mask
 from .quantize import (
     BLOCK,
@@ -131,6 +132,10 @@ def _nothing(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
 
 
+def _values(h: Tensor, scale: Tensor | None) -> Tensor:
+    return h if scale is None else dequantize(h, scale, "block", torch.bfloat16)
+
+
 def swiglu_operand(
     h: Tensor,
     probs: Tensor | None,
@@ -138,8 +143,13 @@ def swiglu_operand(
     dtype: torch.dtype,
     row: bool = True,
     col: bool = False,
+    h_scale: Tensor | None = None,
 ) -> Four:
-    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)"""
+    """`quantize_operand` of swiglu(h) (* probs), rounded as h is.   (R, 2F), (R,) -> over (R, F)
+
+    With h_scale h is codes, which stand for bfloat16 values.
+    """
+    h = _values(h, h_scale)
     a = act_fwd(h, "swiglu") if probs is None else scaled_act_fwd(h, probs, "swiglu")
     if col:
         return quantize_operand(a, offs, dtype, row)
@@ -157,12 +167,14 @@ def dswiglu_operand(
     row: bool = True,
     col: bool = True,
     act: bool = True,
+    h_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(`quantize_operand` of dh, columns of a with their scales, dprobs) of a = swiglu(h) (* probs), each rounded as h
     is before it is quantized.   (R, F), (R, 2F), (R,) -> over (R, 2F), (R, F), (R,)
 
     What is not wanted is empty, and dprobs without probs; of padding rows dprobs is zero.
     """
+    h = _values(h, h_scale)
     by = torch.ones(h.shape[0], device=h.device) if probs is None else probs
     dh, dprobs, a = scaled_act_bwd(da, h, by, "swiglu", probs is not None, True)
     rows = quantize_operand(dh, offs, dtype, row) if row or col else None

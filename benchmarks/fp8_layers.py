@@ -1,0 +1,152 @@
+"""Expert MLPs and whole MoE layers in FP8 beside the same in bf16, ours and torch's.
+
+    python benchmarks/fp8_layers.py --out benchmarks/results/fp8_layers_h200.json
+
+`mlp/`: fc1, SwiGLU times probability, fc2 over rows sorted by expert, with splits that are uniform at random, by Zipf's
+law, and with two empty groups. `layer/`: router, top-k softmax, gather, the experts and combine. All candidates share
+one set of parameters. "fp8" quantizes weights in the step, where each is read; "fp8_kept" has them from the
+micro-batch before; "fp8_hidden" is "fp8_kept" with h saved as codes; "torch" is `F.grouped_mm` in bf16, eager.
+Candidates run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round;
+ratios are bf16's time over theirs, round by round. Bytes are those that a forward leaves beyond its inputs and its
+output, and those that a step takes at most. `wrong` are relative errors of y and of the gradients beside bf16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from functools import partial
+from typing import Any
+
+import grouped_mlp
+import layers
+import measure
+import moe_layer
+import torch
+from grouped_problems import SPLITS, split
+
+import fuseops as fo
+
+Block = fo.recipes.Float8BlockScaling
+RECIPES = {
+    "fp8": Block(),
+    "fp8_kept": Block(weights="step"),
+    "fp8_hidden": Block(weights="step", hidden="float8"),
+}
+LAYERS = {
+    **moe_layer.SHAPES,
+    "qwen3_8k": (8192, 2048, 768, 128, 8),
+    "dsv3_ep8": (8192, 7168, 2048, 32, 8),
+}
+MLPS = ("mixtral", "dsv3_ep8", "qwen3_30b", "sonic_30b", "qwen3_30b_8k", "sonic_7b")
+ORDER = ("mixtral", "dsv3_ep8", "qwen3_30b", "sonic_30b", "qwen3_8k", "sonic_7b")
+
+
+def names() -> list[str]:
+    """The cells: first those that the issue has bars for."""
+    found = [f"layer/{shape}" for shape in ORDER] + [f"mlp/{shape}/uniform" for shape in MLPS]
+    return found + [f"mlp/{shape}/{how}" for how in SPLITS[1:] for shape in MLPS]
+
+
+def in_precision(module: Any, recipe: Any) -> Any:
+    """The module over the same parameters, under a recipe of its own."""
+    same = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    fo.configure(same, recipe=recipe)
+    return same
+
+
+class Cell:
+    """One shape: forwards by candidate, what they differentiate, and their FLOPs."""
+
+    def __init__(self, name: str) -> None:
+        kind, shape, *how = name.split("/")
+        if kind == "layer":
+            self.p: Any = moe_layer.Problem(*LAYERS[shape])
+            self.module, self.given = self.p.moe, (self.p.x,)
+            self.args: tuple[Any, ...] = (self.p.x,)
+            plain = partial(moe_layer.peer, *self.p.leaves, self.p.k)
+        else:
+            self.p = grouped_mlp.Problem(*grouped_mlp.SHAPES[shape])
+            groups, rows, *_ = grouped_mlp.SHAPES[shape]
+            self.p.offs.copy_(split(how[0], groups, rows))
+            self.p.routing = fo.Routing(self.p.offs, self.p.probs)
+            self.module, self.given = self.p.mlp, (self.p.x, self.p.probs, self.p.offs)
+            self.args = (self.p.x, self.p.routing)
+            plain = partial(grouped_mlp.peer, *self.p.leaves, self.p.offs)
+        modules = {name: in_precision(self.module, recipe) for name, recipe in RECIPES.items()}
+        modules = {"bf16": self.module, **modules}
+        self.forwards = {
+            **{name: partial(module, *self.args) for name, module in modules.items()},
+            "torch": plain,
+        }
+
+    def results(self, forward: measure.Call) -> list[torch.Tensor]:
+        layers.training_step(forward, self.p.dy, self.p.leaves)()
+        grads = [leaf.grad for leaf in self.p.leaves]
+        for leaf in self.p.leaves:
+            leaf.grad = None
+        return [forward().detach(), *grads]
+
+    def errors(self, record: dict[str, Any]) -> dict[str, list[float]]:
+        right, found = self.results(self.forwards["bf16"]), {}
+        for name in list(self.forwards):
+            try:
+                got = self.results(self.forwards[name])
+                pairs = zip(got, right, strict=True)
+                found[name] = [round(measure.relative_error(a, b), 5) for a, b in pairs]
+            except Exception as error:  # reported, not hidden
+                record["failed"][name] = f"{type(error).__name__}: {error}"[:500]
+                del self.forwards[name]
+            got = None
+        return found
+
+
+def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    c = Cell(name)
+    record: dict[str, Any] = {"failed": {}}
+    record["errors"] = c.errors(record)
+    forwards = {n: f for n, f in c.forwards.items() if n in options.candidates}
+    steps = {n: layers.training_step(f, c.p.dy, c.p.leaves) for n, f in forwards.items()}
+    record["saved_bytes"] = {n: layers.held_bytes(f) for n, f in forwards.items()}
+    record["peak_bytes"] = {n: layers.peak_bytes(s, c.p.leaves) for n, s in steps.items()}
+    record |= layers.times(forwards, steps, (), c.p.flops, ratios, options)
+    if options.profile:
+        record["kernels"] = {n: layers.kernels(s) for n, s in steps.items() if n != "torch"}
+    return record
+
+
+def ratios(us: measure.Rounds) -> dict[str, Any]:
+    """bf16's time over that of every other candidate."""
+    return {name: measure.paired(us[name], us["bf16"]) for name in us if name != "bf16"}
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """Of every cell the ratios of time, saved bytes and peaks to those of bf16."""
+    found = {}
+    for name, record in cells.items():
+        if "ratios" not in record:
+            continue
+        for what, each in record["ratios"].items():
+            found[f"{name}/{what}"] = each
+        for what in ("saved_bytes", "peak_bytes"):
+            of = record[what]
+            found[f"{name}/{what}"] = {
+                n: round(size / of["bf16"], 4) for n, size in of.items() if n != "bf16"
+            }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    layers.add_options(parser, names())
+    layers.add_step_options(parser)
+    every = ("bf16", *RECIPES, "torch")
+    parser.add_argument("--candidates", nargs="*", default=every, choices=every)
+    options = parser.parse_args()
+    options.candidates = {"bf16", *options.candidates}
+    report = {"environment": measure.environment()}
+    layers.run_cells(options, report, lambda name: cell(name, options), summary)
+
+
+if __name__ == "__main__":
+    main()
