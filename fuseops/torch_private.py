@@ -370,6 +370,18 @@ def never_compile(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.disable(function)`, which imports dynamo (half a second): where dynamo is, is soon enough."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    never_compile(outside)
+    return outside
+
+
 def compiled_region() -> list[torch.nn.Module] | None:
     """Inside a pack hook: the modules whose forwards run, innermost first, if a node that torch.compile
     made is what saves. Else None. A compiled forward calls no hooks; its frames know the modules.

@@ -367,3 +367,12 @@ def test_sizes_that_are_all_symbols_compile() -> None:
         x = torch.randn(rows, 16)
         for ours, eager in zip(step(run, model, x, {}), step(model, model, x, {}), strict=True):
             torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16), (16,)])
+def test_conditions_know_the_axes_of_x_in_a_trace(shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    model, x = residual(), torch.randn(*shape)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ours, eager in zip(step(run, model, x, {}), step(model, model, x, {}), strict=True):
+        torch.testing.assert_close(ours, eager)

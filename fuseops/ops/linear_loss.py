@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.cross_entropy import add_product
 from fuseops.kernels.reference.cross_entropy import row_chunks
@@ -32,7 +33,7 @@ class LinearLossSaved(NamedTuple):
     bias: Tensor | None
 
 
-@torch.compiler.disable
+@torch_private.disabled
 def linear_loss(
     loss: Loss,
     input: Tensor,

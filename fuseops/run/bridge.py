@@ -295,7 +295,7 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
-            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+            before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
             try:
                 y, saved, ctx.entered = run_forward(seg, x, t, live.once)
             finally:
@@ -350,7 +350,7 @@ def _backward_in(
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, Once())
     here = registry.thread
-    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
+    before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
@@ -367,6 +367,11 @@ def _backward_in(
 
 
 _apply = torch_private.direct_apply(Node)
+
+
+def _launches(seg: Segment) -> bool:
+    """Whether kernels may run on the device of a segment."""
+    return registry.INTERPRET or seg.device != "cpu"
 
 
 def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:

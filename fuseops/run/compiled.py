@@ -23,6 +23,7 @@ from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
 from fuseops.plan.segment import Segment, is_own
+from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 from . import bridge
 from .composed import Composed
@@ -103,11 +104,11 @@ def _run(
     facts = tuple([_facts(runner, at, i, op) for i, op in enumerate(ops)])
     key = tuple(key_of(facts, outside, x, env, tokens, live))
     entry = told(runner, "entry", at, key)
-    reasons: tuple[str | None, ...] = ()
-    if told(runner, "conditional", entry):
+    reasons: tuple[str | None, ...] | None = None
+    if told(runner, "conditional", at, entry, x.dtype, x.dim()):
         reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
     same = [_same(runner, at, i, op) for i, op in enumerate(ops)]
-    plan = told(runner, "plan", at, entry, reasons)
+    plan = told(runner, "plan", at, entry, reasons, x.dtype, x.dim())
     for k in range(told(runner, "segments", plan)):
         how = told(runner, "how", plan, k, tuple(same))
         if how == "tap":
@@ -252,6 +253,32 @@ def told(runner: int, what: str, *about: Any) -> Any:
     return getattr(Told(alive(runner)), what)(*about)
 
 
+class Rows:
+    """A number of rows that is not known: a condition that reads it raises TypeError."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __mul__(self, other: Any) -> Rows:
+        return self
+
+    __rmul__ = __mul__
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not known")
+
+    def __bool__(self) -> bool:
+        raise TypeError("not known")
+
+
+class Unsized(NamedTuple):
+    """What conditions are told of x, in a trace."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_cuda: bool
+
+
 class Told:
     """What traced code asks the planner."""
 
@@ -361,13 +388,43 @@ class Told:
         facts = tuple([(kind, *rest) for kind, rest in zip(kinds, key[0], strict=True)])
         return run.numbered(run.entry((facts, *key[1:])))
 
-    def conditional(self, entry: int) -> bool:
-        return bool(TABLE[entry].scan.candidates or TABLE[entry].layers)
+    def conditional(self, piece: int, entry: int, dtype: torch.dtype, axes: int) -> bool:
+        """Whether the plan of an entry depends on a size that may be a symbol."""
+        return self._reasons(piece, entry, dtype, axes) is None
 
-    def plan(self, piece: int, entry: int, reasons: tuple[str | None, ...]) -> int:
+    def _reasons(
+        self, piece: int, entry: int, dtype: torch.dtype, axes: int
+    ) -> tuple[str | None, ...] | None:
+        """Why candidates may not fire, None where that depends on how many rows there are."""
+        known, run = TABLE[entry], self._run(piece)
+        if not (known.scan.candidates or known.layers):
+            return ()
+        first = next((op for op in run.ops if not op.alias), run.ops[0])
+        widths = getattr(first, "normalized_shape", None) or (getattr(first, "in_features", None),)
+        if known.layers or run.chain.outside or len(widths) != 1 or widths[0] is None:
+            return None
+        if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
+            return None  # a user's condition may read the shape
+        device = known.facts.device
+        x: Any = Unsized((*[Rows()] * (axes - 1), *widths), dtype, device, device.type == "cuda")
+        try:
+            return run.reasons(known, x, {})
+        except TypeError:
+            return None
+
+    def plan(
+        self,
+        piece: int,
+        entry: int,
+        reasons: tuple[str | None, ...] | None,
+        dtype: torch.dtype,
+        axes: int,
+    ) -> int:
         """The number of the plan of an entry, given the outcome of its conditions."""
         run = self._run(piece)
-        plan = run.plan_of(TABLE[entry], reasons)
+        if reasons is None:
+            reasons = self._reasons(piece, entry, dtype, axes)
+        plan = run.plan_of(TABLE[entry], reasons)  # type: ignore[arg-type]
         for segment in plan.segments:
             segment.number = segment.number or run.numbered(segment)
         return run.numbered(plan)
