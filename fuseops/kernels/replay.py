@@ -154,19 +154,19 @@ class Replay:
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         """Launch as the launcher does, and get ready to do it without Triton's look at every argument."""
         launchers = []
-        for kernel, grid, args, options in self.programs:  # type: ignore[union-attr]
+        programs = self.programs or []
+        for kernel, grid, args, options in programs:
             given = [_argument(a, tensors) for a in args]
             launchers.append(self.launch(kernel, grid, given, options))  # type: ignore[misc]
         if launchers and None not in launchers and self.again == self._checked:
-            self.again = self._written(launchers, tensors)
+            self.again = self._written(programs, launchers, tensors)
 
     def _written(
-        self, launchers: Sequence[Launcher], tensors: Sequence[Tensor]
+        self, programs: Sequence[Launch], launchers: Sequence[Launcher], tensors: Sequence[Tensor]
     ) -> Callable[..., Any]:
         """A function for operands of this kind, written out: it checks, allocates and launches, and nothing else. Loops
         over operands would take several times as long as the launches.
         """
-        assert self.programs is not None
         given = [f"a{k}" for k in range(self.count)]
         scalars = self.rest_of(given)
         tensors_of = self.tensors_of(given)
@@ -193,7 +193,7 @@ class Replay:
             lines.append(f" t{k} = empty({shape}, {strides}, {_constant(dtype, known)})")
             lines.append(f" p{k} = t{k}.data_ptr()")
         lines.append(" stream = stream_of(index)")
-        for launcher, (_, grid, args, _) in zip(launchers, self.programs, strict=True):
+        for launcher, (_, grid, args, _) in zip(launchers, programs, strict=True):
             operands = [_constant(number, known) for number in (*grid, 1, 1)[:3]]
             operands += ["stream", *[_constant(part, known) for part in launcher.head]]
             maps = 0

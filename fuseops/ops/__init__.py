@@ -1,8 +1,8 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, cross_entropy,
-                  collectives
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, collectives
+the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights over ranks), linear_loss (one's own)
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
                   what an op computes with), halves (of gated MLPs that are sharded)

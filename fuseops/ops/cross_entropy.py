@@ -14,8 +14,9 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 
 from .checks import check_width
+from .loss_options import ROWS, LossOptions
 from .op import Call, Grads, Op, Out, Shape
-from .vocab_parallel import ROWS, sharded_cross_entropy
+from .vocab_parallel import sharded_cross_entropy
 
 CHUNK_BYTES = 512 << 20
 
@@ -35,40 +36,6 @@ class LinearCrossEntropySaved(NamedTuple):
     lse: Tensor | None  # (N,) float32
     expected: Tensor | None  # (N,) float32: the mean logit, of which entropy = lse - expected
     ends: tuple[list[float], int, int] | None  # what the kernels were told of the loss
-
-
-class LossOptions(NamedTuple):
-    """What `LinearCrossEntropy` and `linear_cross_entropy` are told of the loss."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    soft_cap: float | None
-    temperature: float
-    reduction: str
-    publishes: tuple[str, ...]
-    gradients: str | None
-    chunk_bytes: int
-
-    def check(self) -> None:
-        """Raise FuseOpsError for an option that means nothing."""
-        cap, published = self.soft_cap, self.publishes
-        known = not isinstance(published, str) and {*published} <= {*ROWS}
-        ways = '"forward", "backward" or None'
-        fits = {
-            "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),
-            "label_smoothing": (0 <= self.label_smoothing <= 1, "a fraction"),
-            "soft_cap": (cap is None or cap > 0, "above zero, or None"),
-            "temperature": (self.temperature > 0, "above zero"),
-            "publishes": (known, f"names among {ROWS}"),
-            "gradients": (self.gradients in (None, "forward", "backward"), ways),
-            "chunk_bytes": (self.chunk_bytes >= 1, "a number of bytes"),
-        }
-        for name, (fine, wanted) in fits.items():
-            if not fine:
-                raise FuseOpsError(
-                    f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
-                )
 
 
 class LinearCrossEntropy(Op[LinearCrossEntropySaved]):

@@ -8,7 +8,7 @@ lse. The gradient of x, of which each rank has a part, is added up over the rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from fuseops.errors import FuseOpsError
 
 from .collectives import AllGather
 from .local import Ranks, SumOfGradients
+from .loss_options import ROWS, LossOptions
 
-if TYPE_CHECKING:
-    from .cross_entropy import LossOptions
-
-ROWS = ("lse", "log_probs", "entropy")
 ELSEWHERE = -1  # the target of a token whose class another rank has
 
 

@@ -253,12 +253,12 @@ def told(runner: int, what: str, *about: Any) -> Any:
     return getattr(Told(alive(runner)), what)(*about)
 
 
-class Rows:
+class UnknownRows:
     """A number of rows that is not known: a condition that reads it raises TypeError."""
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __mul__(self, other: Any) -> Rows:
+    def __mul__(self, other: Any) -> UnknownRows:
         return self
 
     __rmul__ = __mul__
@@ -406,7 +406,9 @@ class Told:
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
             return None  # a user's condition may read the shape
         device = known.facts.device
-        x: Any = Unsized((*[Rows()] * (axes - 1), *widths), dtype, device, device.type == "cuda")
+        x: Any = Unsized(
+            (*[UnknownRows()] * (axes - 1), *widths), dtype, device, device.type == "cuda"
+        )
         try:
             return run.reasons(known, x, {})
         except TypeError:

@@ -1,0 +1,42 @@
+"""What the loss of a head is told: options of `LinearCrossEntropy`, checked in one place."""
+
+from typing import NamedTuple
+
+from fuseops.errors import FuseOpsError
+
+ROWS = ("lse", "log_probs", "entropy")
+"""What the loss publishes of every token, on request."""
+
+
+class LossOptions(NamedTuple):
+    """What `LinearCrossEntropy` and `linear_cross_entropy` are told of the loss."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    temperature: float
+    reduction: str
+    publishes: tuple[str, ...]
+    gradients: str | None
+    chunk_bytes: int
+
+    def check(self) -> None:
+        """Raise FuseOpsError for an option that means nothing."""
+        cap, published = self.soft_cap, self.publishes
+        known = not isinstance(published, str) and {*published} <= {*ROWS}
+        ways = '"forward", "backward" or None'
+        fits = {
+            "reduction": (self.reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"'),
+            "label_smoothing": (0 <= self.label_smoothing <= 1, "a fraction"),
+            "soft_cap": (cap is None or cap > 0, "above zero, or None"),
+            "temperature": (self.temperature > 0, "above zero"),
+            "publishes": (known, f"names among {ROWS}"),
+            "gradients": (self.gradients in (None, "forward", "backward"), ways),
+            "chunk_bytes": (self.chunk_bytes >= 1, "a number of bytes"),
+        }
+        for name, (fine, wanted) in fits.items():
+            if not fine:
+                raise FuseOpsError(
+                    f"LinearCrossEntropy got {name}={getattr(self, name)!r}: {wanted}."
+                )
