@@ -13,7 +13,7 @@ WIDTH, HEADS, HIDDEN, TOKENS = 64, 4, 128, 32
 
 class Attention(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
-        q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-3, -2)
+        q, k, v = qkv.view(*qkv.shape[:-1], 3, HEADS, -1).movedim(-3, 0).transpose(-3, -2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2)
 
 

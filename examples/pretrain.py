@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -101,12 +102,13 @@ def spread(model: nn.Module, c: argparse.Namespace, device: str) -> None:
     mesh = init_device_mesh(device, (world // ep, ep), mesh_dim_names=("dp", "ep"))
     if ep > 1:
         parallelize_module(model, mesh["ep"], fd.ExpertParallel(tokens=c.batch * c.context))
-    every, place, ignored = mesh._flatten("every"), None, set()
+    every, place = mesh._flatten("every"), None
+    ignored: set[nn.Parameter] = set()
     if ep == world:  # nobody holds the same experts
-        ignored = {p for p in model.parameters() if isinstance(p, DTensor)}
+        ignored |= {p for p in model.parameters() if type(p.data) is DTensor}
     elif ep > 1:
         place = fd.expert_placement(mesh["dp"])
-    for module in (*model.blocks, model):
+    for module in [*model.get_submodule("blocks").children(), model]:
         fully_shard(module, mesh=every, shard_placement_fn=place, ignored_params=ignored)
 
 
@@ -135,7 +137,7 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(text[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         fd.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
@@ -148,7 +150,7 @@ class Run:
         """All of it, in a folder that has its name once it is whole."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         made = self.c.out / f"step-{self.step:08d}"
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=made.with_suffix(".new"))
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=made.with_suffix(".new"))
         if dist.get_rank() == 0:
             shutil.rmtree(made, ignore_errors=True)
             made.with_suffix(".new").rename(made)
@@ -160,12 +162,9 @@ class Run:
         if not found:
             return
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.load(state := {"model": model, "optimizer": optimizer}, checkpoint_id=found[-1])
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=found[-1])  # in place
         set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
         )
         self.step = int(found[-1].name.removeprefix("step-"))
 
@@ -204,7 +203,7 @@ def train(c: argparse.Namespace, device: torch.device) -> list[float]:
     run, losses = Run(c, device), []
     if c.out:
         run.resume()
-    budget = contextlib.nullcontext()
+    budget: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if c.memory:
         budget = offload.Scheduler(run.model, layers="blocks.*", peak=f"{c.memory}GiB")
     with budget:

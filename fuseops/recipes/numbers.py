@@ -128,7 +128,7 @@ class Numbers:
             return
         pairs = zip(kept.components().values(), fresh.components().values(), strict=True)
         differs = [(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]
-        _largest(self.stale, op, torch.stack(differs).any().float())  # type: ignore[arg-type]
+        _largest(self.stale, op, torch.stack(differs).any().float())
 
 
 def _largest(found: dict[Any, Tensor], key: Any, measured: Tensor) -> None:

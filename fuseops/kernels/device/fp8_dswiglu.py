@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .fp8_turned import blocks_of_part, keep_scales, room_of_part, store_turned
+from .gluon_names import thread_barrier
 
 INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of 8 tokens x 128
 TOKENS = gl.constexpr(gl.SliceLayout(1, INPUTS.value))
@@ -157,7 +158,7 @@ def fp8_dswiglu_kernel(
     col0 = num * 128
     for block in range(low, high):
         tile = begin + (block - first) * 128, end, col0, num
-        gl.thread_barrier()  # until all have read the tile before
+        thread_barrier()  # until all have read the tile before
         for i in range(4):
             g0, g1, u0, u1, a0, a1 = pair_of_slices(inputs, outs, tile, i, False, SCALED, ROW)
             g, u, a = half(g0, g1), half(u0, u1), half(a0, a1)
@@ -165,7 +166,7 @@ def fp8_dswiglu_kernel(
             of_gate[0].index(i).store(whole(g, g2, g3))
             of_up[0].index(i).store(whole(u, u2, u3))
             of_act[0].index(i).store(whole(a, a2, a3))
-        gl.thread_barrier()
+        thread_barrier()
         if COL:
             store_turned(of_gate, col_ptr, square_ptr, N, 0, block, total, col0)
             store_turned(of_up, col_ptr, square_ptr, N, N, block, total, col0)
