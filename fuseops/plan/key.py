@@ -46,6 +46,8 @@ def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
         facts.append("hooks")
     if has_methods(own):
         facts.append("a method of its own")
+    if op._local:
+        facts.append("other tensors than those that are registered")
     for name in parameters:
         facts.append(
             parameter_facts(registered[name] if name in registered else op.sample(name), grad)
@@ -166,6 +168,7 @@ class Glance:
                 or "forward" in own
                 or "fwd" in own
                 or "bwd" in own
+                or "_local" in own
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
