@@ -164,7 +164,8 @@ def test_a_rule_of_high_precision_fires_where_the_recipe_does_not_apply() -> Non
     rule = fo.Rule("mine", (fo.ops.Linear, fo.ops.GELU), _high_only)
     with fo.recipe(BLOCK()), fo.rules(rule):
         few, many = dense().plan(tokens(4)), dense().plan(tokens(8))
-    assert [s.rule for s in few.fused] == ["mine"]
+    assert "mine" in [s.rule for s in few.fused]
+    assert "mine" not in [s.rule for s in many.fused]
     assert any("high precision only" in miss.reason for miss in many.misses)
 
 

@@ -21,6 +21,7 @@ TORCH = {
     "relu": F.relu,
     "srelu": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 every_fp8 = pytest.mark.parametrize("dtype", FP8, ids=str)

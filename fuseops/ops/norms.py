@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import ShapeError
+from fuseops.errors import FuseOpsError, ShapeError
 
 from .op import Call, Grads, Op, Out, Shape
 
@@ -30,7 +30,19 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
 class _ZeroCentered:
     """A norm whose multiplier may be 1 + weight, the weight beginning at 0."""
 
-    zero_centered_gamma: bool
+    _zero_centered: bool
+
+    @property
+    def zero_centered_gamma(self) -> bool:
+        """Whether 1 is added to the weight. It is given when the norm is made."""
+        return self._zero_centered
+
+    @zero_centered_gamma.setter
+    def zero_centered_gamma(self, value: bool) -> None:
+        raise FuseOpsError(
+            f"{type(self).__name__}.zero_centered_gamma is {self._zero_centered} and cannot become {value!r}: a "
+            "backward may be under way. Make another norm, and give it the weight."
+        )
 
     @property
     def weight_offset(self) -> float:
@@ -78,7 +90,7 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
+        self._zero_centered = zero_centered_gamma
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -178,7 +190,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
+        self._zero_centered = zero_centered_gamma
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def out_shape(self, shape: Shape) -> Shape:

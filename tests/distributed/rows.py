@@ -7,14 +7,14 @@ COLUMNS = ("TP=2", "TP=2, sequence parallel", "1F1B", "interleaved 1F1B", "zero 
 EXPERTS = ("tensor_ranks", "law_experts")
 FEATURES = "law_features_of_one_process_hold_over_local_tensors"
 PIPES = {
-    "1F1B": ("pipeline_ranks", "law_1f1b"),
-    "interleaved 1F1B": ("pipeline_ranks", "law_interleaved"),
-    "zero bubble": ("pipeline_ranks", "law_zero_bubble"),
-    "ZBV": ("pipeline_ranks", "law_zbv"),
+    "1F1B": ("schedule_laws", "law_1f1b"),
+    "interleaved 1F1B": ("schedule_laws", "law_interleaved"),
+    "zero bubble": ("schedule_laws", "law_zero_bubble"),
+    "ZBV": ("schedule_laws", "law_zbv"),
 }
 DELAYED = {
-    "zero bubble": ("pipeline_ranks", "law_zero_bubble_with_a_dw_builder"),
-    "ZBV": ("pipeline_ranks", "law_zbv_with_a_dw_builder"),
+    "zero bubble": ("schedule_laws", "law_zero_bubble_with_a_dw_builder"),
+    "ZBV": ("schedule_laws", "law_zbv_with_a_dw_builder"),
 }
 
 
@@ -42,7 +42,7 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     "FSDP2": {
         "TP=2": ("tensor_ranks", "law_fully_sharded_beside_it"),
         "zero bubble": (
-            "pipeline_ranks",
+            "schedule_laws",
             "law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule",
         ),
     },

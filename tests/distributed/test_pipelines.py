@@ -1,20 +1,20 @@
-"""Pipelines on two ranks equal one process, to the bit. The laws stand in `pipeline_ranks.py`."""
+"""Pipelines on two ranks equal one process, to the bit. The laws stand in `schedule_laws.py`."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 
-import pipeline_ranks
 import pytest
 import rows
+import schedule_laws
 import torch
 from spawned import Ranks
 
 import fuseops as fo
 from fuseops.distributed import dw_builder
 
-LAWS = [name for name in vars(pipeline_ranks) if name.startswith("law_")]
+LAWS = [name for name in vars(schedule_laws) if name.startswith("law_")]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_law(ranks: Ranks, law: str) -> None:
-    ranks.run("pipeline_ranks", law)
+    ranks.run("schedule_laws", law)
 
 
 def test_a_stage_that_could_delay_nothing_is_told_so() -> None:

@@ -275,9 +275,11 @@ def test_parameters_and_buffers_stay_with_their_reason(profile: Profile) -> None
 
 
 def test_a_layer_can_be_recomputed_but_for_what_comes_in(profile: Profile) -> None:
-    for k, group in enumerate(profile.recompute):
-        call = profile.calls[k]
-        assert group.name == call.layer and group.seconds == pytest.approx(
+    groups = {group.name: group for group in reversed(profile.recompute)}  # layers come first
+    assert groups.keys() >= {call.layer for call in profile.calls}
+    for call in profile.calls:
+        group = groups[call.layer]
+        assert group.seconds == pytest.approx(
             sum(op.seconds for op in profile.ops[call.enter : call.leave])
         )
         names = {profile.saved[n].name for n in group.saved}

@@ -94,6 +94,13 @@ def test_a_peak_that_a_link_keeps_for_free_needs_no_recomputation_on_another_day
     assert plan.after.seconds <= 1.005 * plan.before.seconds
 
 
+LATER = (
+    *("mlp", "rmsnorm_mlp", "rmsnorm_linear", "act_linear"),
+    *("linear_add", "linear_scale", "scale_linear", "tap_linear"),
+)
+"""Rules that the recorded steps did not have."""
+
+
 def stacks() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "offload_stacks.py"
     spec = importlib.util.spec_from_file_location("offload_stacks", path)
@@ -113,7 +120,8 @@ def test_a_dry_run_is_as_near_to_the_recorded_step_as_it_says(kind: str, name: s
         model = made.Stack(shape).to(torch.bfloat16)
     policy = offload.Policy(min_bytes=1 << 20)
     layers = layers_of(model, ("blocks.*",))
-    dry = dry_run(ProfiledStep(model, (rows,), {}, layers, None, policy), Hardware.h200())
+    with fo.fusion(disable=LATER):
+        dry = dry_run(ProfiledStep(model, (rows,), {}, layers, None, policy), Hardware.h200())
     share = len(real.calls) / blocks
     assert dry.seconds * share == pytest.approx(real.seconds, rel=DRY_ERROR)
     assert any(f"{DRY_ERROR:.0%}" in text for text in dry.assumed)

@@ -32,7 +32,7 @@ from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
 from .simulate import DEFAULT, LinkSettings, Simulation, simulate
-from .step import STAGES, ProfiledStep, dry_run, layers_of
+from .step import STAGES, ProfiledStep, dry_run, layers_of, silent
 from .step import record as recorded
 
 log = logging.getLogger("fuseops.offload")
@@ -137,14 +137,10 @@ def plan(
         hardware = _this_machine() if torch.cuda.is_available() else Hardware.h200()
     units = layers_of(model, globs)
     step = ProfiledStep(model, sample, side, units, loss, policy or Policy(min_bytes=min_bytes))
-    told = progress or _silent
+    told = progress or silent
     profile = recorded(step, told) if record else dry_run(step, hardware, split)
     told("choosing what leaves", STAGES - 1, STAGES)
     return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Nobody asked how far it is."""
 
 
 @functools.cache

@@ -34,6 +34,12 @@ from .roofline import DRY_ERROR, Roofline
 
 Loss = Callable[[Any], Tensor]
 Progress = Callable[[str, int, int], None]  # what is done now, how many parts are done, of how many
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Nobody is told."""
+
+
 TIMED_STEPS = 3
 STAGES = 5  # of a recorded plan: four here, then the choice
 
@@ -83,7 +89,7 @@ class ProfiledStep(NamedTuple):
         return ends
 
 
-def record(step: ProfiledStep, told: Progress) -> Profile:
+def record(step: ProfiledStep, told: Progress = silent) -> Profile:
     """One step as it runs, with times and bytes measured. Gradients, buffers and random states of the
     model are as before afterwards; gradients that exist stay where they are meanwhile, as in a step
     that adds to them.
