@@ -330,6 +330,21 @@ def test_never_compile_leaves_a_function_and_what_it_calls_to_python() -> None:
     assert compiling == [False]
 
 
+def test_disabled_is_a_function_that_compiled_code_calls() -> None:
+    compiling: list[bool] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    outside = torch_private.disabled(doubled)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: outside(x.sin()).cos(), backend="eager")
+    x = torch.randn(3)
+    assert torch.equal(run(x), (2 * x.sin()).cos())
+    assert compiling == [False]
+
+
 class Tanhs(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh().tanh()

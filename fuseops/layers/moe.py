@@ -123,6 +123,43 @@ class MoE(Sequential):
         if ep is not None:
             _spread(self, ep)
 
+    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As of any module. Experts of a dispatcher of your own with a `mesh`, the 1-d DeviceMesh over whose ranks they
+        are spread, are DTensors, shards of all experts: a distributed checkpoint would take those of one rank for all
+        otherwise.
+        """
+        found: dict[str, Any] = super().state_dict(*args, **keywords)
+        mesh = self._dispatch_mesh()
+        if mesh is not None:
+            from torch.distributed.tensor import DTensor, Shard
+
+            prefix = keywords.get("prefix", args[1] if len(args) > 1 else "")
+            for key in self._expert_keys(prefix):
+                if key in found and not torch_private.is_dtensor(type(found[key])):
+                    found[key] = DTensor.from_local(found[key], mesh, [Shard(0)], run_check=False)
+        return found
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
+    ) -> None:
+        if self._dispatch_mesh() is not None:
+            for key in self._expert_keys(prefix):
+                given = state_dict.get(key)
+                if torch_private.is_dtensor(type(given)) and not torch_private.is_dtensor(
+                    type(self.get_parameter(key.removeprefix(prefix)))
+                ):
+                    state_dict[key] = given.to_local()  # type: ignore[union-attr]
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
+
+    def _dispatch_mesh(self) -> Any:
+        """The mesh over whose ranks the experts are spread, None where all are here."""
+        mesh = getattr(self._modules.get("dispatch"), "mesh", None)
+        return None if mesh is None or mesh.size() == 1 else mesh
+
+    def _expert_keys(self, prefix: str) -> list[str]:
+        own = ((fc, self._modules.get(fc)) for fc in ("fc1", "fc2"))
+        return [f"{prefix}{fc}.{name}" for fc, op in own if op for name in op._parameters]
+
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:

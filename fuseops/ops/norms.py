@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.errors import ShapeError
 
 from .op import Call, Grads, Op, Out, Shape
 
@@ -34,15 +34,8 @@ class _ZeroCentered:
 
     @property
     def zero_centered_gamma(self) -> bool:
-        """Whether 1 is added to the weight. It is given when the norm is made."""
+        """Whether 1 is added to the weight. Read-only: a backward that is under way would read another."""
         return self._zero_centered
-
-    @zero_centered_gamma.setter
-    def zero_centered_gamma(self, value: bool) -> None:
-        raise FuseOpsError(
-            f"{type(self).__name__}.zero_centered_gamma is {self._zero_centered} and cannot become {value!r}: a "
-            "backward may be under way. Make another norm, and give it the weight."
-        )
 
     @property
     def weight_offset(self) -> float:

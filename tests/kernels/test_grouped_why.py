@@ -103,7 +103,7 @@ def test_explain_names_the_op_and_the_path(fused):
         ("3.6.0", "pingpong"),
         ("3.8.1", "pingpong"),
         ("3.7.0", "tma"),
-        ("3.9.0", "tma"),
+        ("3.9.0", "pingpong"),
         ("4", "tma"),
     ],
 )

@@ -19,7 +19,7 @@ RUN_THEMSELVES = {
     "grouped_mm", "grouped_mm_into", "grouped_swiglu", "grouped_dswiglu",
     "grouped_wgrad", "grouped_wgrad_into", "expert_counts",
     "linear_cross_entropy_fwd", "linear_cross_entropy_bwd", "linear_cross_entropy_grads",
-    "fp8_mm", "fp8_wgrad", "fp8_wgrad_into", "dswiglu_operand",
+    "fp8_mm", "fp8_mm_operand", "fp8_wgrad", "fp8_wgrad_into", "dswiglu_operand",
 }  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def replicated(port: Port, model: nn.Module) -> nn.Module:
 
 def spread_weights(model: nn.Module) -> list[str]:
     """The parameters of which every rank has a part of its own."""
-    return [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    fully = isinstance(model, FSDPModule)
+    return [n for n, p in model.named_parameters() if isinstance(p, DTensor) and not fully]
 
 
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
