@@ -1,9 +1,6 @@
 """Recipes on the device: no word to the host, kept weights equal to fresh ones, graphs that take any split."""
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -61,26 +58,15 @@ def same(mine: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@contextmanager
-def sync_is_an_error() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("make", MODELS)
 def test_a_step_never_asks_the_host_and_repeats_bit_for_bit(
-    make: Any, recipe: Any, policy: str
+    make: Any, recipe: Any, policy: str, no_synchronisation: Any
 ) -> None:
     model, x = make(), tokens(1)
     first = step(model, x, recipe(weights=policy))
-    with sync_is_an_error():
+    with no_synchronisation():
         again = step(model, x, recipe(weights=policy))
     same(first, again)
 

@@ -96,7 +96,11 @@ def rows(
             for arch in archs:
                 for row in _rows_of(op, args, arch):
                     found.setdefault(row.key, row)
-    return found if triton_release() == PINNED else {k: r for k, r in found.items() if in_gluon(r)}
+    return (
+        found
+        if configs.triton_release() == PINNED
+        else {k: r for k, r in found.items() if in_gluon(r)}
+    )
 
 
 def in_gluon(row: Row) -> bool:
@@ -290,20 +294,15 @@ def problem_of(row: Row, result: dict[str, Any], release: str | None = None) -> 
         return f"converts to FP8 without saturation: {result['unsafe']}"
     if "misread" in result:
         return f"ptxas misreads conversions to FP8: {', '.join(result['misread'])}"
-    others = {} if (release or triton_release()) == PINNED else SPILLS_OF_OTHERS
+    others = {} if (release or configs.triton_release()) == PINNED else SPILLS_OF_OTHERS
     if result["stack"] > (SPILLS_ALLOWED | others).get(row.kernel, (0, ""))[0]:
         return f"spills {result['stack']} bytes"
     return None
 
 
-def triton_release() -> str:
-    """The first two numbers of the Triton that is installed."""
-    return ".".join(configs.versions()["triton"].split(".")[:2])
-
-
 def table_path(release: str | None = None) -> Path:
     """The file of the rows that a Triton compiled, by default the installed one."""
-    release = triton_release() if release is None else release
+    release = configs.triton_release() if release is None else release
     return Path(__file__).with_name("aot.json" if release == PINNED else f"aot_{release}.json")
 
 
@@ -322,7 +321,7 @@ def write_table(table: dict[str, dict[str, Any]], sources: dict[str, str]) -> No
     """One line a row, sorted, so that a change of one kernel is a small diff; sources: see `sources_of`."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
     head = {"schema_version": 1, "triton": configs.versions()["triton"]}
-    if triton_release() != PINNED:
+    if configs.triton_release() != PINNED:
         head["sources"] = sources
     table_path().write_text(f'{json.dumps(head)[:-1]}, "rows": {{\n{lines}\n}}}}\n')
 

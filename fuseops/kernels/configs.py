@@ -128,6 +128,11 @@ def versions() -> dict[str, str]:
     return {"triton": triton, "torch": torch.__version__.replace("+", "-")}
 
 
+def triton_release() -> str:
+    """The first two numbers of the Triton that is installed, "none" where none is."""
+    return ".".join(versions()["triton"].split(".")[:2])
+
+
 def store(entries: dict[str, Config]) -> Path:
     """Add entries to the cache file. Several processes may do so at once: the file is replaced
     whole, under a lock.

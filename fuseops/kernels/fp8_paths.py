@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fuseops.kernels.configs import Config, Space, versions
+from fuseops.kernels.configs import Config, Space, triton_release
 from fuseops.kernels.grouped_paths import GEMM, GLUON_TESTED
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
@@ -136,7 +136,7 @@ def _device(device: torch.device) -> tuple[str | None, ...]:
 
 @functools.cache
 def _hardware(arch: int) -> tuple[str | None, ...]:
-    triton = ".".join(versions()["triton"].split(".")[:2])
+    triton = triton_release()
     return (
         "the interpreter runs no Gluon" if INTERPRET else None,
         f"sm_{arch}, the kernel is for sm_90" if arch != 90 else None,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from fuseops.kernels.configs import Config, Space, versions
+from fuseops.kernels.configs import Config, Space, triton_release
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.plans import planning
 from fuseops.kernels.registry import INTERPRET
@@ -261,7 +261,7 @@ def _wgrad_path(
 
 
 def _gluon(arch: int) -> bool:
-    triton = ".".join(versions()["triton"].split(".")[:2])
+    triton = triton_release()
     return arch == 90 and not INTERPRET and triton in GLUON_TESTED
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from fuseops.kernels.configs import versions
+from fuseops.kernels.configs import triton_release
 from fuseops.kernels.grouped_paths import GATHER_BELOW, GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
@@ -83,7 +83,7 @@ def _rows(name: str, width: int, like: Tensor) -> tuple[bool, str]:
 
 
 def _no_gluon(x: Tensor) -> Reasons:
-    arch, triton = current_arch(x.device), ".".join(versions()["triton"].split(".")[:2])
+    arch, triton = current_arch(x.device), triton_release()
     return [
         (INTERPRET, "the interpreter runs no Gluon"),
         (arch != 90, f"sm_{arch}, pingpong is for sm_90"),

@@ -13,13 +13,6 @@ LAWS = [name for name in vars(expert_laws) if name.startswith("law_")]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    both = Ranks(2)
-    yield both
-    both.stop()
-
-
-@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     four = Ranks(4)
     yield four

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import pytest
 import rows
@@ -15,13 +14,6 @@ import fuseops as fo
 from fuseops.distributed import dw_builder
 
 LAWS = [name for name in vars(schedule_laws) if name.startswith("law_")]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    both = Ranks(2)
-    yield both
-    both.stop()
 
 
 @pytest.mark.parametrize("law", LAWS)

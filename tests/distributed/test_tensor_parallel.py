@@ -5,8 +5,6 @@ The laws stand in `tensor_ranks.py` and `vocab_ranks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import tensor_ranks
 import torch
@@ -22,13 +20,6 @@ LAWS = [
     for name in vars(module)
     if name.startswith("law_")
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    both = Ranks(2)
-    yield both
-    both.stop()
 
 
 @pytest.mark.parametrize(("module", "law"), LAWS, ids=[law for _, law in LAWS])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from laws import few
 
 import fuseops as fo
-from fuseops.kernels import grouped_paths, grouped_why
+from fuseops.kernels import configs, grouped_paths, grouped_why
 from fuseops.kernels.grouped_why import mm_words, wgrad_words
 from fuseops.kernels.launch import recording
 
@@ -45,7 +45,7 @@ def test_every_path_but_the_best_has_a_reason(arch, n, k, dtype, wider, shift, l
         # as on a device, with a Triton that Gluon was tested with
         for module in (grouped_paths, grouped_why):
             patch.setattr(module, "INTERPRET", False)
-            patch.setattr(module, "versions", lambda: {"triton": "3.6.0"})
+            patch.setattr(module, "triton_release", lambda: "3.6")
         grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
         found = [
             (mm_words(x, weight, None, index), grouped_paths.mm_path(x, weight, None, index)),
@@ -111,7 +111,7 @@ def test_gluon_is_chosen_for_the_triton_that_it_was_tested_with(monkeypatch, tri
     """A version that compiles none of it takes the plain kernels, and is told so."""
     for module in (grouped_paths, grouped_why):
         monkeypatch.setattr(module, "INTERPRET", False)
-        monkeypatch.setattr(module, "versions", lambda: {"triton": triton})
+    monkeypatch.setattr(configs, "versions", lambda: {"triton": triton})
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((8, 64), (3, 64, 64)))
     with recording(90):
         found = grouped_paths._mm_path.__wrapped__(
