@@ -102,7 +102,7 @@ def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bo
     """(rows, their scales, columns, their scales) of x."""
     x = _rows(x, dtype)
     rows, n = x.shape
-    if not x.numel() or _uneven(n, x):
+    if not x.numel() or uneven(n, x):
         return reference.quantize_operand(x, offs, dtype, row)
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
@@ -136,7 +136,7 @@ def permute_operand(
         scale.shape == (cdiv(n, BLOCK), tokens),
         f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
     )
-    if not (data.numel() and rows and (row or col)) or _uneven(n, data):
+    if not (data.numel() and rows and (row or col)) or uneven(n, data):
         return reference.permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     config = dict(PERMUTE.pick(rows, (n,), data))
@@ -167,7 +167,7 @@ def swiglu_operand(
     """
     h = _rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
-    if not h.numel() or not (row or col) or _uneven(n, h) or not _split(h, h_scale):
+    if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
         return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
     config = (SWIGLU if col else SWIGLU_ROWS).pick(rows, (n,), h)
@@ -204,7 +204,7 @@ def dswiglu_operand(
     require(h.shape == (rows, 2 * n), f"h is {tuple(h.shape)}, expected {(rows, 2 * n)}.")
     if (
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
-        or _uneven(n, h, da) or not _split(h, h_scale)
+        or uneven(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
         return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
@@ -325,7 +325,7 @@ def _split(h: Tensor, h_scale: Tensor | None) -> bool:
     return h.shape[1] % (2 * BLOCK) == 0
 
 
-def _uneven(n: int, *tensors: Tensor) -> bool:
+def uneven(n: int, *tensors: Tensor) -> bool:
     """Whether rows are no whole words of 16, which no GEMM takes either, or a tile's columns more than 32 bits."""
     if n % 16 or any(x.stride(0) % 16 for x in tensors):
         return True

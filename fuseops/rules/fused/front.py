@@ -1,7 +1,8 @@
 """What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and an RMSNorm.
 
 The normed x is not saved: the norm's backward reads x and rstd, so the weight gradient has y made again from x. The
-gradient of the norm and that of what the Tap published are added in one pass.
+gradient of the norm and that of what the Tap published are added in one pass. Under a recipe of vectors the norm writes
+the codes that the GEMM reads, and in the backward the columns of its weight gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from fuseops import kernels as K
 from fuseops.ops.norms import RMSNorm
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.structure import Add, AddSaved, Tap
+from fuseops.recipes import Layout, Quantized, Scaling
+from fuseops.recipes.numbers import watching
+from fuseops.recipes.scaling import SQUARE, VECTOR
 
 Tensors = Mapping[str, Tensor]
 
@@ -63,29 +67,47 @@ class Front:
         return ("x", "gamma", "eps") if self.norm is not None else ("x",)
 
     def fwd(
-        self, x: Any, t: tuple[Tensors, ...], compute: torch.dtype | None
+        self, x: Any, t: tuple[Tensors, ...], call: Call
     ) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
-        """The input of the GEMM, what is saved, and what is published."""
+        """The input of the GEMM, whose call it is, what is saved, and what is published."""
         if self.norm is None:
             return x, FrontSaved(x), None
         gamma, dtypes = t[len(self.ops) - 1]["weight"], None
         h, eps = x, self.norm.epsilon(x.dtype)
         residual = None if self.add is None else self.add.operand(x, t[0][self.add.reads[0]])
-        if residual is not None and residual.dtype is x.dtype:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self._offset)
+        same = residual is not None and residual.dtype is x.dtype
+        scaling = _codes(x, call) if same or residual is None else None
+        y: Any
+        if scaling is not None:
+            given = x, residual, gamma, eps, scaling.data, self._offset
+            *row, total, rstd = K.rmsnorm_operand(*given)
+            y, h = Quantized(Layout(*row), None, scaling, None, x.dtype), total if same else x
+        elif same:
+            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self._offset)  # type: ignore[arg-type]
         else:
             if residual is not None:  # torch's promotion decides of what dtype h is
                 h, dtypes = x + residual, (x.dtype, residual.dtype)
                 eps = self.norm.epsilon(h.dtype)
             y, rstd = K.rmsnorm_fwd(h, gamma, eps, self._offset)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
-        return _cast(y, compute), FrontSaved(h, gamma, rstd, eps, dtypes), side
+        return _cast(y, call), FrontSaved(h, gamma, rstd, eps, dtypes), side
 
-    def again(self, s: Any, compute: torch.dtype | None) -> Any:
-        """The input of the GEMM once more."""
+    def again(self, s: Any, call: Call, columns: bool) -> Any:
+        """The input of the GEMM once more.   columns: for its weight gradient"""
         if self.norm is None:
             return s.x
-        return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps, self._offset)[0], compute)
+        scaling = _codes(s.x, call)
+        if scaling is None or (columns and (s.rstd is None or not _squares(call))):
+            return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps, self._offset)[0], call)
+        row = col = None
+        if columns:
+            given = s.x, s.gamma, s.rstd, scaling.data, self._offset
+            col = Layout(*K.rmsnorm_columns(*given))
+        else:
+            row = Layout(
+                *K.rmsnorm_operand(s.x, None, s.gamma, s.eps, scaling.data, self._offset)[:2]
+            )
+        return Quantized(row, col, scaling, None, s.x.dtype)
 
     def bwd(
         self,
@@ -115,6 +137,28 @@ class Front:
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
 
 
-def _cast(y: Tensor, compute: torch.dtype | None) -> Tensor:
+def _cast(y: Any, call: Call) -> Any:
     """As the GEMM reads it under autocast."""
-    return y if compute is None else y.to(compute)
+    compute = call.precision.compute
+    return y if compute is None or isinstance(y, Quantized) else y.to(compute)
+
+
+def _codes(x: Tensor, call: Call) -> Scaling | None:
+    """The format in which the norm of x writes what the GEMM reads; None where that is a tensor. Nobody watches the
+    numbers then, who wants the tensor that the codes are of.
+    """
+    roles, compute = call.precision.roles, call.precision.compute
+    if (
+        roles is None
+        or roles.input is None
+        or roles.input.block != VECTOR
+        or watching() is not None
+    ):
+        return None
+    return roles.input if compute is None or compute is x.dtype else None
+
+
+def _squares(call: Call) -> bool:
+    """Whether the weight gradient reads columns in squares, which are made of codes."""
+    roles = call.precision.roles
+    return roles is not None and roles.columns and roles.input.columns == SQUARE  # type: ignore[union-attr]
