@@ -118,11 +118,13 @@ def wgrad_path(
     )
 
 
-def dswiglu_path(da: Tensor, h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> str:
-    """Which kernel writes the operands of SwiGLU's gradient: "once" reads each input once, "parts" runs everywhere."""
-    formats = {dtype, a_dtype} | ({h.dtype} if h.itemsize == 1 else set())
-    apart = da.dtype != torch.bfloat16 or h.dtype == torch.float16
-    return "parts" if apart or formats != {E4M3} or any(_device(da.device)) else "once"
+def act_path(x: Tensor, h: Tensor, *dtypes: torch.dtype) -> str:
+    """Which kernel writes operands in these formats of SwiGLU (x is h) or of its gradient (x is da): "once" reads each
+    input once, "parts" runs everywhere.
+    """
+    formats = {*dtypes, *(t.dtype for t in (x, h) if t.itemsize == 1)}
+    apart = any(t.itemsize != 1 and t.dtype != torch.bfloat16 for t in (x, h))
+    return "parts" if apart or formats != {E4M3} or any(_device(h.device)) else "once"
 
 
 def multiplies_codes(device: torch.device) -> bool:

@@ -45,8 +45,10 @@ QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
 PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
 SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
+SWIGLU_ONCE = _space("swiglu_operand_once", {"SLICES": 4}, {"SLICES": 2})
 DSWIGLU = _space("dswiglu_operand", _tile(16))
-DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
+# three programs a multiprocessor
+DSWIGLU_ONCE = _space("dswiglu_operand_once", *({"SPAN": n, "maxnreg": 168} for n in (2, 1, 4)))
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
@@ -170,6 +172,14 @@ def swiglu_operand(
     if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
         return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
+    if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
+        config = SWIGLU_ONCE.pick(rows, (n,), h)
+        launch(
+            device("fp8_dswiglu").fp8_swiglu_kernel, (cdiv(rows, 8 * config["SLICES"]) * (n // BLOCK),),
+            h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), *out[:2], rows, n, h.stride(0),
+            SCALED=probs is not None, **config, num_warps=4,
+        )  # fmt: skip
+        return out
     config = (SWIGLU if col else SWIGLU_ROWS).pick(rows, (n,), h)
     if not col:  # rows alone: no group begins a tile of its own
         offs, blocks = None, cdiv(rows, config["BLOCK_R"])
@@ -224,13 +234,13 @@ def dswiglu_operand(
         "ACT": act,
         "GROUPS": offs is not None,
     }
-    if fp8_paths.dswiglu_path(da, h, dtype, a_dtype) == "once":
-        groups = 1 if offs is None else len(offs)
-        parts = cdiv(blocks, groups * DSWIGLU_ONCE.pick(rows, (n,), h)["SPAN"])
+    if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
+        groups, config = 1 if offs is None else len(offs), dict(DSWIGLU_ONCE.pick(rows, (n,), h))
+        parts = cdiv(blocks, groups * config.pop("SPAN"))
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * (n // BLOCK),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
-            **wanted, num_warps=4,
+            **wanted, **config, num_warps=4,
         )  # fmt: skip
     else:
         launch(
