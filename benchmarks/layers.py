@@ -164,12 +164,18 @@ def run_cells(
     summary: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
     """One cell for each name of `options.only` within `options.budget` seconds, printed, and written to
-    `options.out` after each: a run that is cut off leaves what it has.
+    `options.out` after each: a run that is cut off leaves what it has. With `options.resume` cells that stand there
+    stay as they are, but for those that failed.
     """
     begun = time.perf_counter()
     report |= {"cells": {}, "skipped": []}
+    if options.resume and options.out.exists():
+        before = json.loads(options.out.read_text())["cells"]
+        report["cells"] = {name: c for name, c in before.items() if "failed" not in c or "us" in c}
     torch.manual_seed(0)
     for name in options.only:
+        if name in report["cells"]:
+            continue
         if time.perf_counter() - begun > options.budget:
             report["skipped"].append(name)
             continue
@@ -184,7 +190,7 @@ def run_cells(
         report["summary"] = summary(report["cells"])
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"]))
+    print(json.dumps(report.get("summary")))
 
 
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -197,6 +203,7 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         "--span", type=float, default=0.3, help="seconds timed of a candidate in a round"
     )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
+    parser.add_argument("--resume", action="store_true", help="make the cells that --out lacks")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

@@ -170,7 +170,7 @@ def launch_wgrad(
         if check is not None:
             operands = check(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles)
             return launch_wgrad(*operands, accumulate=accumulate, otherwise=otherwise)
-        path = fp8_paths.wgrad_path(dy, x, dw.dtype, scaling, offs is not None)
+        path = fp8_paths.wgrad_path(dy, x, dw.dtype)
         plan = Plan(path, lambda *_: None)
         if path == COOPERATIVE:
             plan = _wgrad_plan(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate)

@@ -52,10 +52,7 @@ def _fast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """None of 128 x 128: over groups, two runs of those differed on an H200. Two tiles without products in between
-    shared a store buffer; they no longer do, and a GPU has yet to show that they repeat.
-    """
-    return [TALL, WIDE]
+    return [TALL, WIDE, SQUARE]
 
 
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -99,21 +96,13 @@ def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> s
     )
 
 
-def wgrad_path(
-    dy: Tensor,
-    x: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    scaling: str = "square",
-    grouped: bool = True,
-) -> str:
+def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
     """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
-    apart = grouped and scaling == "block" and dtype == torch.float32
     return path_of(
         *_device(x.device),
         _codes("dy", dy),
         _codes("x", x),
         _sizes(dy.shape[1], x.shape[0], dtype),
-        "vectors of scales over groups, with a float32 sum" if apart else None,
         None if x.numel() and dy.numel() else "an operand is empty",
     )
 

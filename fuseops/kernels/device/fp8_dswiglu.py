@@ -158,7 +158,7 @@ def next_tile(tile, i, SECOND: gl.constexpr):
 def pair_of_slices(
     first, inputs, outs, tile, i, SECOND: gl.constexpr, SCALED: gl.constexpr, ROW: gl.constexpr
 ):
-    """Two tokens of each four: rows are stored, and what is of columns is returned; and the inputs of the next token."""
+    """Two tokens of each four: rows are stored; what is of columns is returned, and the inputs of the next token."""
     row_ptr, scale_ptr, of_gate, of_up, of_act = outs
     R, N = inputs[5], inputs[6]
     J: gl.constexpr = 2 if SECOND else 0
@@ -223,7 +223,11 @@ def asked_hidden(inputs, row0, i: gl.constexpr, block, N, SCALED: gl.constexpr):
     h_ptr, h_scale_ptr, probs_ptr, R, stride_h = inputs
     r = row0 + 8 * i + gl.arange(0, 8, layout=TOKENS)
     keep = r < R
-    at = r.to(gl.int64)[:, None] * stride_h + block * 128 + gl.arange(0, 128, layout=FEATURES)[None, :]
+    at = (
+        r.to(gl.int64)[:, None] * stride_h
+        + block * 128
+        + gl.arange(0, 128, layout=FEATURES)[None, :]
+    )
     gate, gate_scale = read(h_ptr, h_scale_ptr, at, r, keep, block, R)
     up, up_scale = read(h_ptr, h_scale_ptr, at + N, r, keep, block + N // 128, R)
     probs = gate_scale
