@@ -47,8 +47,7 @@ SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
 SWIGLU_ONCE = _space("swiglu_operand_once", {"SLICES": 4}, {"SLICES": 2})
 DSWIGLU = _space("dswiglu_operand", _tile(16))
-# three programs a multiprocessor
-DSWIGLU_ONCE = _space("dswiglu_operand_once", *({"SPAN": n, "maxnreg": 168} for n in (2, 1, 4)))
+DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
 WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)

@@ -146,28 +146,18 @@ def whole(low, c, d):
 
 
 @gluon.jit
-def next_tile(tile, i, SECOND: gl.constexpr):
-    """The tile, without rows behind its last round."""
-    row0, end, col0, num = tile
-    if SECOND:
-        end = gl.where(i < 3, end, 0)
-    return row0, end, col0, num
-
-
-@gluon.jit
 def pair_of_slices(
-    first, inputs, outs, tile, i, SECOND: gl.constexpr, SCALED: gl.constexpr, ROW: gl.constexpr
+    inputs, outs, tile, i, SECOND: gl.constexpr, SCALED: gl.constexpr, ROW: gl.constexpr
 ):
-    """Two tokens of each four: rows are stored; what is of columns is returned, and the inputs of the next token."""
+    """Two tokens of each four: rows are stored, and what is of columns is returned."""
     row_ptr, scale_ptr, of_gate, of_up, of_act = outs
     R, N = inputs[5], inputs[6]
     J: gl.constexpr = 2 if SECOND else 0
-    second = asked(inputs, tile, i, J + 1, SCALED)
+    first, second = asked(inputs, tile, i, J, SCALED), asked(inputs, tile, i, J + 1, SCALED)
     g0, u0, a0, gs0, us0, as0 = slice_of_tile(first, inputs, tile, i, J, SCALED)
     if ROW:
         store_row(row_ptr, scale_ptr, g0, gs0, tile, R, 2 * N, 0, i, J)
         store_row(row_ptr, scale_ptr, u0, us0, tile, R, 2 * N, N, i, J)
-    following = asked(inputs, next_tile(tile, i, SECOND), i + SECOND, 0 if SECOND else 2, SCALED)
     g1, u1, a1, gs1, us1, as1 = slice_of_tile(second, inputs, tile, i, J + 1, SCALED)
     if ROW:
         store_row(row_ptr, scale_ptr, g1, gs1, tile, R, 2 * N, 0, i, J + 1)
@@ -175,7 +165,7 @@ def pair_of_slices(
     keep_scales(of_gate, i, gs0, gs1, SECOND)
     keep_scales(of_up, i, us0, us1, SECOND)
     keep_scales(of_act, i, as0, as1, SECOND)
-    return g0, g1, u0, u1, a0, a1, following
+    return g0, g1, u0, u1, a0, a1
 
 
 @gluon.jit(do_not_specialize=["R", "parts"])
@@ -196,16 +186,11 @@ def fp8_dswiglu_kernel(
     col0 = num * 128
     for block in range(low, high):
         tile = begin + (block - first) * 128, end, col0, num
-        given = asked(inputs, tile, 0, 0, SCALED)
         thread_barrier()  # until all have read the tile before
         for i in range(4):
-            g0, g1, u0, u1, a0, a1, given = pair_of_slices(
-                given, inputs, outs, tile, i, False, SCALED, ROW
-            )
+            g0, g1, u0, u1, a0, a1 = pair_of_slices(inputs, outs, tile, i, False, SCALED, ROW)
             g, u, a = half(g0, g1), half(u0, u1), half(a0, a1)
-            g2, g3, u2, u3, a2, a3, given = pair_of_slices(
-                given, inputs, outs, tile, i, True, SCALED, ROW
-            )
+            g2, g3, u2, u3, a2, a3 = pair_of_slices(inputs, outs, tile, i, True, SCALED, ROW)
             of_gate[0].index(i).store(whole(g, g2, g3))
             of_up[0].index(i).store(whole(u, u2, u3))
             of_act[0].index(i).store(whole(a, a2, a3))
