@@ -84,6 +84,7 @@ from .reference import scaled_mm as scaled_mm
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss

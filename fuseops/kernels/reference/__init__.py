@@ -76,6 +76,7 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .quantize import saturate as saturate
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router import router_loss as router_loss
