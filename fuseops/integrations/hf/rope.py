@@ -186,7 +186,8 @@ def refused(table: nn.Module | None, module: nn.Module) -> str | None:
 def build(module: nn.Module) -> RotaryPair | None:
     """The op for this module."""
     width = _head(module)
-    return None if width is None else RotaryPair(type(module).forward, rotary_names(module), width)
+    own: Any = type(module).forward
+    return None if width is None else RotaryPair(own, rotary_names(module), width)
 
 
 def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
