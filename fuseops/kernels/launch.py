@@ -44,8 +44,8 @@ def device(name: str) -> ModuleType:
 
 
 COMPILER = {"enable_fp_fusion": True}
-"""What a kernel is compiled with that does not say otherwise. A product and the sum it goes into are rounded once, whatever a release of Triton
-does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
+"""What a kernel is compiled with that does not say otherwise. A product and the sum it goes into are rounded once,
+whatever a release of Triton does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
