@@ -80,7 +80,10 @@ from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import by_group as by_group
 from .reference import column_offs as column_offs
+from .reference import dequantize_format as dequantize_format
+from .reference import quantize_format as quantize_format
 from .reference import scaled_mm as scaled_mm
+from .reference import turned_in_groups as turned_in_groups
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
