@@ -18,12 +18,14 @@ from fuseops.testing.strategies import Case, filled, op_cases, rule_cases
 
 BLOCK = fo.recipes.Float8BlockScaling
 CURRENT = fo.recipes.Float8CurrentScaling()
+MX = fo.recipes.MXFP8BlockScaling()
 RECIPES = [
     BLOCK(),
     BLOCK(wgrad="block"),
     BLOCK(wgrad="bf16"),
     BLOCK(fwd=torch.float8_e5m2),
     CURRENT,
+    MX,
 ]
 D, F, E, K, T = 128, 128, 3, 2, 200
 BF16 = torch.bfloat16
@@ -93,7 +95,7 @@ OPS = [
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @settings(max_examples=4)
-@given(data=st.data(), recipe=st.sampled_from([BLOCK(), BLOCK(wgrad="block"), CURRENT]))
+@given(data=st.data(), recipe=st.sampled_from([BLOCK(), BLOCK(wgrad="block"), CURRENT, MX]))
 def test_any_op_takes_codes_or_what_they_stand_for(op: Any, recipe: Any, data: Any) -> None:
     case = data.draw(op_cases(op, torch.float32, ["normal", "zeros"], ["contiguous"]))
     check_case(case, recipe, op.takes_quantized and op.multiplies)
@@ -266,7 +268,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT], ids=str)
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT, MX], ids=str)
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_a_quantize_changes_nothing_but_who_quantizes(around: Any, recipe: Any) -> None:
     x = tokens()
@@ -341,7 +343,7 @@ def without_hidden(model: Any, q: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", [recomputed, on_the_host, marked, without_hidden])
-@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT], ids=str)
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT, MX], ids=str)
 def test_codes_are_saved_by_component_and_may_go_and_come_back(call: Any, recipe: Any) -> None:
     model, x = fo.Sequential(mlp()), tokens()
     with fo.recipe(recipe):

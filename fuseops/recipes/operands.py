@@ -13,7 +13,7 @@ from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized
+from .quantized import Layout, Quantized, tokens_of
 from .scaling import SQUARE, Scaling
 
 Operand = Tensor | Quantized
@@ -34,7 +34,7 @@ def quantize(
     offs: (E,) int32 cumulative row ends of groups: columns (and scales a group) begin anew in each.
     row, col: which layouts are made. Rows are what forward and input gradient read, columns what a weight gradient
     does; where its columns follow from rows (`columns_follow`), rows are enough.
-    With block (128, 128) x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
+    With a block of several rows x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
     Raises FuseOpsError for an x without rows of floating-point values, and where no layout is asked for.
     """
     if isinstance(x, Tensor) and (not x.is_floating_point() or x.itemsize < 2 or x.dim() == 0):
@@ -46,7 +46,7 @@ def quantize(
     source = x.carrier if isinstance(x, Quantized) else x
     with torch.no_grad():
         x = x.detach()
-        if scaling.block == SQUARE:
+        if scaling.square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
             q = operand(x, scaling, offs, row=row, col=col)
@@ -99,7 +99,8 @@ def _operand(
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    make = _by_tensor if scaling.block is None else _by_vector
+    make = _by_format if not scaling.family.codes else _by_vector
+    make = _by_tensor if scaling.block is None else make
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
@@ -130,6 +131,19 @@ def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
+def _by_format(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
+    """Both layouts from high precision."""
+    columns = _by_matrix(K.turned_in_groups(x, offs), scaling, True) if col else None
+    return _by_matrix(x, scaling, row), columns
+
+
+def _by_matrix(x: Tensor, scaling: Scaling, wanted: bool) -> Layout | None:
+    """Matrices in blocks along their last axis."""
+    if not wanted:
+        return None
+    return Layout(*K.quantize_format(x, scaling.data, scaling.scale, scaling.grain))
+
+
 def _from_codes(
     x: Quantized,
     scaling: Scaling,
@@ -145,6 +159,8 @@ def _from_codes(
         return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
+    if not scaling.family.codes:  # rows alone, by check_codes
+        return Quantized(_rows_at(x, cast("Tensor", index), offs), None, scaling, offs, x.dtype)
     parts = K.permute_operand(*cast("Layout", x.row), index, offs, row and index is not None, col)
     rows = x.row if index is None else Layout(*parts[:2])
     columns = Layout(*parts[2:]) if col else None
@@ -155,13 +171,12 @@ def _by_scale(
     x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, index: Tensor | None
 ) -> Quantized:
     """Of one scale a tensor or a group, which all layouts share."""
-    codes, scale = cast("Layout", x.row or x.col)
+    _, scale = cast("Layout", x.row or x.col)
     if offs is not None and scale.dim() == 0:
         scale = scale.expand(len(offs)).contiguous()
     rows = None if x.row is None else x.row.data
     if rows is not None and index is not None:
-        ends = offs if offs is not None else index.new_full((1,), len(index))
-        rows = K.reference.gather_rows(rows.view(torch.uint8), index, ends).view(codes.dtype)
+        rows = _rows_at(x, index, offs).data
     columns = (
         x.col.data
         if x.col is not None and index is None and columns_fit(x, scaling, offs)
@@ -176,6 +191,20 @@ def _by_scale(
         offs,
         x.dtype,
     )
+
+
+def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
+    """Rows of codes by index, with their scales where each row has its own; padding is zeros."""
+    ends = offs if offs is not None else index.new_full((1,), len(index), dtype=torch.int32)
+    data, scale = cast("Layout", x.row)
+    codes = K.reference.gather_rows(data.view(torch.uint8), index, ends).view(data.dtype)
+    if x.scaling.block is None:
+        return Layout(codes, scale)
+    axis, _ = tokens_of(x.scaling, "row")
+    by_row = scale.transpose(0, axis)
+    raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
+    taken = K.reference.gather_rows(raw, index, ends).view(scale.dtype)
+    return Layout(codes, taken.transpose(0, axis).contiguous())
 
 
 def columns_fit(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
@@ -197,7 +226,7 @@ def check_codes(
     given = (
         f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
     )
-    if (x.scaling.data, x.scaling.block) != (scaling.data, scaling.block):
+    if replace(x.scaling, columns=scaling.columns) != scaling:
         raise FuseOpsError(f"{given}: quantize it in that format.")
     if x.scaling.block is None and by_index and x.offs is not None:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
@@ -219,15 +248,23 @@ def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    if scaling.block is None:
-        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
-        parts = data, scale, turned, scale
-    else:
-        parts = K.quantize_weight(matrices, scaling.data, row, col)
+    rows, columns = _of_matrices(matrices, scaling, row, col)
     if weight.dim() == 2:
-        parts = tuple([part[0] if part.numel() else part for part in parts])  # type: ignore[assignment]
-    rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
-    q = Quantized(rows if row else None, columns if col else None, scaling, None, weight.dtype)
+        rows, columns = (t and Layout(*[part[0] for part in t]) for t in (rows, columns))
+    q = Quantized(rows, columns, scaling, None, weight.dtype)
     if (seen := watching()) is not None:
         seen.quantized(q, weight)
     return q
+
+
+def _of_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
+    """Both layouts of a weight (E, N, K)."""
+    if not scaling.family.codes:
+        return _by_matrix(matrices, scaling, row), _by_matrix(matrices.mT, scaling, col)
+    if scaling.block is None:
+        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
+        rows, columns = Layout(data, scale), Layout(turned, scale)
+    else:
+        parts = K.quantize_weight(matrices, scaling.data, row, col)
+        rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
+    return rows if row else None, columns if col else None

@@ -7,10 +7,9 @@ precision, goes through its `carrier`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of, through
-from .scaling import SQUARE, Scaling
+from .scaling import SQUARE, Block, Scaling
 
 BLOCK = 128
 
@@ -37,10 +36,11 @@ class Quantized:
     """A tensor of shape (..., K), R rows, in a quantized format.
 
     row      codes (R, K), as forward and input gradient read them, or None.
-             scale: of blocks (ceil(K/128), R); else () or, of groups, (E,)
+             scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,)
     col      codes (K, C) over the tokens, as a weight gradient reads them, or None. Each group begins at a multiple of
              128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
-             scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K); else that of the rows
+             scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K), of (32, 1) blocks (K, C/32); else
+             that of the rows
     scaling  the format
     offs     (E,) int32 row ends of the groups, or None
     dtype    of the tensor that it stands for
@@ -180,41 +180,58 @@ class Quantized:
             )
         ends = [0, *self.offs.tolist()][first : last + 1]
         begin, end = ends[0], ends[-1]
-        row = None
-        if self.row is not None:
-            row = Layout(
-                self.row.data[begin:end], self._scales(self.row.scale, 1, begin, end, first, last)
-            )
+        row = None if self.row is None else self._rows_of(begin, end, first, last)
         col = None if self.col is None else self._columns_of(ends, first)
         carrier = None if self.carrier is None else self.carrier.flatten(0, -2)[begin:end]
-        return Quantized(row, col, self.scaling, self.offs[first:last] - begin, self.dtype, carrier)
+        offs = self.offs[first:last] - begin
+        return Quantized(row, col, self.scaling, offs, self.dtype, carrier)
 
-    def _scales(
-        self, scale: Tensor, axis: int, begin: int, end: int, first: int, last: int
-    ) -> Tensor:
-        """Of rows or blocks from `begin` to `end`, which belong to these groups."""
+    def _rows_of(self, begin: int, end: int, first: int, last: int) -> Layout:
+        """Rows of consecutive groups."""
+        data, scale = self.row  # type: ignore[misc]
         if self.scaling.block is None:
-            return scale[first:last] if scale.dim() else scale
-        return scale.narrow(axis, begin, end - begin).contiguous()
+            return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
+        axis, _ = tokens_of(self.scaling, "row")
+        return Layout(data[begin:end], scale.narrow(axis, begin, end - begin).contiguous())
 
     def _columns_of(self, ends: list[int], first: int) -> Layout:
         """Columns of consecutive groups, which begin anew at multiples of 128."""
         data, scale = self.col  # type: ignore[misc]
-        last, rows = first + len(ends) - 1, ends[-1] - ends[0]
-        blocks = rows // BLOCK + len(ends) - 1
-        axis = 0 if self.scaling.columns != SQUARE else 1
-        codes = data.new_zeros(data.shape[0], blocks * BLOCK, dtype=torch.uint8)
-        scales = self._scales(scale, axis, 0, scale.shape[axis] if scale.dim() else 0, first, last)
-        if self.scaling.block is not None:
-            scales = torch.ones_like(scales.narrow(axis, 0, 1)).repeat_interleave(blocks, axis)
+        groups, rows = len(ends) - 1, ends[-1] - ends[0]
+        blocks = rows // BLOCK + groups
+        moves = []  # in blocks of 128: from where, to where, how many
         for k, (begin, end) in enumerate(itertools.pairwise(ends)):
-            count = -(-(end - begin) // BLOCK)
             source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
-            taken = data.view(torch.uint8).narrow(1, source * BLOCK, count * BLOCK)
-            codes.narrow(1, target * BLOCK, count * BLOCK).copy_(taken)
-            if self.scaling.block is not None:
-                scales.narrow(axis, target, count).copy_(scale.narrow(axis, source, count))
-        return Layout(codes.view(data.dtype), scales)
+            moves.append((source, target, -(-(end - begin) // BLOCK)))
+        codes = _moved(data, 1, BLOCK, blocks, moves)
+        if self.scaling.block is None:
+            return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
+        axis, step = tokens_of(self.scaling, "col")
+        return Layout(codes, _moved(scale, axis, BLOCK // step, blocks, moves))
+
+
+def tokens_of(scaling: Scaling, layout: str) -> tuple[int, int]:
+    """Of the scales of blocks, the axis that goes over tokens, and how many tokens share one."""
+    if layout == "row":
+        return (1 if scaling.family.codes else 0), 1
+    high, wide = cast("Block", scaling.columns)
+    return (0 if scaling.family.codes and wide == 1 else 1), high
+
+
+def _moved(
+    t: Tensor, axis: int, width: int, blocks: int, moves: list[tuple[int, int, int]]
+) -> Tensor:
+    """A tensor of so many blocks along an axis, some of them those of t: from where, to where, how many. What belongs
+    to no group is zero, as a code and as a scale.
+    """
+    shape = list(t.shape)
+    shape[axis] = blocks * width
+    raw = t.view(torch.uint8) if t.itemsize == 1 else t
+    made = raw.new_zeros(shape)
+    for source, target, count in moves:
+        taken = raw.narrow(axis, source * width, count * width)
+        made.narrow(axis, target * width, count * width).copy_(taken)
+    return made.view(t.dtype)
 
 
 # --- as a tree of tensors, which torch and fuseops walk
@@ -263,6 +280,8 @@ def values(q: Quantized, layout: str) -> Tensor:
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
     data, scale = found
+    if not q.scaling.family.codes:
+        return K.dequantize_format(data, scale, q.scaling.grain).to(product_dtype(q))
     return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
 
 
