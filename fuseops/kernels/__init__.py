@@ -75,9 +75,13 @@ from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import by_group as by_group
 from .reference import column_offs as column_offs
+from .reference import dequantize_format as dequantize_format
+from .reference import quantize_format as quantize_format
+from .reference import turned_in_groups as turned_in_groups
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss

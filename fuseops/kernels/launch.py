@@ -43,8 +43,8 @@ def device(name: str) -> ModuleType:
 
 
 COMPILER = {"enable_fp_fusion": True}
-"""What every kernel is compiled with. A product and the sum it goes into are rounded once, whatever a release of Triton
-does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
+"""What a kernel is compiled with that does not say otherwise. A product and the sum it goes into are rounded once,
+whatever a release of Triton does by default: 3.9 warns where nothing is said, and the default of 3.10 is another."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
         _run_again(launcher, grid, args)
         return compiled
     enter_context()
-    compiled = kernel[grid](*args, **COMPILER, **options)
+    compiled = kernel[grid](*args, **(COMPILER | options))
     if key[2] is not None and key not in _bound:
         _bound[key] = compiled, launcher_of(compiled, constants_of(kernel, args, options))
     return compiled

@@ -86,6 +86,10 @@ def samples() -> dict[str, tuple]:
         ),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),
+        "apply_rope_pair": (
+            *(x.view(3, 2, 32), torch.randn(3, 1, 32)),
+            *(torch.rand(3, 16), torch.rand(3, 16), False),
+        ),
         "token_slots": (experts, 4, 2),
         "route": (experts, 3, probs.view(3, 2)),
         "expert_counts": (experts, 3),

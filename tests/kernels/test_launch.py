@@ -1,5 +1,6 @@
 """What a launch remembers of the one before: nothing that its code depends on is overlooked."""
 
+import importlib
 import itertools
 
 import pytest
@@ -9,6 +10,9 @@ from samples import samples
 from fuseops.kernels.launch import device, recording, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
 
+launching = importlib.import_module(
+    "fuseops.kernels.launch"
+)  # the package has a function of this name
 jit = pytest.importorskip("triton.runtime.jit")
 nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
 specialize = getattr(jit, "native_specialize_impl", None)
@@ -58,6 +62,26 @@ def test_arguments_of_one_variant_are_specialized_alike():
 def test_other_arguments_are_left_to_triton():
     assert variant_of((torch.empty(1), object())) is None
     assert variant_of((torch.empty(1), True)) is None
+
+
+class Compiles:
+    """A kernel that notes what it is compiled with, and is never bound."""
+
+    __name__, arg_names = "compiles", ()
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.seen.append(options)
+
+
+def test_what_a_kernel_is_compiled_with_is_its_own_choice_first(monkeypatch):
+    monkeypatch.setattr(launching, "enter_context", lambda: None)
+    kernel = Compiles()
+    for options in ({"num_warps": 2}, {"enable_fp_fusion": False}):
+        launching._run(kernel, (1,), (torch.empty(1), object()), options)
+    assert kernel.seen == [{"num_warps": 2, "enable_fp_fusion": True}, {"enable_fp_fusion": False}]
 
 
 @pytest.mark.parametrize("name", sorted(samples()))

@@ -24,6 +24,9 @@ from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
+from .formats import dequantize_format as dequantize_format
+from .formats import quantize_format as quantize_format
+from .formats import turned_in_groups as turned_in_groups
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand
@@ -72,6 +75,7 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .quantize import saturate as saturate
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router import router_loss as router_loss
