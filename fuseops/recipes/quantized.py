@@ -7,6 +7,7 @@ precision, goes through its `carrier`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
