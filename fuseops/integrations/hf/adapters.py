@@ -219,22 +219,15 @@ def refused(wrapper: Any) -> str | None:
     """Why an adapter stays PEFT's, or None."""
     inner = adapted(wrapper)
     if hasattr(wrapper, "parameter_name"):
-        return (
-            None
-            if hasattr(inner, "is_transposed")
-            else f"adapts a parameter of {type(inner).__name__}"
-        )
-    if (why := lent.plain(wrapper._modules["base_layer"], nn.Linear)) is not None:
-        return f"its base layer {why}"
-    if (why := lent.quantized(wrapper._modules["base_layer"].weight)) is not None:
-        return f"its base layer {why}"
-    return None
+        known = hasattr(inner, "is_transposed")
+        return None if known else f"adapts a parameter of {type(inner).__name__}"
+    base: Any = wrapper._modules["base_layer"]
+    why = lent.plain(base, nn.Linear) or lent.quantized(base.weight)
+    return None if why is None else f"its base layer {why}"
 
 
-def build(wrapper: Any) -> nn.Module:
-    """What stands in: an op for a Linear; for experts, which read the factors themselves, a mark."""
-    if hasattr(wrapper, "parameter_name"):
-        return nn.Identity()
+def build(wrapper: Any) -> AdaptedLinear:
+    """The op for an adapted Linear."""
     base = wrapper._modules["base_layer"]
     op = AdaptedLinear(base.in_features, base.out_features)
     sources: dict[str, lent.Source] = {
@@ -248,18 +241,9 @@ def build(wrapper: Any) -> nn.Module:
 
 
 def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """As PEFT's."""
-    own = functools.partial(type(self).forward, self, x, *args, **keywords)
-    if "adapter_names" in keywords or torch.compiler.is_compiling():
-        return own()
-    if not hasattr(self, "parameter_name"):
-        base = self._modules["base_layer"]
-        plain = lent.plain(base, nn.Linear) is None and not lent.sharded(base) and active(self)
-        return self.__dict__[LENT](x) if plain and not (args or keywords) else own()
-    from . import experts
-
-    inner = adapted(self)
-    found = factors(self) if experts.stands_in(inner) else None
-    if found is None:
-        return own()
-    return functools.partial(experts.forward, inner, x, adapters=found)(*args, **keywords)
+    """As PEFT's, of an adapted Linear."""
+    base = self._modules["base_layer"]
+    plain = lent.plain(base, nn.Linear) is None and not lent.sharded(base) and not args
+    if keywords or torch.compiler.is_compiling() or not plain or not active(self):
+        return type(self).forward(self, x, *args, **keywords)
+    return self.__dict__[LENT](x)

@@ -100,7 +100,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
             yield path, MLP, module
         elif adapters.wraps(module):
             if id(module) not in inside:  # of adapters around each other, the outermost
-                yield path, ADAPTER, module
+                yield path, EXPERT_ADAPTER if hasattr(module, "parameter_name") else ADAPTER, module
         elif "top_k" in said and own.get("weight") is not None and not children:
             yield path, ROUTER, module
         elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
@@ -210,7 +210,12 @@ ADAPTER = AppliedPart(
     adapters.build,
     adapters.refused,
     lambda module: "is none that fuseops knows",
-    lambda op: "low-rank products beside the experts'" if isinstance(op, nn.Identity) else "one op",
+    lambda op: "one op with the Linear",
+)
+EXPERT_ADAPTER = ADAPTER._replace(
+    forward=experts.forward_adapted,
+    build=lambda wrapper: nn.Identity(),  # experts read the factors themselves
+    by=lambda op: "low-rank products in the rule of the experts",
 )
 LOSS = AppliedPart(
     "loss",
@@ -220,4 +225,6 @@ LOSS = AppliedPart(
     lambda module: "the loss reads something else than the head's logits",
     _by_loss,
 )
-FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, ADAPTER, LOSS)}
+FORWARDS = {
+    part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, ADAPTER, EXPERT_ADAPTER, LOSS)
+}

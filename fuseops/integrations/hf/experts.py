@@ -9,6 +9,7 @@ parallelism writes for experts of other ranks, takes no product and gives no gra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,11 +99,16 @@ def forward(
     return y.to(hidden_states.dtype)
 
 
-def stands_in(experts: nn.Module) -> bool:
-    """Whether these experts run here when they are called, and nothing else with them."""
-    own = experts.__dict__.get("forward")
-    bound = getattr(own, "func", None) is forward
-    return bound and not lent.hooked(experts) and not lent.sharded(experts)
+def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """As PEFT's, of adapters around experts that run here."""
+    inner = peft.adapted(self)
+    own = inner.__dict__.get("forward")
+    here = getattr(own, "func", None) is forward and not lent.hooked(inner)
+    plain = "adapter_names" not in keywords and not torch.compiler.is_compiling()
+    found = peft.factors(self) if here and plain and not lent.sharded(inner) else None
+    if found is None:
+        return type(self).forward(self, x, *args, **keywords)
+    return functools.partial(forward, inner, x, adapters=found)(*args, **keywords)
 
 
 def _stock() -> Callable[..., Tensor]:
