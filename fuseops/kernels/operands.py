@@ -42,13 +42,15 @@ def _space(name: str, *choices: Config) -> Space:
 
 
 QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
-PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
+PERMUTE = _space(
+    "permute_operand", _tile(4, SPAN=1, maxnreg=96), _tile(4, SPAN=2, maxnreg=96), _tile(8, SPAN=2)
+)
 SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
 SWIGLU_ONCE = _space("swiglu_operand_once", {"SLICES": 4}, {"SLICES": 2})
 DSWIGLU = _space("dswiglu_operand", _tile(16))
 DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
-WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
+WEIGHT = _space("quantize_weight", _tile(4), _tile(8))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 

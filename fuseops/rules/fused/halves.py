@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd
+from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd, without_rows
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
@@ -41,7 +41,7 @@ def backward(
         params |= linear_bwd(LinearSaved(None, None), dy, _only(call, "bias")).params or {}
     if "weight" not in needs:
         return Grads(dx, params), None
-    given = dy if roles is not None and roles.high_wgrad else q
+    given = dy if roles is not None and roles.high_wgrad else without_rows(q)
 
     def weight_grad(x: Operand) -> Tensor:
         found = linear_bwd(LinearSaved(x, None), given, _only(call, "weight")).params or {}
@@ -50,9 +50,9 @@ def backward(
     return Grads(dx, params), weight_grad
 
 
-def shaped(rows: Tensor, like: Any) -> Tensor:
+def shaped(rows: Tensor, like: Operand) -> Tensor:
     """Rows of a product of codes, which have no other axes, with the leading axes of what the codes are of."""
-    if not isinstance(like, Tensor) or rows.dim() == like.dim():
+    if rows.dim() == like.dim():
         return rows
     # no view: FSDP2 warns of those that leave its modules
     return torch_private.unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))

@@ -21,7 +21,7 @@ from fuseops.ops.grouped_linear import (
     rows_of,
     weight_gradient,
 )
-from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows
+from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows, without_rows
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
@@ -30,7 +30,7 @@ from fuseops.recipes import Operand, Roles
 from . import coded_swiglu
 
 Params = Mapping[str, Tensor | None]
-Source = Callable[..., tuple[Tensor | None, Tensor | None]]
+Source = Callable[..., tuple[Operand | None, Tensor | None]]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
@@ -88,6 +88,7 @@ def gradients(
         h = _hidden(mlp, replaced(s, x=x), first, x_index)
         del x
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
+    q = without_rows(q)
     dh, a, dprobs = _through_activation(mlp, s, da, h, calls)
     del da, h
     dw2: Params = {}
@@ -105,6 +106,7 @@ def gradients(
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
             dx = input_gradient(q, w1, offs, first)
+            q = without_rows(q)
             below = replaced(below, x=finish(dx, dprobs))
             del dx
         if "weight" in first.needs:
