@@ -77,7 +77,7 @@ class Front:
             dtypes = x.dtype, residual.dtype  # torch's promotion decides of what dtype h is
             x, residual = x + residual, None
         eps = self.norm.epsilon(x.dtype)
-        scaling = self._codes(x, call)
+        scaling = self.codes(x, call)
         if scaling is not None:
             given = params["weight"], eps, scaling.data, self.norm.weight_offset
             data, scale, h, rstd = K.rmsnorm_operand(x, residual, *given)
@@ -94,7 +94,7 @@ class Front:
         """The input of the GEMM once more.   columns: for its weight gradient"""
         if self.norm is None:
             return s.x
-        scaling = self._codes(s.x, call)
+        scaling = self.codes(s.x, call)
         if scaling is None or (columns and (s.rstd is None or not _squares(call))):
             params = {"weight": s.gamma, "bias": s.beta}
             return _cast(self.norm.normed(s.x, params, s.eps).y, call)
@@ -106,7 +106,7 @@ class Front:
             row = Layout(*parts[:2])
         return Quantized(row, col, scaling, None, s.x.dtype)
 
-    def _codes(self, x: Tensor, call: Call) -> Scaling | None:
+    def codes(self, x: Tensor, call: Call) -> Scaling | None:
         """The format in which the norm of x writes what the GEMM reads; None where that is a tensor. Nobody watches
         the numbers then, who wants the tensor that the codes are of.
         """

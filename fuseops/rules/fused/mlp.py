@@ -11,7 +11,7 @@ Numerics: every GEMM and activation rounds as the op alone does, a Bias behind f
 activation of the backward comes from another kernel than that of the forward, so it may differ in the last place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -268,11 +268,23 @@ class DenseMLP(FusedOp):
         s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)
         dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
+        if calls[self.at].precision.roles is not None:
+            return "; ".join(self._producers(x, h, calls))
         parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]
         if calls[-1].needs:
             why = self.why_apart_bwd(s, dy, h, calls[-1])
             parts.append(("fc2's input gradient", "the backward of SwiGLU", why))
         return "; ".join(_in_words(*part) for part in parts)
+
+    def _producers(self, x: Any, h: Tensor, calls: tuple[Call, ...]) -> Iterator[str]:
+        """Who writes the operands of quantized GEMMs."""
+        if self.front.codes(x, calls[self.at]) is not None:
+            yield "the norm writes fc1's operand"
+        why = self.why_not_codes(form_of(self.act), h, calls)
+        if why is None:
+            yield "SwiGLU and its backward write those of the GEMMs around them"
+        else:
+            yield f"the activation writes tensors, which are quantized: {why}"
 
     def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
         """Of the input of fc1, of h and of y."""
