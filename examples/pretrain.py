@@ -108,9 +108,9 @@ class Stage(nn.Module):
     Modules have the names, and the first weights, that they have in the whole model.
     """
 
-    def __init__(self, c: argparse.Namespace, layers: range, half: bool) -> None:
+    def __init__(self, c: argparse.Namespace, layers: range, bf16: bool) -> None:
         super().__init__()
-        self.half = half  # under autocast
+        self.bf16 = bf16  # under autocast
         first = partial(seeded, c.seed)
         self.blocks = nn.ModuleDict({str(k): first(k, Block, c, k) for k in layers})
         if layers.start == 0:
@@ -120,7 +120,7 @@ class Stage(nn.Module):
             self.norm, self.head = nn.RMSNorm(c.dim), first(-3, nn.Linear, c.dim, 256, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             if hasattr(self, "bytes"):
                 x = self.bytes(x) + self.places.weight[: x.shape[1]]
             for block in self.blocks.values():
@@ -139,13 +139,13 @@ class Part(nn.Module):
                 self.add_module(name, module)
 
 
-def stages_of(c: argparse.Namespace, rank: int, half: bool) -> list[Stage]:
+def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
     """Those of a rank of the pipeline: the blocks in `c.pp * c.chunks` equal parts, dealt out in turn."""
     each, rest = divmod(c.layers, c.pp * c.chunks)
     if rest:
         raise SystemExit(f"--layers {c.layers} is no multiple of {c.pp * c.chunks} stages")
     first = [(rank + c.pp * chunk) * each for chunk in range(c.chunks)]
-    return [Stage(c, range(k, k + each), half) for k in first]
+    return [Stage(c, range(k, k + each), bf16) for k in first]
 
 
 def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:

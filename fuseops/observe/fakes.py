@@ -21,7 +21,8 @@ def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
     made: dict[int, Tensor] = {}
     before: list[tuple[Any, str, Tensor]] = []
     for module in model.modules():
-        for table in (module._parameters, module._buffers, vars(module)):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
             for name, t in table.items():
                 if isinstance(t, Tensor):
                     before.append((table, name, t))
