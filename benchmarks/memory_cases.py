@@ -15,7 +15,6 @@ from torch import Tensor
 from fuseops.kernels import (
     activation,
     bias,
-    casts,
     dropout,
     layer_norm,
     norm,
@@ -329,23 +328,10 @@ def moe_cases() -> Iterator[Case]:
     yield Case("gather_rows", p.gather_rows, gather_args, gather, shapes=moe)
     yield Case("combine_plain", p.combine_fwd, plain, combine, shapes=moe)
     yield Case("combine_fwd", p.combine_fwd, combine_args, combine, shapes=moe)
-    yield Case("combine_bwd", p.combine_bwd, combine_bwd_args, shapes=moe)
     yield Case("route", routing.route, chosen, shapes=moe)
     yield Case("router_fwd", router.router_fwd, logits, topk_softmax, tail=soft, shapes=moe)
     yield Case("router_bwd", router.router_bwd, router_bwd_args, tail=soft, shapes=moe)
     yield Case("router_bwd_chosen", router.router_bwd, router_bwd_chosen_args, shapes=moe)
-
-
-def cast_cases() -> Iterator[Case]:
-    c, bf16 = casts, torch.bfloat16
-    f32 = lambda r, n: (rnd(r, n, dtype=torch.float32),)  # noqa: E731
-    to = lambda x, dtype: x.to(dtype)  # noqa: E731
-    both = lambda x, dtype, _: (x.to(dtype), x.t().to(dtype).contiguous())  # noqa: E731
-    transpose = lambda x, *_: x.t().contiguous()  # noqa: E731
-    yield Case("cast_down", c.cast, f32, to, tail=(bf16,))
-    yield Case("cast_up", c.cast, x, to, tail=(torch.float32,))
-    yield Case("transpose", c.cast_transpose, x, transpose, tail=(bf16, "col"))
-    yield Case("cast_transpose", c.cast_transpose, f32, both, tail=(bf16, "both"))
 
 
 def cases() -> Iterator[Case]:
@@ -376,4 +362,3 @@ def cases() -> Iterator[Case]:
     yield Case("quantize_columns", q.quantize_columns, x, tail=(E4M3,))
     yield Case("quantize_group_blocks", q.quantize_group_blocks, group_dbias, tail=(E4M3,))
     yield from moe_cases()
-    yield from cast_cases()

@@ -188,16 +188,16 @@ def all_gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ranks' rows one after the other, and their product with `weight` (K, N): one overlaps the other, on CUDA."""
-    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-        x.contiguous(), [weight], 0, _symmetric(group)
-    )
+    name = _symmetric(group)  # torch registers the ops where it is first asked for such a group
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [weight], 0, name)
     return gathered, y
 
 
 def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
     """This rank's rows of the sum of the ranks' x times `weight` (K, N): one overlaps the other, on CUDA."""
+    name = _symmetric(group)
     y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-        x.contiguous(), weight, "sum", 0, _symmetric(group)
+        x.contiguous(), weight, "sum", 0, name
     )
     return y
 

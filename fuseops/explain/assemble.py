@@ -12,7 +12,7 @@ from fuseops.observe.observer import SeenTensor, SequentialCall
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, numel
 from fuseops.plan.build import RunPlan
-from fuseops.plan.records import KeptWeight, Miss, Operand, SavedTensor, Span
+from fuseops.plan.records import HIGH, KeptWeight, Miss, Operand, SavedTensor, Span
 from fuseops.recipes.gain import Gain
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
@@ -122,8 +122,11 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
             how = f"{_RUNS[span.kind]}, and no rule matches it: {span.note}"
             yield f"{span.ops[0]} ({span.runs}) {how}"
     yield from map(_predicted, plan.gains)
-    if plan.operands:
+    if any(operand.kernels for operand in plan.operands):
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"
+    others = dict.fromkeys(o.format for o in plan.operands if not o.kernels and o.format != HIGH)
+    if others:
+        yield f"{', '.join(others)}: no kernel here multiplies such codes: GEMMs multiply what they stand for, exactly"
 
 
 def _predicted(gain: Gain) -> str:

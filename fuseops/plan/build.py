@@ -16,7 +16,7 @@ from fuseops.recipes.store import WeightStore, kept_bytes
 from .chain import Chain, outside_reads
 from .cover import Cover, Site
 from .facts import NOTHING, Facts, kept_fields, needs_of
-from .records import KeptWeight, Miss, Operand, Span
+from .records import HIGH, KeptWeight, Miss, Operand, Span
 from .segment import Args, Segment, Slot, Step
 
 
@@ -322,11 +322,7 @@ class _Builder:
     # --- formats of operands
 
     def _roles(self, i: int) -> Roles | None:
-        recipe = self.facts.settings.recipe
-        if recipe is None or not self.ops[i].multiplies or self.facts.modes[i] or i in self.high:
-            return None
-        roles: Roles = recipe.roles()
-        return None if roles.high else roles
+        return None if i in self.high else self.facts.roles[i]
 
     def operands(self) -> Iterator[Operand]:
         """What every GEMM of the run reads under the recipe."""
@@ -336,7 +332,10 @@ class _Builder:
                 backward = not needs.isdisjoint(("x", "weight"))
                 for role in ("input", "weight", *["grad_output"] * backward):
                     scaling = getattr(roles, role)
-                    yield Operand(name, role, "high precision" if scaling is None else str(scaling))
+                    if scaling is None:
+                        yield Operand(name, role, HIGH, False)
+                    else:
+                        yield Operand(name, role, str(scaling), scaling.kernel is not None)
 
     def weights(self) -> Iterator[KeptWeight]:
         """What of the weights is kept from call to call."""

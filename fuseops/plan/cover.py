@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
+from fuseops.recipes import Recipe, Roles
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.rules.rule import Conditions, Match, Place, Rule, match, require
 
@@ -201,24 +202,27 @@ def in_precision(
     scanned: Scan,
     ops: Sequence[Op[Any]],
     reasons: Sequence[Reason],
-    settings: Settings,
-    high: frozenset[int] = frozenset(),
+    recipe: Recipe | None,
+    roles: Sequence[Roles | None],
 ) -> tuple[Reason, ...]:
-    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one.
+    """The answers under a recipe: where it applies to an op of the span, the fused op has to say that it takes one,
+    and all that multiply have to have the same formats.
 
-    high: ops that it leaves in high precision.
+    roles: of every op.
     """
-    recipe = settings.recipe
     if recipe is None:
         return tuple(reasons)
     answers = []
     for c, reason in zip(scanned.candidates, reasons, strict=True):
-        members = ops[c.start : c.stop]
-        quantized = (ops[i].multiplies and i not in high for i in range(c.start, c.stop))
-        if reason is None and any(quantized):
+        members, formats = ops[c.start : c.stop], roles[c.start : c.stop]
+        if reason is None and any(formats):
             takes = getattr(c.rule.build(*members), "recipes", False)
             reason = require(
                 takes, f"runs in high precision only, the recipe is {type(recipe).__name__}"
+            )
+            found = {f for f, op in zip(formats, members, strict=True) if op.multiplies}
+            reason = reason or require(
+                len(found) == 1, "the recipe gives its ops formats that differ"
             )
         answers.append(reason)
     return tuple(answers)

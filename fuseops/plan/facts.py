@@ -1,11 +1,13 @@
 """What a plan depends on besides the ops and the cover, and the needs and kept fields that follow from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from fuseops.ops.paths import path_of
 from fuseops.ops.scopes import Settings
+from fuseops.recipes import Recipe, Roles
 
 from .chain import Chain
 
@@ -25,7 +27,19 @@ class Facts(NamedTuple):
     device: torch.device
     live: frozenset[str]  # side names read after the run, or returned
     offset: int  # of the run in its Sequential: spans count from there
+    roles: tuple[Roles | None, ...]  # formats of each op's operands; None: high precision
     compiling: bool = False
+
+
+def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple[Roles | None, ...]:
+    """What a recipe says of every op that multiplies in a node."""
+    found: list[Roles | None] = []
+    for op, name, mode in zip(chain.ops, chain.names, modes, strict=True):
+        given = None
+        if recipe is not None and op.multiplies and not mode:
+            given = recipe.roles_of(op, path_of(op) or name)
+        found.append(None if given is None or given.high else given)
+    return tuple(found)
 
 
 def needs_of(chain: Chain, facts: Facts) -> tuple[frozenset[str], ...]:

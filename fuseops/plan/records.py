@@ -50,12 +50,16 @@ class SavedTensor(NamedTuple):
     is_param: bool = False
 
 
+HIGH = "high precision"
+
+
 class Operand(NamedTuple):
-    """What a GEMM reads in a format of its own."""
+    """What a GEMM reads in a format of its own, or in high precision beside such a one."""
 
     op: str
     role: str  # "input", "weight", "grad_output"
     format: str
+    kernels: bool = True  # whether there are some that multiply such codes, on some machine
 
 
 class KeptWeight(NamedTuple):

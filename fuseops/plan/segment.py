@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -184,6 +186,11 @@ class Segment:
                     if keyword in local and at < len(self.reads)
                 }
         return tuple(found.items())
+
+    @functools.cached_property
+    def rows_of_others(self) -> Rows:
+        """The rows of a call whose kept fields are tensors, each another one."""
+        return Rows(self, dict(zip(self.kept, itertools.count(), strict=False)), {})
 
     def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
         """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""

@@ -1,9 +1,10 @@
 """Precision recipes and quantized tensors.
 
 scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
-products), recipe (who gets what), gain (where that pays), numbers (what it does to them).
+products), recipe (who gets what; mxfp8), gain (where that pays), numbers (what it does to them).
 """
 
+from .mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from .operands import Operand as Operand
 from .operands import operand as operand
 from .operands import quantize as quantize
@@ -20,6 +21,7 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Layout",
+    "MXFP8BlockScaling",
     "Operand",
     "Quantized",
     "Recipe",

@@ -2,7 +2,7 @@
 
 fprop y = x w^T and dgrad dx = dy w read rows, wgrad dw = dy^T x reads columns. Where no kernel multiplies the codes,
 the operands are expanded and the high-precision kernels multiply them: exact, since power-of-two scales times codes are
-bfloat16 numbers; scales of other values are multiplied in float32.
+bfloat16 numbers; scales of other values are multiplied in float32. Two operands meet in the wider dtype of both.
 """
 
 from __future__ import annotations
@@ -67,16 +67,14 @@ def _multiplied(
     a: Operand, weight: Operand, layout: str, offs: Tensor | None, tiles: Tensor | None
 ) -> Tensor:
     """A product of rows with a weight, whose layout has the summed axis last."""
-    if isinstance(a, Quantized) and isinstance(weight, Quantized):
+    if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        if codes is not None and turned is not None and a.dtype in OUTPUTS:
-            kind = "tensor" if a.scaling.block is None else "block"
+        kind = _kernel(a, weight)
+        if kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
-        left, right = values(a, "row"), values(weight, layout)
-    else:  # one of them is high precision: what both stand for, in float32
-        left = _wide(a)
-        right = _wide(weight) if layout == "row" else _wide(weight).mT
-    right = right.to(left.dtype)
+    turn = layout == "col" and not isinstance(weight, Quantized)
+    left, right = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
+    right = right.mT if turn else right
     y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
     return y.to(a.dtype)
 
@@ -87,10 +85,16 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
         return None
-    if dy.col is None or x.col is None:
+    kind = _kernel(dy, x)
+    if dy.col is None or x.col is None or kind is None:
         return None
-    squares = "square" if x.scaling.columns == SQUARE else "block"
-    return *dy.col, *x.col, "tensor" if x.scaling.block is None else squares
+    squares = kind == "block" and x.scaling.columns == SQUARE
+    return *dy.col, *x.col, "square" if squares else kind
+
+
+def _kernel(a: Quantized, b: Quantized) -> str | None:
+    """How the kernels call the scales of two operands; None where none multiplies their codes."""
+    return a.scaling.kernel if a.scaling.kernel == b.scaling.kernel else None
 
 
 def wgrad(
@@ -107,15 +111,13 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, None, dtype)
-    if not (isinstance(dy, Quantized) and isinstance(x, Quantized)):
-        left, right = _wide(dy), _wide(x)
-        dw = left.t() @ right if offs is None else K.grouped_wgrad(left, right, offs)
-        return dw.to(dtype)
-    left, right = values(dy, "col"), values(x, "col")
-    if offs is None:
-        return K.wide_mm(left, right.to(left.dtype)).to(dtype)
-    dw = left.new_empty(len(offs), left.shape[0], right.shape[0], dtype=torch.float32)
-    _wgrad_into(dw, dy, x, offs, accumulate=False)
+    left, right, ends = _tokens_first(dy, x, offs)
+    if ends is None:
+        return K.wide_mm(left.t(), right.t()).to(dtype)
+    if left.dtype is dtype:
+        return K.grouped_wgrad(left, right, ends)
+    dw = left.new_empty(len(ends), left.shape[1], right.shape[1], dtype=torch.float32)
+    K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)
     return dw.to(dtype)
 
 
@@ -133,20 +135,28 @@ def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumu
     if columns is not None:
         K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
         return
+    left, right, ends = _tokens_first(dy, x, offs)
+    K.grouped_wgrad_into(main_grad, left, right, ends, accumulate=accumulate)  # type: ignore[arg-type]
+
+
+def _tokens_first(
+    dy: Operand, x: Operand, offs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the columns of both stand for, tokens first, and where their groups end; of one operand in high precision
+    and one quantized, the rows.
+    """
     if isinstance(dy, Quantized) and isinstance(x, Quantized):
-        left, right, ends = values(dy, "col").t(), values(x, "col").t(), K.column_offs(offs)
-    else:
-        left, right, ends = _wide(dy), _wide(x), offs
-    K.grouped_wgrad_into(main_grad, left, right.to(left.dtype), ends, accumulate=accumulate)
+        left, right = _meet(values(dy, "col"), values(x, "col"))
+        return left.t(), right.t(), None if offs is None else K.column_offs(offs)
+    return *_meet(_stands_for(dy, "row"), _stands_for(x, "row")), offs
 
 
-def _wide(t: Operand) -> Tensor:
-    """What an operand, or a weight, stands for, in float32 (float64 of float64)."""
-    if isinstance(t, Quantized):
-        found = values(t, "row") if t.row is not None else values(t, "col").mT
-        return found.to(_accumulator(t.dtype))
-    return t.to(_accumulator(t.dtype))
+def _stands_for(t: Operand, layout: str) -> Tensor:
+    """What an operand, or a weight, stands for; a tensor is its own layout."""
+    return values(t, layout) if isinstance(t, Quantized) else t
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def _meet(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider dtype."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)

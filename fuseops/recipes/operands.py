@@ -23,12 +23,12 @@ def quantize(x: Operand, scaling: Scaling, offs: Tensor | None = None) -> Quanti
     """x in the format of `scaling`, in both layouts.   (..., K) -> Quantized over (R, K)
 
     offs: (E,) int32 cumulative row ends of groups: columns (and scales a group) begin anew in each.
-    With block (128, 128) x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
+    With a block of several rows x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
     Raises FuseOpsError for an x without floating-point values.
     """
     if isinstance(x, Tensor) and not x.is_floating_point():
         raise FuseOpsError(f"fo.quantize: x is {x.dtype}, expected a floating-point tensor.")
-    if scaling.block == SQUARE:
+    if scaling.square:
         return weight_operand(x, scaling, row=True, col=True)
     return operand(x, scaling, offs, col=True)
 
@@ -74,7 +74,8 @@ def _operand(
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    make = _by_tensor if scaling.block is None else _by_vector
+    make = _by_format if not scaling.family.codes else _by_vector
+    make = _by_tensor if scaling.block is None else make
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
@@ -105,6 +106,19 @@ def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
+def _by_format(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
+    """Both layouts from high precision."""
+    columns = _by_matrix(K.turned_in_groups(x, offs), scaling, True) if col else None
+    return _by_matrix(x, scaling, row), columns
+
+
+def _by_matrix(x: Tensor, scaling: Scaling, wanted: bool) -> Layout | None:
+    """Matrices in blocks along their last axis."""
+    if not wanted:
+        return None
+    return Layout(*K.quantize_format(x, scaling.data, scaling.scale, scaling.grain))
+
+
 def _from_codes(
     x: Quantized,
     scaling: Scaling,
@@ -114,11 +128,11 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns by the exponent shift of its rows."""
-    if (x.scaling.data, x.scaling.block) != (scaling.data, scaling.block):
+    if replace(x.scaling, columns=scaling.columns) != scaling:
         raise FuseOpsError(f"an operand arrived as {x.scaling}, and this GEMM reads {scaling}.")
     if index is None and (x.row or not row) and (x.col or not col):
         return replace(x, row=x.row if row else None, col=x.col if col else None)
-    if x.row is None or (col and scaling.columns != SQUARE):
+    if x.row is None or not scaling.family.codes or (col and scaling.columns != SQUARE):
         raise FuseOpsError(
             f"an operand arrived as {x.scaling} without a layout that this GEMM reads: quantize both "
             "where the values are (fo.quantize)."
@@ -137,15 +151,23 @@ def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -
     if isinstance(weight, Quantized):
         return weight
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    if scaling.block is None:
-        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
-        parts = data, scale, turned, scale
-    else:
-        parts = K.quantize_weight(matrices, scaling.data, row, col)
+    rows, columns = _of_matrices(matrices, scaling, row, col)
     if weight.dim() == 2:
-        parts = tuple([part[0] if part.numel() else part for part in parts])  # type: ignore[assignment]
-    rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
-    q = Quantized(rows if row else None, columns if col else None, scaling, None, weight.dtype)
+        rows, columns = (t and Layout(*[part[0] for part in t]) for t in (rows, columns))
+    q = Quantized(rows, columns, scaling, None, weight.dtype)
     if (seen := watching()) is not None:
         seen.quantized(q, weight)
     return q
+
+
+def _of_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
+    """Both layouts of a weight (E, N, K)."""
+    if not scaling.family.codes:
+        return _by_matrix(matrices, scaling, row), _by_matrix(matrices.mT, scaling, col)
+    if scaling.block is None:
+        data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
+        rows, columns = Layout(data, scale), Layout(turned, scale)
+    else:
+        parts = K.quantize_weight(matrices, scaling.data, row, col)
+        rows, columns = Layout(*parts[:2]), Layout(*parts[2:])
+    return rows if row else None, columns if col else None

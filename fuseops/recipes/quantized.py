@@ -32,10 +32,11 @@ class Quantized:
     """A tensor of shape (R, K) in a quantized format.
 
     row      codes (R, K), as forward and input gradient read them, or None.
-             scale: of blocks (ceil(K/128), R); else () or, of groups, (E,)
+             scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,)
     col      codes (K, C) over the tokens, as a weight gradient reads them, or None. Each group begins at a multiple of
              128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
-             scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K); else that of the rows
+             scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K), of (32, 1) blocks (K, C/32); else
+             that of the rows
     scaling  the format
     offs     (E,) int32 row ends of the groups, or None
     dtype    of the tensor that it stands for
@@ -84,6 +85,8 @@ def values(q: Quantized, layout: str) -> Tensor:
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
     data, scale = found
+    if not q.scaling.family.codes:
+        return K.dequantize_format(data, scale, q.scaling.grain).to(product_dtype(q))
     return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,6 +39,12 @@ class Roles:
         return self.input is None and self.weight is None and self.grad_output is None
 
     @property
+    def kernels(self) -> bool:
+        """Whether every operand is quantized, into codes that there are kernels to multiply."""
+        scalings = self.input, self.weight, self.grad_output
+        return all(scaling is not None and scaling.kernel is not None for scaling in scalings)
+
+    @property
     def columns(self) -> bool:
         """Whether the weight gradient multiplies two quantized operands; of one alone it reads the rows."""
         return self.input is not None and self.grad_output is not None and not self.high_wgrad
@@ -53,6 +60,10 @@ class Recipe:
     def roles(self) -> Roles:
         """The formats of an op's operands."""
         raise NotImplementedError(f"{type(self).__name__} defines no roles()")
+
+    def roles_of(self, op: Any, name: str) -> Roles:
+        """The formats of this op's operands; name: its dotted name, in the model where that is known."""
+        return self.roles()
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,8 @@ class Float8CurrentScaling(Recipe):
     weights: str = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_formats(self, self.fwd, self.bwd)
-        _check_choices(self, weights=POLICIES)
+        check_formats(self, self.fwd, self.bwd)
+        check_choices(self, weights=POLICIES)
 
     def roles(self) -> Roles:
         forward, backward = Scaling(self.fwd, None, None), Scaling(self.bwd, None, None)
@@ -107,8 +118,8 @@ class Float8BlockScaling(Recipe):
     bwd: torch.dtype = E4M3
 
     def __post_init__(self) -> None:
-        _check_formats(self, self.fwd, self.bwd)
-        _check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES)
+        check_formats(self, self.fwd, self.bwd)
+        check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES)
 
     def roles(self) -> Roles:
         columns = COLUMN if self.wgrad == "block" else SQUARE
@@ -123,7 +134,8 @@ class Float8BlockScaling(Recipe):
         )
 
 
-def _check_choices(recipe: Recipe, **choices: tuple[str, ...]) -> None:
+def check_choices(recipe: Recipe, **choices: tuple[Any, ...]) -> None:
+    """Raise FuseOpsError for an option that is none of its choices."""
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
             raise FuseOpsError(
@@ -131,7 +143,8 @@ def _check_choices(recipe: Recipe, **choices: tuple[str, ...]) -> None:
             )
 
 
-def _check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:
+def check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:
+    """Raise FuseOpsError for a format of eight bits that is none."""
     for name, dtype in (("fwd", fwd), ("bwd", bwd)):
         if dtype not in (E4M3, E5M2):
             raise FuseOpsError(

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.words import dtype_name
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 VECTOR, SQUARE, COLUMN = (1, 128), (128, 128), (128, 1)  # (rows, columns) that share one scale
-BLOCKS = (VECTOR, SQUARE, None)
+Block = tuple[int, int]
+
+
+class Family(NamedTuple):
+    """Formats whose scales have one dtype.
+
+    data     dtypes of codes
+    columns  by block of the rows, those of the columns
+    codes    whether there are kernels that multiply the codes
+    """
+
+    data: tuple[torch.dtype, ...]
+    columns: Mapping[Block | None, tuple[Block | None, ...]]
+    codes: bool = False
+
+
+FAMILIES: Mapping[torch.dtype, Family] = {
+    torch.float32: Family(
+        (E4M3, E5M2), {VECTOR: (SQUARE, COLUMN), SQUARE: (SQUARE,), None: (None,)}, codes=True
+    ),
+    E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}),
+}
 
 
 @dataclass(frozen=True)
@@ -23,26 +46,57 @@ class Scaling:
              None: one scale a tensor, or one a group where rows are grouped. Scales of blocks are powers of two
     columns  those of the transposed copy that a weight gradient reads: (128, 128), the codes of the rows shifted to one
              exponent a square; (128, 1), quantized directly; None: the scales of the rows
+    scale    dtype of the scales: torch.float32; torch.float8_e8m0fnu, whose blocks are (1, 32), with columns (32, 1),
+             or (32, 32). Both layouts are quantized directly
     Raises FuseOpsError for another dtype or another block.
     """
 
     data: torch.dtype = E4M3
-    block: tuple[int, int] | None = VECTOR
-    columns: tuple[int, int] | None = SQUARE
+    block: Block | None = VECTOR
+    columns: Block | None = SQUARE
+    scale: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.data not in (E4M3, E5M2):
-            raise FuseOpsError(
-                f"Scaling(data={self.data}): expected torch.float8_e4m3fn or torch.float8_e5m2."
-            )
-        if self.block not in BLOCKS:
-            raise FuseOpsError(f"Scaling(block={self.block}): expected one of {BLOCKS}.")
-        wanted = (SQUARE, COLUMN) if self.block == VECTOR else (self.block,)
-        if self.columns not in wanted:
-            raise FuseOpsError(
-                f"Scaling(block={self.block}, columns={self.columns}): expected one of {wanted}."
-            )
+        self._check("scale", tuple(FAMILIES))
+        self._check("data", self.family.data)
+        self._check("block", tuple(self.family.columns))
+        self._check("columns", self.family.columns[self.block])
+
+    def _check(self, name: str, known: tuple[Any, ...]) -> None:
+        if getattr(self, name) not in known:
+            raise FuseOpsError(f"{self!r}: expected {name} to be one of {known}.")
+
+    @property
+    def family(self) -> Family:
+        """What formats with these scales are like."""
+        return FAMILIES[self.scale]
+
+    @property
+    def kernel(self) -> str | None:
+        """How `fuseops.kernels.fp8_mm` and its like call scales such as these; None where nothing multiplies codes."""
+        if not self.family.codes:
+            return None
+        return "tensor" if self.block is None else "block"
+
+    @property
+    def square(self) -> bool:
+        """Whether a block goes over rows too, so that it is that of a weight and its transpose has the same codes."""
+        return self.block is not None and self.block[0] > 1
+
+    @property
+    def grain(self) -> Block:
+        """The block in the codes of either layout, whose last axis is the one that is summed."""
+        rows, columns = cast("Block", self.block)
+        return min(rows, columns), max(rows, columns)
+
+    def nbytes(self, rows: int, k: int) -> int:
+        """Of codes (rows, k), which are summed along k, and the scales of their blocks."""
+        high, wide = self.grain
+        return (
+            rows * k * self.data.itemsize + -(-rows // high) * -(-k // wide) * self.scale.itemsize
+        )
 
     def __str__(self) -> str:
         grain = "tensor" if self.block is None else "x".join(map(str, self.block))
-        return f"{dtype_name(self.data)}[{grain}]"
+        scale = "" if self.scale is torch.float32 else f", {dtype_name(self.scale)}"
+        return f"{dtype_name(self.data)}[{grain}{scale}]"

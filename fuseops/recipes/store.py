@@ -24,7 +24,7 @@ from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
 from .operands import weight_operand
-from .quantized import BLOCK, Layout, Quantized
+from .quantized import Layout, Quantized
 from .scaling import Scaling
 
 POLICIES = ("none", "step", "unshard")
@@ -140,8 +140,9 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
     """Bytes of that many layouts of a weight (N, K) or (E, N, K), with their scales."""
     n, k = shape[-2:]
     groups = math.prod(shape[:-2])
-    scales = 1 if scaling.block is None else -(-n // BLOCK) * -(-k // BLOCK)
-    return groups * (n * k * layouts + 4 * scales * (layouts if scaling.block else 1))
+    if scaling.block is None:  # both share the scale
+        return groups * (n * k * layouts + 4)
+    return groups * sum(scaling.nbytes(*sizes) for sizes in ((n, k), (k, n))[:layouts])
 
 
 def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:

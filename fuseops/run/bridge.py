@@ -67,8 +67,10 @@ def run_forward(
         if look is not None:
             look.before_fwd(step, x, t)
         if step.plain:  # most are: no call between here and there
-            keywords = {name: t[position] for name, position in step.args[0]}
-            out = step.target.fwd(x, **keywords, **step.keywords)
+            keywords = {**step.keywords}
+            for name, position in step.args[0]:
+                keywords[name] = t[position]
+            out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = checks.bare(step, out)
             if look is not None:
@@ -167,15 +169,15 @@ def run_backward(
     if once.out is not None:
         buffers.check_dy(once.out, dy)
     for step in seg.backward:
+        first, partly = step.members[0], False
         if step.plain:
             if dy is None:
                 continue
             if look is not None:
                 look.before_bwd(step, saved, dy, None)
-            own, partly = saved[step.members[0]] or step.empty[0], False
-            saved[step.members[0]] = None
+            own, saved[first] = saved[first] or step.empty[0], None
             results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
-            del own
+            own = None
         else:
             dside = {name: grads[position] for name, position in step.writes} or None
             if dy is None and (dside is None or all(d is None for d in dside.values())):
@@ -200,7 +202,7 @@ def run_backward(
             raise checks.wrong_grads(step, results) from None
         if look is not None:
             look.after_bwd(step, results)
-        dtype = entered[step.members[0]]
+        dtype = entered[first]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
     if look is not None:

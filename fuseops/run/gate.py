@@ -7,7 +7,7 @@ judged by shapes alone, groups of even sizes: nothing waits for the device, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -44,21 +44,19 @@ def layers_of(
         return ()
     if not multiplies_codes(facts.device):
         return ()
-    roles: Roles = settings.recipe.roles()
-    if roles.input is None or roles.weight is None or roles.grad_output is None:
-        return ()
     gemms = {
         i: gemm
-        for i, op in enumerate(chain.ops)
-        if op.multiplies and not facts.modes[i] and (gemm := _gemm_of(op)) is not None
+        for i, (op, roles) in enumerate(zip(chain.ops, facts.roles, strict=True))
+        if roles is not None and roles.kernels and (gemm := _gemm_of(op)) is not None
     }
     together = list(_together(scanned, chain.ops))
     found: list[GatedRun] = []
     taken: set[int] = set()
     for i in gemms:
         ops = next((run for run in together if i in run), (i,))
-        if i not in taken and all(k in gemms for k in ops):
-            layer = LinearRun(tuple(gemms[k] for k in ops), roles)
+        same = all(k in gemms and facts.roles[k] == facts.roles[i] for k in ops)
+        if i not in taken and same:
+            layer = LinearRun(tuple(gemms[k] for k in ops), cast("Roles", facts.roles[i]))
             found.append(GatedRun(ops, layer, fewest_rows(layer)))
             taken.update(ops)
     return tuple(found)

@@ -35,7 +35,7 @@ from fuseops.plan.cover import (
     reasons_against,
     scan,
 )
-from fuseops.plan.facts import Facts, needs_of
+from fuseops.plan.facts import Facts, needs_of, roles_of
 from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
 from fuseops.plan.segment import Segment
 from fuseops.rules.builtin_rules import BUILTIN_RULES
@@ -123,8 +123,9 @@ class Run:
         count = len(entry.scan.candidates)
         judged = zip(entry.layers, reasons[count:], strict=True)
         high = frozenset([i for layer, why in judged if why is not None for i in layer.ops])
-        settings = entry.facts.settings
-        return in_precision(entry.scan, self.ops, reasons[:count], settings, high), high
+        roles = [None if i in high else of for i, of in enumerate(entry.facts.roles)]
+        recipe = entry.facts.settings.recipe
+        return in_precision(entry.scan, self.ops, reasons[:count], recipe, roles), high
 
     def _check_shape(self, x: Tensor, side: Mapping[str, Any]) -> None:
         """Ask every op whether it takes x: once for each shape beyond the rows, since a plan serves all of them."""
@@ -235,6 +236,7 @@ class Run:
             device=key.device,
             live=frozenset(key.live),
             offset=self.offset,
+            roles=roles_of(self.chain, settings.recipe, [mode for mode, _ in modes]),
             compiling=key.compiling,
         )
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)

@@ -13,7 +13,7 @@ from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
-from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
+from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fuseops.recipes.recipe import HIDDEN, WGRADS
 from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
@@ -408,8 +408,11 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
         "bwd": draw(formats),
         "weights": draw(st.sampled_from(POLICIES)),
     }
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from([Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling]))
+    if kind is Float8CurrentScaling:
         return Float8CurrentScaling(**options)
+    if kind is MXFP8BlockScaling:
+        return MXFP8BlockScaling(square_weights=draw(st.booleans()), **options)
     wgrad, saved = draw(st.sampled_from(WGRADS)), draw(st.sampled_from(hidden))
     return Float8BlockScaling(wgrad=wgrad, hidden=saved, **options)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, SEEDS, assert_matches, few
+from laws import DEVICE, DTYPES, SEEDS, assert_matches, few
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import dropout as k
@@ -22,8 +22,8 @@ def test_the_kernel_is_the_twin(n, dtype, seed, p):
 
 
 def test_rows_of_a_view_have_the_places_of_its_elements():
-    x = torch.randn(8, 96)[:, 3:80]
-    seed = torch.tensor([5])
+    x = torch.randn(8, 96, device=DEVICE)[:, 3:80]
+    seed = torch.tensor([5], device=DEVICE)
     assert torch.equal(
         k.apply_dropout.launcher(x, seed, 0.5), k.apply_dropout.twin(x.contiguous(), seed, 0.5)
     )

@@ -1,14 +1,18 @@
 """What a launch remembers of the one before: nothing that its code depends on is overlooked."""
 
+import importlib
 import itertools
 
 import pytest
 import torch
 from samples import samples
 
-from fuseops.kernels.launch import recording, variant_of
+from fuseops.kernels.launch import device, recording, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
 
+launching = importlib.import_module(
+    "fuseops.kernels.launch"
+)  # the package has a function of this name
 jit = pytest.importorskip("triton.runtime.jit")
 nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
 specialize = getattr(jit, "native_specialize_impl", None)
@@ -19,6 +23,29 @@ TENSORS = [
     for dtype in (torch.bfloat16, torch.float32, torch.int32)
     for start in (0, 1, 4, 8)
 ]
+
+
+def descriptors():
+    rings, codes, plain = (device(name) for name in ("grouped_rings", "fp8_rings", "grouped_mm"))
+    kinds = rings.Descriptor, codes.Codes, codes.Vectors, plain.HostDescriptor
+    blocks = itertools.product(
+        kinds, (torch.bfloat16, torch.float32), ([64, 64], [64, 128], [1, 8, 8])
+    )
+    for kind, dtype, block in blocks:
+        t = torch.empty([64] * len(block), dtype=dtype)
+        yield kind(t, t.shape, t.stride(), block)
+
+
+def test_descriptors_of_one_variant_have_one_type():
+    """A launch of another tensor, shape and strides runs the same code; of another dtype, block or layout not."""
+    found = {}
+    for d in descriptors():
+        said = d.base.dtype, tuple(d.block_shape), str(getattr(d, "layout", "none"))
+        assert found.setdefault(variant_of((d,)), said) == said
+    assert len(found) == 24
+    t = torch.empty(256, 512)[:, ::2].bfloat16()
+    kind = device("grouped_rings").Descriptor
+    assert variant_of((kind(t, t.shape, t.stride(), [64, 64]),)) in found
 
 
 @pytest.mark.skipif(specialize is None, reason="this Triton has no native look at arguments")
@@ -35,6 +62,26 @@ def test_arguments_of_one_variant_are_specialized_alike():
 def test_other_arguments_are_left_to_triton():
     assert variant_of((torch.empty(1), object())) is None
     assert variant_of((torch.empty(1), True)) is None
+
+
+class Compiles:
+    """A kernel that notes what it is compiled with, and is never bound."""
+
+    __name__, arg_names = "compiles", ()
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.seen.append(options)
+
+
+def test_what_a_kernel_is_compiled_with_is_its_own_choice_first(monkeypatch):
+    monkeypatch.setattr(launching, "enter_context", lambda: None)
+    kernel = Compiles()
+    for options in ({"num_warps": 2}, {"enable_fp_fusion": False}):
+        launching._run(kernel, (1,), (torch.empty(1), object()), options)
+    assert kernel.seen == [{"num_warps": 2, "enable_fp_fusion": True}, {"enable_fp_fusion": False}]
 
 
 @pytest.mark.parametrize("name", sorted(samples()))

@@ -2,19 +2,21 @@
 
 import pytest
 import torch
+from laws import DEVICE
 from samples import samples
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fuseops import torch_private
-from fuseops.kernels import configs, norm, registry
+from fuseops.kernels import configs, grouped_paths, norm, registry
 from fuseops.kernels.activation import act_bwd, act_fwd
-from fuseops.kernels.plans import planned, planning
+from fuseops.kernels.launch import recording
 from fuseops.kernels.registry import KERNEL_OPS
-from fuseops.kernels.replay import NOT_REPLAYED, Replay
+from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays, apart, replaying
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# by plans of their own, or by torch
+# by torch, or in halves
 RUN_THEMSELVES = {
     "grouped_mm", "grouped_mm_into", "grouped_swiglu", "grouped_dswiglu",
     "grouped_wgrad", "grouped_wgrad_into", "expert_counts",
@@ -24,31 +26,40 @@ RUN_THEMSELVES = {
 
 
 @pytest.fixture(autouse=True)
-def new_plans():
-    with torch.no_grad(), planning():
+def new_replays():
+    with torch.no_grad(), apart():
         yield
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """The calls that were replayed."""
+    """The arguments of the calls that were replayed."""
     seen = []
-    run = Replay.__call__
+    run = Replays.run
 
-    def count(self, args):
-        out = run(self, args)
+    def count(self, op, args):
+        out = run(self, op, args)
         if out is not NOT_REPLAYED:
             seen.append(args)
         return out
 
-    monkeypatch.setattr(Replay, "__call__", count)
+    monkeypatch.setattr(Replays, "run", count)
     return seen
+
+
+def here(name):
+    """The sample of an op, where its kernel runs."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), samples()[name])
+
+
+def drawn(*shape):
+    return torch.randn(shape, device=DEVICE)
 
 
 def again(args):
     """Other values of the same kind, in other places."""
     return tuple(
-        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a.flip(0))
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(a.flip(0))
         if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim()
         else a.clone() if isinstance(a, torch.Tensor) else a
         for a in args
@@ -66,7 +77,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("name", sorted({*samples()} - {"wide_mm"}))  # which no CPU runs
 def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replayed):
-    op, args = KERNEL_OPS[name], samples()[name]
+    op, args = KERNEL_OPS[name], here(name)
     op(*args), op(*args)
     for other in (again(args), again(again(args))):
         found = op(*other)
@@ -78,9 +89,7 @@ def test_the_third_call_is_replayed_and_does_what_the_launcher_does(name, replay
 
 def with_tiles(name, dtype):
     """The arguments of a grouped op in this dtype, with the table of tiles that a Sequential makes once for all."""
-    args = [
-        a.to(dtype) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in samples()[name]
-    ]
+    args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in here(name)]
     place = 1 + next(k for k, a in enumerate(args) if getattr(a, "dtype", None) is torch.int32)
     rows = args[place - 3].shape[0]
     tiles = KERNEL_OPS["group_tiles"](args[place - 1], rows)
@@ -105,7 +114,7 @@ def test_a_grouped_op_over_known_tiles_is_replayed_in_halves(name, dtype, replay
 
 
 def x_and_dy(rows=6, dtype=torch.float32):
-    return torch.randn(rows, 32).to(dtype), torch.randn(rows, 16).to(dtype)
+    return drawn(rows, 32).to(dtype), drawn(rows, 16).to(dtype)
 
 
 def test_operands_of_another_kind_are_not_replayed(replayed):
@@ -113,7 +122,7 @@ def test_operands_of_another_kind_are_not_replayed(replayed):
     for _ in range(3):
         act_bwd(dy, x, "swiglu")
     assert len(replayed) == 1
-    wide, tall = torch.randn(6, 48), torch.randn(6, 17)
+    wide, tall = drawn(6, 48), drawn(6, 17)
     others = [
         (dy, x, "geglu"),
         (dy, x, "swiglu", 1),
@@ -129,7 +138,7 @@ def test_operands_of_another_kind_are_not_replayed(replayed):
 
 
 def test_operands_that_are_not_aligned_run_the_launcher(replayed):
-    base = torch.randn(6 * 32 + 1)
+    base = drawn(6 * 32 + 1)
     for _ in range(4):
         act_fwd(base[1:].view(6, 32), "swiglu")
     assert not replayed
@@ -139,9 +148,9 @@ def test_operands_that_are_not_aligned_run_the_launcher(replayed):
 
 
 def test_operands_that_were_one_tensor_are_told_apart_later(replayed):
-    y, rstd = torch.randn(6, 16), torch.rand(6) + 0.5
+    y, rstd = drawn(6, 16), drawn(6).abs() + 0.5
     norm.rmsnorm_bwd(y, y, None, rstd), norm.rmsnorm_bwd(y, y, None, rstd)
-    other = torch.randn(6, 16), torch.randn(6, 16), None, rstd
+    other = drawn(6, 16), drawn(6, 16), None, rstd
     equal(norm.rmsnorm_bwd(*other), norm.rmsnorm_bwd.launcher(*other))
     assert len(replayed) == 1
 
@@ -191,8 +200,8 @@ def test_a_configuration_that_is_forced_is_not_that_of_a_replay(replayed):
 
 def test_shapes_that_never_come_back_are_not_rehearsed(replayed):
     for rows in range(1, 9):
-        act_fwd(torch.randn(rows, 32), "swiglu")
-    assert not any(planned.now.replays.values())
+        act_fwd(drawn(rows, 32), "swiglu")
+    assert not any(replaying.now.values())
 
 
 class Noted:
@@ -241,3 +250,40 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
         replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other))
         is NOT_REPLAYED
     )
+
+
+def test_replays_of_an_override_are_its_own_and_are_kept():
+    first, second = grouped_paths.MM_TMA, grouped_paths.WGRAD_TMA
+    config = first.candidates((2, 64, 64), 2)[0]
+    outside = replaying.now
+    with configs.forced(first, config):
+        inside = replaying.now
+        with configs.forced(second, config):
+            nested = replaying.now
+        with configs.asking():
+            asked = replaying.now
+        with recording(90):
+            recorded = replaying.now
+    with configs.forced(second, config):
+        other = replaying.now
+    with grouped_paths.on_path("tma"):
+        path = replaying.now
+    everything = [outside, inside, nested, asked, recorded, other, path]
+    assert len({*map(id, everything)}) == len(everything) and replaying.now is outside
+    for _ in range(2):
+        with configs.forced(first, config), configs.forced(second, config):
+            assert replaying.now is nested
+    with pytest.raises(ZeroDivisionError), apart():
+        raise ZeroDivisionError
+    assert replaying.now is outside
+
+
+def test_new_tables_forget_replays(monkeypatch):
+    monkeypatch.setattr(replaying, "now", Replays())
+    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+        replaying.now["kind"] = []
+    replaying.now["kind"] = []
+    configs.reload_tables()
+    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+        assert "kind" not in replaying.now
+    assert "kind" not in replaying.now

@@ -1,0 +1,80 @@
+"""Formats of operands in numpy and ml_dtypes, which share nothing with the package."""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+BIG = np.finfo(np.float32).max
+CODES = {
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float4_e2m1fn_x2": ml_dtypes.float4_e2m1fn,
+}
+
+
+class Coded(NamedTuple):
+    """A matrix in blocks: its codes as numbers of their dtype, a scale a block, and what both stand for (float64)."""
+
+    codes: Array
+    scale: Array
+    values: Array
+
+
+def hard(rows: int, n: int) -> Array:
+    """Random rows, and some of zeros, denormals, infinities, NaN, and with amax on a boundary of a format or binade."""
+    x = np.random.default_rng(0).standard_normal((rows, n)).astype(np.float32)
+    x[0] = 0
+    x[1] *= np.float32(1e-40)
+    x[2, 3], x[3, 5], x[4, 7] = np.inf, -np.inf, np.nan
+    x[5] = np.nan
+    edges = (
+        448.0,
+        449.0,
+        np.nextafter(np.float32(448), BIG),
+        57344.0,
+        2.0**-20,
+        2.0**-20 * 1.0000001,
+        3e38,
+        6.0,
+    )
+    for row, amax in enumerate(edges, 6):
+        x[row] = np.clip(x[row], -1, 1)
+        x[row, 1] = amax
+    x[14] *= np.float32(-0.0)
+    return x
+
+
+def amax_of(x: Array) -> Array:
+    """Of every block (axes 1 and 3): NaN counts as nothing, infinity as the largest number."""
+    return np.where(np.isnan(x), 0, np.minimum(np.abs(x), BIG)).max(axis=(1, 3), keepdims=True)
+
+
+def tiles_of(x: Array, block: tuple[int, int]) -> Array:
+    """(R, K) -> (R / rows, rows, K / width, width), padded with zeros."""
+    (r, k), (rows, width) = x.shape, block
+    x = np.pad(x, ((0, -r % rows), (0, -k % width)))
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // width, width)
+
+
+def whole(tiles: Array, shape: tuple[int, int]) -> Array:
+    """The inverse of `tiles_of`."""
+    a, rows, b, width = tiles.shape
+    return np.ascontiguousarray(tiles.reshape(a * rows, b * width)[: shape[0], : shape[1]])
+
+
+def mxfp8(x: Array, data: str, block: tuple[int, int]) -> Coded:
+    """The smallest power of two, from 2^-127 to 2^127, that brings the block into the range."""
+    kind = CODES[data]
+    limit = float(ml_dtypes.finfo(kind).max)
+    tiles = tiles_of(x.astype(np.float32), block)
+    with np.errstate(all="ignore"):
+        mantissa, exponent = np.frexp(amax_of(tiles).astype(np.float64) / limit)
+        exponent = np.where(mantissa == 0, -127, exponent - (mantissa == 0.5))
+        scale = np.exp2(np.clip(exponent, -127, 127).astype(np.float64))
+        codes = np.clip(tiles / scale, -limit, limit).astype(np.float32).astype(kind)
+        values = codes.astype(np.float64) * scale
+    stored = scale[:, 0, :, 0].astype(ml_dtypes.float8_e8m0fnu)
+    return Coded(whole(codes, x.shape), stored, whole(values, x.shape))
