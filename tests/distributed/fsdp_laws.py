@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fuseops.distributed import ExpertParallel, clip_grad_norm_, expert_placement, param_groups
 
 D, TOKENS, STEPS = 6, 5, 3
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Net(nn.Module):
@@ -121,7 +124,7 @@ def finds(folder: str, model: Net, alone: Net, one: torch.optim.AdamW) -> None:
 
 def law_pretraining_resumes_bit_for_bit() -> None:
     """From a checkpoint in the middle, on the same mesh; on another mesh, within rounding."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "pretrain.py"
+    path = ROOT / "examples" / "pretrain.py"
     spec: Any = importlib.util.spec_from_file_location("pretrain", path)
     spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
     cpu = torch.device("cpu")
@@ -152,6 +155,23 @@ def law_pretraining_resumes_bit_for_bit() -> None:
         other = losses("--ep", "1", "--steps", "5", *out)  # one stage a rank, experts by FSDP2
         assert len(other) == 2
         assert max(abs(a - b) for a, b in zip(other, whole[3:], strict=True)) < 1e-5
+
+
+def law_the_reference_layout_moves_what_its_plans_say() -> None:
+    """`benchmarks/distributed.py --layout reference` on half the ranks: gradients to the bit, all that was planned."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import distributed_layout
+
+    options = argparse.Namespace(small=True, steps=1, seconds=0)
+    rank = distributed_layout.Rank(None, options, torch.device("cpu"))
+    assert rank.run.mesh.shape == (2, 1, 2)
+    found = rank.found()
+    assert found["not_as_planned"] == [], found["not_as_planned"]
+    assert 0.95 < found["moves_over_planned"] < 1.05, (
+        found
+    )  # tokens that come here are as many as come
+    assert found["repeats_bit_equal"] and found["gradients_bit_equal"], found
+    assert all(found["leave"].values()), found["leave"]
 
 
 def same(model: Net, optimizer: Any, alone: Net, one: Any) -> None:

@@ -29,7 +29,9 @@ FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHT = "input", "weight"  # the halves of a backward
 _WAYS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}  # in torch's schedules
 PRODUCTS = ("Linear", "GroupedLinear")  # whose weight gradients a stage may delay
-MADE_BY = re.compile(r"\.\w+Backward\d*\.(\d+)$")  # a name of torch's own: what a stage received is a leaf to it
+MADE_BY = re.compile(
+    r"\.\w+Backward\d*\.(\d+)$"
+)  # a name of torch's own: what a stage received is a leaf to it
 HELD = "held until its weight gradient is computed"
 
 
