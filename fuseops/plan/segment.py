@@ -44,6 +44,7 @@ class Step:
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
+    codes: bool = False  # forward: x may be a Quantized; what that stands for, otherwise
     # backward: the Saved of each member, or that of a joint target, with every field None
     empty: tuple[Any, ...] = ()
     takes_call: bool = False
