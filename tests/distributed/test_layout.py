@@ -21,7 +21,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed.py"
 def test_the_reference_layout_runs_on_eight_processes(tmp_path: Path) -> None:
     """Four ranks run its laws in `fsdp_laws.py`."""
     out = tmp_path / "found.json"
-    command = "--layout reference --backend gloo --ranks 8 --small --seconds 0".split()
+    command = [
+        "--layout",
+        "reference",
+        "--backend",
+        "gloo",
+        "--ranks",
+        "8",
+        "--small",
+        "--seconds",
+        "0",
+    ]
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), *command, "--out", str(out)], capture_output=True, text=True
     )
