@@ -14,6 +14,7 @@ import fuseops as fo
 from fuseops.recipes import Layout, Quantized, Scaling
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes.operands import operand, weight_operand
+from fuseops.recipes.recipe import BACKWARDS
 from fuseops.testing.strategies import Split, filled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -103,6 +104,7 @@ def _layouts(x: Tensor, scaling: Scaling) -> tuple[Layout | None, None]:
 RECIPES = st.builds(
     fo.recipes.MXFP8BlockScaling,
     square_weights=st.booleans(),
+    backward=st.sampled_from(BACKWARDS),
     fwd=st.sampled_from([E4M3, E5M2]),
     bwd=st.sampled_from([E4M3, E5M2]),
 )
@@ -121,10 +123,14 @@ def test_products_are_those_of_what_operands_stand_for(
     recipe: Any, counts: list[int], padding: int, k: int, n: int, dense: bool, dtype: torch.dtype
 ) -> None:
     counts, padding = (counts[:1], 0) if dense else (counts, padding)
-    split, roles = Split(tuple(counts), padding), recipe.roles()
+    split, roles, form = (
+        Split(tuple(counts), padding),
+        recipe.roles(),
+        {"bias": False, "dtype": dtype},
+    )
     op: Any = (
-        fo.ops.Linear if dense else lambda *a, **b: fo.ops.GroupedLinear(len(counts), *a, **b)
-    )(k, n, bias=False, dtype=dtype)
+        fo.ops.Linear(k, n, **form) if dense else fo.ops.GroupedLinear(len(counts), k, n, **form)
+    )
     x, dy = filled((split.rows, k), dtype, "normal", 1), filled((split.rows, n), dtype, "normal", 2)
     for t in (x, dy):
         t[sum(counts) :] = float("nan")
@@ -133,19 +139,25 @@ def test_products_are_those_of_what_operands_stand_for(
         y = op(x) if dense else op(x, offs=split.offs)
     dx, dw = torch.autograd.grad(y, [x, op.weight], dy)
     weights = op.weight.detach().float().reshape(-1, n, k).numpy()
-    found = zip(
-        *(t[: sum(counts)].detach().split(counts) for t in (x, dy, y, dx)),
-        dw.reshape(-1, n, k),
-        weights,
-        strict=True,
-    )
-    for xe, dye, ye, dxe, dwe, w in found:
-        a, d = xe.float().numpy(), dye.float().numpy()
-        wt, at, dt = (np.ascontiguousarray(t.T) for t in (w, a, d))
-        near(ye, coded(a, roles.input).values @ coded(w, roles.weight).values.T, dtype)
-        near(dxe, coded(d, roles.grad_output).values @ coded(wt, roles.weight).values.T, dtype)
-        near(dwe, coded(dt, roles.grad_output).values @ coded(at, roles.input).values.T, dtype)
+    parts = (t[: sum(counts)].detach().split(counts) for t in (x, dy, y, dx))
+    for xe, dye, ye, dxe, dwe, w in zip(*parts, dw.reshape(-1, n, k), weights, strict=True):
+        expected = products(xe.float().numpy(), w, dye.float().numpy(), roles)
+        for mine, theirs in zip((ye, dxe, dwe), expected, strict=True):
+            near(mine, theirs, dtype)
     assert not y[sum(counts) :].any() and not dx[sum(counts) :].any()
+
+
+def products(x: Array, w: Array, dy: Array, roles: Any) -> tuple[Array, Array, Array]:
+    """y, dx and dw, each of the operands that its GEMM reads."""
+    y = coded(x, roles.input).values @ coded(w, roles.weight).values.T
+    if roles.backward == "high_precision":
+        return y, dy @ w.astype(np.float64), dy.T @ x.astype(np.float64)
+    if roles.backward == "dequantized":
+        return y, dy @ coded(w, roles.weight).values, dy.T @ coded(x, roles.input).values
+    turned = (np.ascontiguousarray(t.T) for t in (w, x, dy))
+    weight, columns, grad = map(coded, turned, (roles.weight, roles.input, roles.grad_output))
+    dx = coded(dy, roles.grad_output).values @ weight.values.T
+    return y, dx, grad.values @ columns.values.T
 
 
 def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:
@@ -154,3 +166,30 @@ def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:
     wanted = torch.from_numpy(theirs)
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0
     torch.testing.assert_close(mine.double(), wanted, rtol=tol, atol=tol * scale)
+
+
+EVERY = [
+    fo.recipes.Float8BlockScaling,
+    fo.recipes.Float8CurrentScaling,
+    fo.recipes.MXFP8BlockScaling,
+]
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+@pytest.mark.parametrize("backward", BACKWARDS[1:])
+@pytest.mark.parametrize("weights", ["none", "step"])
+def test_a_backward_of_its_own_is_that_of_a_plain_product(
+    recipe: Any, backward: str, weights: str
+) -> None:
+    recipe = recipe(backward=backward, weights=weights)
+    op, x = fo.ops.Linear(40, 24, bias=False), filled((50, 40), torch.float32, "normal", 1)
+    dy, leaf = filled((50, 24), torch.float32, "normal", 2), x.clone().requires_grad_()
+    with fo.recipe(recipe):
+        fo.Sequential(op)(leaf).backward(dy)
+    w = op.weight.detach()
+    if backward == "dequantized":
+        w = weight_operand(w, recipe.roles().weight, row=True, col=False).dequantize()
+        x = operand(x, recipe.roles().input).dequantize()
+    assert leaf.grad is not None and op.weight.grad is not None
+    torch.testing.assert_close(leaf.grad, dy @ w)
+    torch.testing.assert_close(op.weight.grad, dy.t() @ x)

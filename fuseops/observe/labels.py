@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.globs import matches
 from fuseops.ops import names
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, stripped, walk
 from fuseops.run.composed import Composed
 
 from . import modules
-from .globs import matches
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
 

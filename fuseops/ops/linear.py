@@ -142,18 +142,22 @@ def _operand(
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
     """A weight as the forward reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "row", "x" in call.needs)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    return _weight(weight, call, "row", "x" in call.needs and roles.backward is None)
 
 
 def weight_columns(weight: Tensor, call: Call) -> Operand:
     """A weight as the input gradient reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "col", False)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    if roles.backward == "high_precision":
+        return call.precision.cast(weight)  # type: ignore[return-value]
+    return _weight(weight, call, "row" if roles.backward == "dequantized" else "col", False)
 
 
 def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
-        return weight
+        return call.precision.cast(weight)  # type: ignore[return-value]
     seen = watching()
     if call.store is None or seen is not None:
         q = weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")

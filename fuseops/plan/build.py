@@ -344,7 +344,8 @@ class _Builder:
             if roles is None or self._store(op, roles) is None or "weight" not in op._parameters:
                 continue
             shape = tuple(op.sample("weight").shape)
-            nbytes = kept_bytes(shape, roles.weight, 1 + ("x" in needs))  # type: ignore[arg-type]
+            layouts = 1 + ("x" in needs and roles.backward is None)
+            nbytes = kept_bytes(shape, roles.weight, layouts)  # type: ignore[arg-type]
             yield KeptWeight(f"{self.names[i]}.weight", roles.weights, nbytes)
 
     # --- what is saved

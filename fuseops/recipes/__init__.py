@@ -1,9 +1,11 @@
 """Precision recipes and quantized tensors.
 
 scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
-products), recipe (who gets what; mxfp8), gain (where that pays), numbers (what it does to them).
+products), recipe (who gets what; mxfp8; by_role), gain (where that pays), numbers (what it does to them).
 """
 
+from .by_role import ByName as ByName
+from .by_role import ByRole as ByRole
 from .mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from .operands import Operand as Operand
 from .operands import operand as operand
@@ -18,6 +20,8 @@ from .recipe import Roles as Roles
 from .scaling import Scaling as Scaling
 
 __all__ = [
+    "ByName",
+    "ByRole",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Layout",

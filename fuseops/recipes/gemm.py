@@ -72,9 +72,7 @@ def _multiplied(
         kind = _kernel(a, weight)
         if kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
-    turn = layout == "col" and not isinstance(weight, Quantized)
     left, right = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
-    right = right.mT if turn else right
     y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
     return y.to(a.dtype)
 
@@ -152,8 +150,12 @@ def _tokens_first(
 
 
 def _stands_for(t: Operand, layout: str) -> Tensor:
-    """What an operand, or a weight, stands for; a tensor is its own layout."""
-    return values(t, layout) if isinstance(t, Quantized) else t
+    """What an operand, or a weight, stands for: of another layout where that one is not there."""
+    if not isinstance(t, Quantized):
+        return t if layout == "row" else t.mT
+    if getattr(t, layout) is None and layout == "col":
+        return values(t, "row").mT
+    return values(t, layout)
 
 
 def _meet(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

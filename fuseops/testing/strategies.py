@@ -14,7 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
 from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from fuseops.recipes.recipe import HIDDEN, WGRADS
+from fuseops.recipes.recipe import BACKWARDS, HIDDEN, WGRADS
 from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
@@ -407,6 +407,7 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
         "fwd": draw(formats),
         "bwd": draw(formats),
         "weights": draw(st.sampled_from(POLICIES)),
+        "backward": draw(st.sampled_from(BACKWARDS)),
     }
     kind = draw(st.sampled_from([Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling]))
     if kind is Float8CurrentScaling:
