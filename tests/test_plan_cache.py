@@ -206,6 +206,17 @@ class ScaledInTraining(fo.Op):
         return 2 * x if call.training else x
 
 
+def test_a_weight_that_two_ops_share_until_one_gets_another() -> None:
+    seq, x = fo.Sequential(Linear(8, 8), Linear(8, 8)), data()
+    seq[1].weight = seq[0].weight.requires_grad_(False)
+    for _ in range(2):
+        assert_as_fresh(seq, x)
+    seq[1].weight = nn.Parameter(torch.ones(8, 8))
+    assert_as_fresh(seq, x)
+    seq[0].weight = seq[1].weight
+    assert_as_fresh(seq, x)
+
+
 def test_a_change_of_the_mode_that_an_op_is_told() -> None:
     seq, x = fo.Sequential(ScaledInTraining()), data()
     for mode, factor in [(True, 2), (False, 1), (True, 2)]:

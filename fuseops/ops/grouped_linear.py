@@ -196,6 +196,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     }
     autocast = True
     multiplies = True
+    takes_quantized = True
     live_call = True
     floats = True
     weight: Tensor
@@ -332,10 +333,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         call: Call,
     ) -> Out:
         check_offs(offs, self.num_groups)
-        lead = x.shape[:-1] if isinstance(x, Tensor) else (rows_of(x),)
-        scaled = None
+        lead, scaled = x.shape[:-1], None
         if probs is not None:
-            check_probs("GroupedLinear", x if isinstance(x, Tensor) else x.row.data, probs)  # type: ignore[union-attr]
+            check_probs("GroupedLinear", x, probs)
             probs, scaled = probs.reshape(-1), bias
         rows = _flat(x)
         buffer = (call.out or {}).get("y")
@@ -344,7 +344,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         saved = GroupedLinearSaved(kept, weight, offs, scaled, probs)
         if buffer is not None and y is out:
             return Out(buffer, saved)
-        return Out(y if rows is x else y.view(*lead, y.shape[-1]), saved)
+        return Out(y if len(lead) == 1 else y.view(*lead, y.shape[-1]), saved)
 
     def bwd(self, saved: GroupedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
         rows = _flat(dy)

@@ -152,6 +152,9 @@ class Op(nn.Module, Generic[S]):
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
+    quantizes    it has none, and is told the formats of a recipe all the same
+    takes_quantized   its fwd takes an x that is a `Quantized`, where it multiplies in the formats of a recipe, or does
+                 not multiply. Any other op gets what that stands for. A class with a fwd of its own says so anew
     live_call    wants call.out and call.scratch
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
@@ -169,6 +172,8 @@ class Op(nn.Module, Generic[S]):
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
+    takes_quantized: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     apart_when_compiled: ClassVar[bool] = False
@@ -191,6 +196,8 @@ class Op(nn.Module, Generic[S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "fwd" in cls.__dict__ and "takes_quantized" not in cls.__dict__:
+            cls.takes_quantized = False
         declares = not cls.__dict__.keys().isdisjoint(("fwd", "bwd", "saves_for"))
         if not declares and hasattr(cls, "signature"):
             return
@@ -404,6 +411,7 @@ class FusedOp:
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
+    takes_quantized: as of an op.
     """
 
     Saved: ClassVar[type[Any]]
@@ -413,6 +421,7 @@ class FusedOp:
     recomputes: tuple[str, ...] = ()
     takes_saved: ClassVar[bool] = False
     recipes: bool = False
+    takes_quantized: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members

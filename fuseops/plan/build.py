@@ -220,6 +220,7 @@ class _Builder:
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
+            codes=self._takes_quantized(u),
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
@@ -321,6 +322,14 @@ class _Builder:
 
     # --- formats of operands
 
+    def _takes_quantized(self, u: _Unit) -> bool:
+        """Whether x reaches the target as it is quantized: of the GEMMs in it, the first one reads x."""
+        if not u.target.takes_quantized:
+            return False
+        reading = [i for i in range(u.start, u.stop) if self.ops[i].multiplies]
+        roles = self._roles(reading[0]) if reading else None
+        return not reading or (roles is not None and roles.input is not None)
+
     def _roles(self, i: int) -> Roles | None:
         return None if i in self.high else self.facts.roles[i]
 
@@ -328,7 +337,7 @@ class _Builder:
         """What every GEMM of the run reads under the recipe."""
         for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
             roles = self._roles(i)
-            if roles is not None:
+            if roles is not None and self.ops[i].multiplies:
                 backward = not needs.isdisjoint(("x", "weight"))
                 for role in ("input", "weight", *["grad_output"] * backward):
                     scaling = getattr(roles, role)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.ops.op import Op
-from fuseops.torch_private import GLOBAL_HOOKS
+from fuseops.torch_private import GLOBAL_HOOKS, tensor_guard
 
 from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
-FIXED, MISSING = object(), object()
+FIXED = object()
 
 
 class PlanKey(NamedTuple):
@@ -116,20 +116,30 @@ class Glance:
         """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
         self.key = key
         self.ops: list[tuple[Any, ...]] = []
+        # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
+        # other places of each, by its number, and those that are None, by -1
+        self.homes: list[tuple[dict[str, Any], str]] = []
+        self.again: list[tuple[dict[str, Any], str, int]] = []
+        found: dict[int, int] = {id(None): -1}
         for op, names, facts in zip(chain.ops, chain.parameters, key.ops, strict=True):
             own = op.__dict__
             registered, buffers = own["_parameters"], own["_buffers"]
             if len(facts) != 3 + len(names):
                 raise KeyError(op)
-            missing = False, None, False, None.__class__
-            tensors = []
-            for k, name in enumerate(names, 3):
+            for name in names:
                 home = registered if name in registered else buffers
-                if name not in home:
-                    raise KeyError(name)
-                tensors.append((home, name, *(facts[k] or missing)))
+                known = found.get(id(home[name]))
+                if known is None:
+                    found[id(home[name])] = len(self.homes)
+                    self.homes.append((home, name))
+                else:
+                    self.again.append((home, name, known))
             alias = FIXED if op.__class__.alias is Op.alias else facts[2]
-            self.ops.append((op, own, registered, buffers, *facts[:2], alias, tensors))
+            self.ops.append((op, own, registered, buffers, *facts[:2], alias))
+        try:
+            self.alike = tensor_guard([home[name] for home, name in self.homes])
+        except RuntimeError as error:  # sparse ones have no strides
+            raise KeyError from error
 
     def fits(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
@@ -155,7 +165,7 @@ class Glance:
                 or (grad and t.requires_grad) is not wanted
             ):
                 return False
-        for op, own, registered, buffers, kind, training, alias, tensors in self.ops:
+        for op, own, registered, buffers, kind, training, alias in self.ops:
             if (
                 op.__class__ is not kind
                 or own["training"] is not training
@@ -172,17 +182,14 @@ class Glance:
                 or (alias is not FIXED and op.alias is not alias)
             ):
                 return False
-            for home, name, wanted, dtype, meta, kind in tensors:
-                p = home.get(name, MISSING)
-                if p.__class__ is not kind:
-                    return False
-                if p is not None and (
-                    p.dtype is not dtype
-                    or p.is_meta is not meta
-                    or (grad and p.requires_grad) is not wanted
-                ):
-                    return False
-        return True
+        try:
+            tensors = [home[name] for home, name in self.homes]
+            if not self.alike(*tensors):
+                return False
+            tensors.append(None)
+            return all(home[name] is tensors[k] for home, name, k in self.again)
+        except KeyError:
+            return False
 
 
 class Attributes:

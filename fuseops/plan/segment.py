@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -42,6 +44,7 @@ class Step:
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
+    codes: bool = False  # forward: x may be a Quantized; what that stands for, otherwise
     # backward: the Saved of each member, or that of a joint target, with every field None
     empty: tuple[Any, ...] = ()
     takes_call: bool = False
@@ -184,6 +187,11 @@ class Segment:
                     if keyword in local and at < len(self.reads)
                 }
         return tuple(found.items())
+
+    @functools.cached_property
+    def rows_of_others(self) -> Rows:
+        """The rows of a call whose kept fields are tensors, each another one."""
+        return Rows(self, dict(zip(self.kept, itertools.count(), strict=False)), {})
 
     def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
         """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""

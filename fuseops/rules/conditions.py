@@ -5,7 +5,7 @@ from typing import Any
 from fuseops.kernels import GATES
 from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
-from fuseops.ops.norms import RMSNorm
+from fuseops.ops.norms import LayerNorm, RMSNorm
 from fuseops.ops.permute import Combine, Permute
 
 from .rule import Conditions, require
@@ -59,7 +59,7 @@ def one_bias(ops: Ops, c: Conditions) -> str | None:
 
 
 def one_axis(ops: Ops, c: Conditions) -> str | None:
-    axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm))
+    axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm | LayerNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")
 
 

@@ -1,6 +1,7 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Call, Grads, Out
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
@@ -36,15 +38,16 @@ class Once(NamedTuple):
 
 class Live:
     """What a node needs at run time only: where it is, what lives for its call, names to publish, ties for second
-    derivatives.
+    derivatives; while it is applied, the quantized tensor whose carrier crosses its border.
     """
 
-    __slots__ = ("frame", "once", "path", "ties")
+    __slots__ = ("crossing", "frame", "once", "path", "ties")
 
     def __init__(self, path: str, once: Once) -> None:
         self.path = path
         self.once = once
         self.ties: Sequence[Tensor] = ()
+        self.crossing: Quantized | None = None
         self.frame: names.Frame | None = None
 
 
@@ -64,11 +67,15 @@ def run_forward(
     for step in seg.forward:
         first = step.members[0]
         entered[first] = x.dtype
+        if type(x) is Quantized and not step.codes:
+            x = x.dequantize()
         if look is not None:
             look.before_fwd(step, x, t)
         if step.plain:  # most are: no call between here and there
-            keywords = {name: t[position] for name, position in step.args[0]}
-            out = step.target.fwd(x, **keywords, **step.keywords)
+            keywords = {**step.keywords}
+            for name, position in step.args[0]:
+                keywords[name] = t[position]
+            out = step.target.fwd(x, **keywords)
             if type(out) is not Out:
                 out = checks.bare(step, out)
             if look is not None:
@@ -167,15 +174,15 @@ def run_backward(
     if once.out is not None:
         buffers.check_dy(once.out, dy)
     for step in seg.backward:
+        first, partly = step.members[0], False
         if step.plain:
             if dy is None:
                 continue
             if look is not None:
                 look.before_bwd(step, saved, dy, None)
-            own, partly = saved[step.members[0]] or step.empty[0], False
-            saved[step.members[0]] = None
+            own, saved[first] = saved[first] or step.empty[0], None
             results: Sequence[Grads] = (step.target.bwd(own, dy, **step.keywords),)
-            del own
+            own = None
         else:
             dside = {name: grads[position] for name, position in step.writes} or None
             if dy is None and (dside is None or all(d is None for d in dside.values())):
@@ -200,7 +207,7 @@ def run_backward(
             raise checks.wrong_grads(step, results) from None
         if look is not None:
             look.after_bwd(step, results)
-        dtype = entered[step.members[0]]
+        dtype = entered[first]
         if dy is not None and dtype is not None and dy.dtype is not dtype:
             dy = dy.to(dtype)
     if look is not None:
@@ -289,6 +296,7 @@ class Node(torch.autograd.Function):
         t = list(inputs)
         if live is None:
             y, saved, ctx.entered = run_forward(seg, x, t, Once())
+            y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
@@ -296,10 +304,13 @@ class Node(torch.autograd.Function):
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
             before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+            arrived, live.crossing = live.crossing, None
             try:
-                y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+                y, saved, ctx.entered = run_forward(seg, arrived or x, t, live.once)
             finally:
                 here.unseen = before
+            if type(y) is Quantized:
+                live.crossing, y = y, y.carrier
         flat, ctx.rows = pack(seg, saved, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
@@ -381,18 +392,30 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """
     if torch_private.inside_functorch():
         raise _not_transformed("torch.func", seg, live)
+    if type(x) is Quantized:
+        live.crossing, x = x.detach(), x.carrier
     if torch_private.forward_ad._current_level >= 0 and any(
         map(torch_private.has_tangent, (x, *inputs))
     ):
         raise _not_transformed("forward-mode AD", seg, live)
     if not names.thread.observers:
-        return _apply(seg, live, x, *inputs)
+        y = _apply(seg, live, x, *inputs)
+        return y if live.crossing is None else _crossed(live, y)
     live.frame = names.Frame()
     with names.published(live.frame):
         try:
-            return _apply(seg, live, x, *inputs)
+            y = _apply(seg, live, x, *inputs)
         finally:
             live.frame = None
+    return y if live.crossing is None else _crossed(live, y)
+
+
+def _crossed(live: Live, y: Any) -> Any:
+    """What a node gives whose y is quantized: autograd knows of its carrier."""
+    q, live.crossing = live.crossing, None
+    if isinstance(y, tuple):
+        return replace(q, carrier=y[0]), *y[1:]  # type: ignore[type-var]
+    return replace(q, carrier=y)  # type: ignore[type-var]
 
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:

@@ -6,7 +6,6 @@ quantized tensor takes one slot a component. What is not a tensor (a shape) stay
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,8 @@ def pack(
     if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
         kinds = [*map(type, values)]
+        if PLAIN.issuperset(kinds) and len({*map(id, values)}) == len(values):
+            return values, seg.rows_of_others
         if (OWN if seg.own else PLAIN_OR_NONE).issuperset(kinds):
             plain = [v if t in PLAIN else None for v, t in zip(values, kinds, strict=True)]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
@@ -74,7 +75,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(replace(value, row=None, col=None, offs=None), parts)
+        return Parts(value.form, parts)
     return Const(value)
 
 

@@ -200,6 +200,7 @@ register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="
 register(ops.InjectLoss,    lambda w: ops.InjectLoss())
 register(ops.RoPE,          lambda w: ops.RoPE(w.choose(False, True)), heads=True)
 register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
+register(ops.Quantize,      lambda w: ops.Quantize(w.choose(True, False), w.choose(False, True)))
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)
 register(ops.Identity,      lambda w: ops.Identity())

@@ -338,8 +338,9 @@ PLAIN: tuple[Callable[[int], nn.Module], ...] = (
     lambda width: nn.Tanh(),
     lambda width: nn.Dropout(0.3),
 )
-# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice.
-PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss")
+# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice; and
+# what Quantize gives no plain module takes.
+PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss", "Quantize")
 
 
 def _next(

@@ -11,7 +11,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
-from . import experts, lent, loss, mlp, norm, recognise, router
+from . import experts, lent, loss, mlp, norm, recognise, rope, router
 from .report import ApplyReport, ReportEntry
 
 
@@ -31,7 +31,7 @@ class AppliedPart(NamedTuple):
 
 
 def apply(model: nn.Module, *, dry_run: bool = False) -> ApplyReport:
-    """Let fuseops run what it knows of a transformers model: experts, routers, MLPs, norms and the loss.
+    """Let fuseops run what it knows of a transformers model: experts, routers, MLPs, norms, RoPE and the loss.
 
     Forwards are bound on the instances. Modules, their classes, parameters, names and layouts stay as they are, so
     that saving, loading, parallel plans, FSDP and adapters hold with no conversion; weights are read at each call.
@@ -88,6 +88,7 @@ def bound(module: nn.Module) -> bool:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
     """Every module that looks like one of the parts, parents first."""
+    angles = rope.tables(model)
     for path, module in model.named_modules():
         said, children, own = vars(module), module._modules, module._parameters
         if loss.HEAD in children and hasattr(module, "loss_function"):
@@ -100,6 +101,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
             yield path, ROUTER, module
         elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
             yield path, NORM, module
+        elif rope.rotary_names(module):
+            refused = functools.partial(rope.refused, rope.nearest(path, angles))
+            yield path, ROPE._replace(refused=refused), module
 
 
 def _refused(part: AppliedPart, module: nn.Module) -> str | None:
@@ -188,6 +192,14 @@ NORM = AppliedPart(
     lambda module: "computes something else than an RMSNorm over the last axis",
     _by_norm,
 )
+ROPE = AppliedPart(
+    "rope",
+    rope.forward,
+    rope.build,
+    functools.partial(rope.refused, None),
+    lambda module: "does not say how wide a head is",
+    lambda op: f"q and k in one launch, {op.width} columns",
+)
 LOSS = AppliedPart(
     "loss",
     loss.forward,
@@ -196,4 +208,4 @@ LOSS = AppliedPart(
     lambda module: "the loss reads something else than the head's logits",
     _by_loss,
 )
-FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, LOSS)}
+FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, LOSS)}

@@ -19,8 +19,6 @@ from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
-from .casts import cast as cast
-from .casts import cast_transpose as cast_transpose
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
@@ -41,7 +39,7 @@ from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
-from .grouped import scaled_mm as scaled_mm
+from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
@@ -63,7 +61,6 @@ from .peers import return_sums as return_sums
 from .peers import send_tokens as send_tokens
 from .peers import take_tokens as take_tokens
 from .peers import token_slots as token_slots
-from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
@@ -79,11 +76,11 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .quantize import saturate as saturate
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router import router_loss as router_loss
 from .router import router_loss_bwd as router_loss_bwd
-from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route
 from .wide_mm import wide_mm as wide_mm

@@ -19,6 +19,7 @@ from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
+from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
@@ -30,7 +31,7 @@ from . import dswiglu, quantized_mlp
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
 # a tensor, and the index of its rows: None for all, in order
-Rows = tuple[Tensor | None, Tensor | None]
+Rows = tuple[Operand | None, Tensor | None]
 WEIGHT = frozenset({"weight"})
 Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
@@ -47,7 +48,7 @@ EPILOGUE = Space(
 
 
 class GroupedMLPSaved(NamedTuple):
-    x: Tensor | None
+    x: Operand | None
     h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
@@ -64,6 +65,7 @@ class GroupedMLP(FusedOp):
     Saved = GroupedMLPSaved
     takes_saved = True
     recipes = True
+    takes_quantized = True
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -95,11 +97,12 @@ class GroupedMLP(FusedOp):
         }
 
     def fwd(
-        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
         h, a = self.activated(saved, calls, "h" in keep)
-        return Out(self.output(saved, a, calls[2]), replaced(saved, h=h))
+        y = self.output(saved, a, calls[2])
+        return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
 
     def bwd(
         self,
@@ -120,7 +123,7 @@ class GroupedMLP(FusedOp):
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
-    def inputs(self, x: Tensor, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
+    def inputs(self, x: Operand, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
         """What there is to save, but for h."""
         fc1, _, fc2 = t
         check_offs(fc1["offs"], fc1["weight"].shape[0])
