@@ -121,7 +121,7 @@ def grad_operand(
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
     wgrad = "weight" in call.needs and not roles.high_wgrad
     row = "x" in call.needs or (wgrad and not roles.columns)
-    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed)
     if (seen := watching()) is not None:
         seen.measure(call.name, "grad_output", q)
     return q
@@ -141,9 +141,10 @@ def _operand(
     row: bool,
     col: bool,
     index: Tensor | None,
+    seed: Tensor | None = None,
 ) -> Operand:
     if scaling is not None:
-        return operand(x, scaling, offs, row=row, col=col, index=index)
+        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 

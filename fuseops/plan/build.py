@@ -250,7 +250,7 @@ class _Builder:
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
-            live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            live=any(self.ops[i].live_call or self._random(i) for i in members),
             scopes=self.chain.scopes[u.start : u.stop],
             rule=u.rule or "",
             writes=self._writes(u, position),
@@ -332,6 +332,10 @@ class _Builder:
 
     def _roles(self, i: int) -> Roles | None:
         return None if i in self.high else self.facts.roles[i]
+
+    def _random(self, i: int) -> bool:
+        roles = self._roles(i)
+        return roles is not None and roles.random
 
     def operands(self) -> Iterator[Operand]:
         """What every GEMM of the run reads under the recipe."""

@@ -40,8 +40,8 @@ class ByRole(Recipe):
         check_choices(self, weights=POLICIES, backward=BACKWARDS)
 
     def roles_of(self, op: Any, name: str) -> Roles:
-        formats = [self._scaling(op, name, role) for role in ROLES]
-        return Roles(*formats, weights=self.weights, backward=self.backward)  # type: ignore[arg-type]
+        x, weight, dy = (self._scaling(op, name, role) for role in ROLES)
+        return Roles(x, weight, dy, weights=self.weights, backward=self.backward)
 
     def _scaling(self, op: Any, name: str, role: str) -> Scaling | None:
         given = self.choose(op, name, role)

@@ -17,7 +17,7 @@ from fuseops import kernels as K
 
 from .numbers import watching
 from .operands import Operand
-from .quantized import Quantized, values
+from .quantized import Quantized, features, values
 from .scaling import SQUARE
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,8 +143,9 @@ def _tokens_first(
     """What the columns of both stand for, tokens first, and where their groups end; of one operand in high precision
     and one quantized, the rows.
     """
-    if isinstance(dy, Quantized) and isinstance(x, Quantized):
-        left, right = _meet(values(dy, "col"), values(x, "col"))
+    if isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col:
+        turned = dy.scaling.hadamard == x.scaling.hadamard  # by both, which cancels
+        left, right = _meet(*(values(q, "col") if turned else features(q) for q in (dy, x)))
         return left.t(), right.t(), None if offs is None else K.column_offs(offs)
     return *_meet(_stands_for(dy, "row"), _stands_for(x, "row")), offs
 

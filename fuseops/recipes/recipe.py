@@ -43,11 +43,23 @@ class Roles:
         ):  # dy stays as it is, and with "high_precision" all that it meets
             object.__setattr__(self, "grad_output", None)
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
+        for role in ("input", "weight", "hidden"):
+            scaling = getattr(self, role)
+            if scaling is not None and scaling.stochastic:
+                raise FuseOpsError(
+                    f"{role} is {scaling}: the forward rounds to the nearest, so that a recomputation gives the same "
+                    "numbers. Round gradients alone at random (grad_output)."
+                )
 
     @property
     def high(self) -> bool:
         """Whether no operand is quantized."""
         return self.input is None and self.weight is None and self.grad_output is None
+
+    @property
+    def random(self) -> bool:
+        """Whether gradients are rounded at random."""
+        return self.grad_output is not None and self.grad_output.stochastic
 
     @property
     def kernels(self) -> bool:
