@@ -59,6 +59,9 @@ class Labels:
         """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
+        if made_by == torch_private.FSDP_WATCHES:
+            node = torch_private.producer(t)
+            made_by = "leaf" if node is None else _node_name(node.name())
         region = torch_private.compiled_region()
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"

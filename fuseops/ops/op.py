@@ -155,6 +155,7 @@ class Op(nn.Module, Generic[S]):
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
     quantizes    it has none, and is told the formats of a recipe all the same
+    sends        it multiplies nothing, and is told the formats of the next op that does
     takes_quantized   its fwd takes an x that is a `Quantized`, where it multiplies in the formats of a recipe, or does
                  not multiply. Any other op gets what that stands for. A class with a fwd of its own says so anew
     live_call    wants call.out and call.scratch
@@ -175,6 +176,7 @@ class Op(nn.Module, Generic[S]):
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
+    sends: ClassVar[bool] = False
     takes_quantized: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False

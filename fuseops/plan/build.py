@@ -331,6 +331,8 @@ class _Builder:
         return not reading or (roles is not None and roles.input is not None)
 
     def _roles(self, i: int) -> Roles | None:
+        if self.ops[i].sends:
+            i = next((k for k in range(i, len(self.ops)) if self.ops[k].multiplies), i)
         return None if i in self.high else self.facts.roles[i]
 
     def _random(self, i: int) -> bool:
@@ -354,7 +356,12 @@ class _Builder:
         """What of the weights is kept from call to call."""
         for i, (op, needs) in enumerate(zip(self.ops, self.needs, strict=True)):
             roles = self._roles(i)
-            if roles is None or self._store(op, roles) is None or "weight" not in op._parameters:
+            if (
+                roles is None
+                or not op.multiplies
+                or self._store(op, roles) is None
+                or "weight" not in op._parameters
+            ):
                 continue
             shape = tuple(op.sample("weight").shape)
             layouts = 1 + ("x" in needs and roles.backward is None)

@@ -7,6 +7,7 @@ their format, and a component may be freed or moved alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,16 @@ def through(carrier: Tensor, values: Tensor) -> Tensor:
     return found
 
 
+def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A carrier of no gradient."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
+
+
 class _Carrier(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         ctx.of = x.dtype, x.device
-        return torch.full((), torch.nan, dtype=dtype, device=device).expand(x.shape)
+        return blank(x.shape, dtype, device)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
