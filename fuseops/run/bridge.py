@@ -389,12 +389,13 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
         raise _not_transformed("forward-mode AD", seg, live)
     if not names.thread.observers:
         return _apply(seg, live, x, *inputs)
-    live.frame = names.Frame()
-    with names.published(live.frame):
-        try:
-            return _apply(seg, live, x, *inputs)
-        finally:
-            live.frame = None
+    here = names.thread
+    before, live.frame = here.frame, names.Frame()
+    here.frame = live.frame
+    try:
+        return _apply(seg, live, x, *inputs)
+    finally:
+        here.frame, live.frame = before, None
 
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:
