@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = {
     "on_device": ["on_device"],
     "quantize_groups": ["quantize_groups"],
-    "quantize": ["quantize", "casts"],
+    "quantize": ["quantize"],
     "norm": ["norm", "bias", "activation"],
     "permute": ["permute", "router", "routing"],
 }

@@ -3,12 +3,12 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, amax, bias, casts, cross_entropy, dropout, layer_norm, norm, operands, peers,
+    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, operands, peers,
                     permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
-    all of them     registry (`@kernel_op`), launch, plans (kept launches), replay (of a launcher whose operands come
+    all of them     registry (`@kernel_op`), launch, replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
@@ -30,8 +30,6 @@ from .bias import bias_bwd as bias_bwd
 from .bias import bias_fwd as bias_fwd
 from .bias import grouped_bias_bwd as grouped_bias_bwd
 from .bias import grouped_bias_fwd as grouped_bias_fwd
-from .casts import cast as cast
-from .casts import cast_transpose as cast_transpose
 from .configs import Space as Space
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
@@ -46,11 +44,10 @@ from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
-from .grouped import scaled_grouped_mm as scaled_grouped_mm
-from .grouped import scaled_grouped_wgrad as scaled_grouped_wgrad
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .launch import launch as launch
+from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
@@ -67,7 +64,6 @@ from .peers import return_sums as return_sums
 from .peers import send_tokens as send_tokens
 from .peers import take_tokens as take_tokens
 from .peers import token_slots as token_slots
-from .permute import combine_bwd as combine_bwd
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
@@ -78,21 +74,27 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
+from .reference import amax_of_groups as amax_of_groups
 from .reference import by_group as by_group
+from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
 from .reference import dequantize_format as dequantize_format
+from .reference import hadamard as hadamard
+from .reference import magnitude as magnitude
 from .reference import quantize_format as quantize_format
-from .reference import scaled_mm as scaled_mm
+from .reference import signs as signs
+from .reference import spread_over_groups as spread_over_groups
 from .reference import turned_in_groups as turned_in_groups
+from .reference import whole_inverse as whole_inverse
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope
+from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd
 from .router import router_fwd as router_fwd
 from .router_losses import router_loss as router_loss
 from .router_losses import router_loss_bwd as router_loss_bwd
 from .routing import count_once as count_once
-from .routing import counts_to_offs as counts_to_offs
 from .routing import expert_counts as expert_counts
 from .routing import route as route
 from .wide_mm import wide_mm as wide_mm

@@ -23,7 +23,7 @@ import torch
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.launch import current_arch
-from fuseops.kernels.plans import forget_plans, planning
+from fuseops.kernels.replay import apart, forget_replays
 from fuseops.words import dtype_name
 
 Config = dict[str, int]
@@ -156,7 +156,7 @@ def reload_tables() -> None:
     """Forget what was read, so that the next pick reads the files again."""
     cached_table.cache_clear()
     shipped_table.cache_clear()
-    forget_plans()
+    forget_replays()
     for space in SPACES.values():
         space._memo.clear()
 
@@ -196,7 +196,7 @@ def forced(space: Space, config: Config) -> Iterator[None]:
     """Inside, the space gives this configuration to everybody (for tuning and tests)."""
     space.forced = config
     try:
-        with planning((space.name, *config.items())):
+        with apart((space.name, *config.items())):
             yield
     finally:
         space.forced = None
@@ -208,7 +208,7 @@ def asking() -> Iterator[list[tuple[Space, tuple[Any, ...]]]]:
     global _asked
     outer, _asked = _asked, []
     try:
-        with planning():
+        with apart():
             yield _asked
     finally:
         _asked = outer

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fuseops.kernels import reference
 from fuseops.kernels.fp8_checks import checked_mm, checked_wgrad
-from fuseops.kernels.fp8_launch import launch_mm, launch_wgrad
-from fuseops.kernels.fp8_paths import E4M3, OUTPUTS
+from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm, launch_wgrad
+from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
 from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.quantize import quantize_blocks
@@ -42,16 +42,15 @@ from fuseops.kernels.tiles import cdiv, require
 
 
 def _mm_fake(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scaling: str,
-    offs: Tensor | None = None, tiles: Tensor | None = None, bias: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16, fast: bool = False,
+    x: Tensor, x_scale: Any, weight: Tensor, weight_scale: Any, scaling: str,
+    offs: Any = None, tiles: Any = None, bias: Any = None, dtype: torch.dtype = torch.bfloat16, fast: bool = False,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
 
 
 def _wgrad_fake(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, scaling: str,
-    offs: Tensor | None = None, tiles: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
+    dy: Tensor, dy_scale: Any, x: Tensor, x_scale: Any, scaling: str,
+    offs: Tensor | None = None, tiles: Any = None, dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
     groups = () if offs is None else offs.shape
     return x.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
@@ -142,12 +141,13 @@ def fp8_mm(
     tiles: `group_tiles(offs, R)`, made here if not given.
     fast: "row" and "tensor" are summed in the tensor cores alone, instead of 128 products at a time.
     """
-    if offs is not None and tiles is None:
-        tiles = group_tiles(offs, x.shape[0])
-    return launch_mm(
-        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
-        dtype=dtype, fast=fast, otherwise=_multiplied, check=checked_mm,
-    )  # fmt: skip
+    tiles = _tiles(offs, tiles, x.shape[0])
+    p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
+    if mm_path(p.x, p.weight, dtype) != COOPERATIVE:
+        return _multiplied(p, dtype)
+    y = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+    launch_mm(p, y, fast=fast)
+    return y
 
 
 def _codes_fake(x: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -186,20 +186,15 @@ def fp8_mm_operand(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`fp8_mm` in bf16, as e4m3 codes (R, N) with a power of two for 128 columns of a row (ceil(N/128), R)."""
-    if offs is not None and tiles is None:
-        tiles = group_tiles(offs, x.shape[0])
-    return launch_mm(
-        x, x_scale, weight, weight_scale, scaling, offs, tiles, bias,
-        dtype=E4M3, fast=False, otherwise=_multiplied_codes, check=checked_mm,
-    )  # fmt: skip
-
-
-def _multiplied_codes(*operands: Any) -> tuple[Tensor, Tensor]:
-    """`fp8_mm_operand` of dequantized operands."""
-    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, _ = operands
-    y = _multiplied(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias, torch.bfloat16)
-    data, _, scale, _ = quantize_blocks(y, E4M3, 1, "row", True)
-    return data, scale
+    tiles = _tiles(offs, tiles, x.shape[0])
+    p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
+    if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
+        data, _, scale, _ = quantize_blocks(_multiplied(p, torch.bfloat16), E4M3, 1, "row", True)
+        return data, scale
+    rows, n = x.shape[0], weight.shape[-2]
+    y, y_scale = x.new_empty(rows, n, dtype=E4M3), x_scale.new_empty(n // 128, rows)
+    launch_mm(p, y, y_scale)
+    return y, y_scale
 
 
 @kernel_op(
@@ -224,7 +219,7 @@ def fp8_wgrad(
     tiles: `group_tiles(offs, R)`, made here if not given.
     """
     dw = _wgrad_fake(dy, dy_scale, x, x_scale, scaling, offs, None, dtype)
-    _launch_wgrad(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, False)
+    _into(ScaledGradient(dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, False))
     return dw
 
 
@@ -253,43 +248,29 @@ def fp8_wgrad_into(
         f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
         "expected a contiguous float32 buffer.",
     )
-    _launch_wgrad(main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate)
+    _into(ScaledGradient(main_grad, dy, dy_scale, x, x_scale, scaling, offs, tiles, accumulate))
 
 
-def _launch_wgrad(
-    dw: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    tiles: Tensor | None,
-    accumulate: bool,
-) -> None:
-    if offs is not None and tiles is None:
-        tiles = group_tiles(offs, dy.shape[-1])
-    launch_wgrad(
-        dw, dy, dy_scale, x, x_scale, scaling, offs, tiles,
-        accumulate=accumulate, otherwise=_gradient, check=checked_wgrad,
-    )  # fmt: skip
+def _into(g: ScaledGradient) -> None:
+    """Write or add the gradient to dw."""
+    g = checked_wgrad(g._replace(tiles=_tiles(g.offs, g.tiles, g.dy.shape[-1])))
+    if wgrad_path(g.dy, g.x, g.dw.dtype, g.scaling, g.offs is not None) == COOPERATIVE:
+        launch_wgrad(g)
+    else:
+        _gradient(g)
+
+
+def _tiles(offs: Tensor | None, tiles: Tensor | None, rows: int) -> Tensor | None:
+    """The table, which is made where there are groups and the caller brings none."""
+    return group_tiles(offs, rows) if tiles is None and offs is not None else tiles
 
 
 # --- other hardware, and sizes that no descriptor takes
 
 
-def _multiplied(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    tiles: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _multiplied(p: ScaledProduct, dtype: torch.dtype) -> Tensor:
     """`fp8_mm` of dequantized operands."""
+    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias = p
     inner = _exact(scaling, dtype)
     left = dequantized_rows(x, x_scale, scaling, offs, inner)
     right = dequantize(weight, weight_scale, weight_scaling(scaling), inner)
@@ -301,18 +282,9 @@ def _multiplied(
     )
 
 
-def _gradient(
-    dw: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    tiles: Tensor | None,
-    accumulate: bool,
-) -> None:
+def _gradient(g: ScaledGradient) -> None:
     """`fp8_wgrad` of dequantized operands, in dw."""
+    dw, dy, dy_scale, x, x_scale, scaling, offs, _, accumulate = g
     by_tensor = scaling == "tensor"
     inner = _exact("square" if by_tensor else scaling, dw.dtype)
     left, right = (

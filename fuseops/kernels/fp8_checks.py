@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct
 from fuseops.kernels.grouped_launch import table_size
 from fuseops.kernels.tiles import cdiv, require
 
@@ -16,17 +15,9 @@ MM_SCALINGS = ("block", "row", "tensor")
 WGRAD_SCALINGS = ("square", "block", "tensor")
 
 
-def checked_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    tiles: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Any, ...]:
-    """Operands as `launch_mm` takes them."""
+def checked_mm(p: ScaledProduct) -> ScaledProduct:
+    """The operands as `launch_mm` takes them."""
+    x, x_scale, weight, weight_scale, scaling, offs, tiles, bias = p
     require(scaling in MM_SCALINGS, f"scaling is '{scaling}', expected one of {MM_SCALINGS}.")
     groups = _groups(offs)
     rank = 2 if offs is None else 3
@@ -58,24 +49,14 @@ def checked_mm(
         if tiles is None or tiles.shape != (size,) or tiles.dtype != torch.int32:
             raise FuseOpsError(f"tiles is not group_tiles(offs, {rows}).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
-    x_scale = x_scale.contiguous()
-    return (
-        x.contiguous(), x_scale, weight.contiguous(), weight_scale.contiguous(), scaling, offs, tiles,
-        bias,
-    )  # fmt: skip
+    x, x_scale = x.contiguous(), x_scale.contiguous()
+    weight, weight_scale = weight.contiguous(), weight_scale.contiguous()
+    return ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
 
 
-def checked_wgrad(
-    dw: Tensor,
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    scaling: str,
-    offs: Tensor | None,
-    tiles: Tensor | None,
-) -> tuple[Any, ...]:
-    """Operands as `launch_wgrad` takes them."""
+def checked_wgrad(g: ScaledGradient) -> ScaledGradient:
+    """The operands as `launch_wgrad` takes them."""
+    dw, dy, dy_scale, x, x_scale, scaling, offs, tiles, _ = g
     require(scaling in WGRAD_SCALINGS, f"scaling is '{scaling}', expected one of {WGRAD_SCALINGS}.")
     groups = _groups(offs)
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1]:
@@ -114,9 +95,8 @@ def checked_wgrad(
             raise FuseOpsError("tiles is not group_tiles(offs, R).")
         offs, tiles = offs.contiguous(), tiles.contiguous()
     fit = _vectors if scaling == "block" else Tensor.contiguous
-    return (
-        dw, dy.contiguous(), fit(dy_scale), x.contiguous(), fit(x_scale), scaling, offs, tiles,
-    )  # fmt: skip
+    operands = dy.contiguous(), fit(dy_scale), x.contiguous(), fit(x_scale)
+    return ScaledGradient(dw, *operands, scaling, offs, tiles, g.accumulate)
 
 
 def _groups(offs: Tensor | None) -> int:

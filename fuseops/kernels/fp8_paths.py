@@ -21,6 +21,7 @@ from fuseops.torch_private import is_fake
 from fuseops.words import dtype_name
 
 TESTED = GLUON_TESTED
+COOPERATIVE = "cooperative"
 E4M3 = torch.float8_e4m3fn
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -83,7 +84,7 @@ WGRAD_VECTORS_INTO = Space("fp8_wgrad_vectors_into", _vector_into_candidates, di
 def path_of(*reasons: str | None) -> str:
     """ "cooperative", or "dequantize" with the first reason, as in "dequantize (K is 72, not a multiple of 16)"."""
     why = next((reason for reason in reasons if reason is not None), None)
-    return "cooperative" if why is None else f"dequantize ({why})"
+    return COOPERATIVE if why is None else f"dequantize ({why})"
 
 
 def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -127,7 +128,7 @@ def dswiglu_path(da: Tensor, h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype
 
 def multiplies_codes(device: torch.device) -> bool:
     """Whether this device has FP8 GEMMs that are faster than those of bf16."""
-    return device.type == "cuda" and path_of(*_device(device)) == "cooperative"
+    return device.type == "cuda" and path_of(*_device(device)) == COOPERATIVE
 
 
 def _device(device: torch.device) -> tuple[str | None, ...]:

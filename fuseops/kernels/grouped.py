@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
-from fuseops.kernels.grouped_launch import launch_mm, launch_tiles, launch_wgrad, table_size
-from fuseops.kernels.reference.grouped import group_of_row
+from fuseops.kernels.grouped_launch import Gradient, Product, launch_mm, launch_wgrad, table_size
+from fuseops.kernels.launch import device, launch
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows
+from fuseops.kernels.tiles import as_rows, pow2
 
 MAX_GROUPS = 1 << 11
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,31 +38,24 @@ def _tiles_fake(offs: Tensor, rows: int) -> Tensor:
     return offs.new_empty(table_size(rows, len(offs)))
 
 
+def _rows_of(x: Tensor, index: Tensor | None) -> int:
+    return (x if index is None else index).shape[0]
+
+
 def _mm_fake(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
+    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, bias: Any = None, index: Any = None
 ) -> Tensor:
-    return x.new_empty((x if index is None else index).shape[0], weight.shape[1])
+    return x.new_empty(_rows_of(x, index), weight.shape[1])
 
 
-def _wgrad_fake(
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
-) -> Tensor:
+def _wgrad_fake(dy: Tensor, x: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(offs.shape[0], dy.shape[1], x.shape[1])
 
 
-def _mm_flops(
-    x: Any, weight: Any, offs: Any, tiles: Any = None, bias: Any = None, index: Any = None, **_: Any
-) -> int:
+def mm_flops(
+    x: Any, weight: Any, offs: Any, tiles: Any = None, other: Any = None, index: Any = None, *_: Any,
+    **__: Any,
+) -> int:  # fmt: skip
     """Every row counts once, padding too: the counter sees shapes."""
     return int(2 * (index or x)[0] * x[1] * weight[1])
 
@@ -75,10 +68,10 @@ def _wgrad_flops(
 
 
 def _add_flops(
-    main_grad: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True,
-    dy_index: Any = None, x_index: Any = None, **_: Any,
+    main_grad: Any, dy: Any, x: Any, offs: Any, tiles: Any = None, accumulate: bool = True, *index: Any,
+    **_: Any,
 ) -> int:  # fmt: skip
-    return _wgrad_flops(dy, x, offs, tiles, dy_index, x_index)
+    return _wgrad_flops(dy, x, offs, tiles, *index, **_)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -151,21 +144,23 @@ def group_tiles(offs: Tensor, rows: int) -> Tensor:
     (group | row block in the group << 11) for each row block of 64, up to its bound R // 64 + E,
     the same for 128 and for 256, unused entries zero; the number of row blocks of 256.
     """
-    return launch_tiles(offs, rows, _checked_tiles)
-
-
-def _checked_tiles(offs: Tensor, rows: int) -> tuple[Tensor, int]:
     if offs.dim() != 1 or not 0 < offs.shape[0] <= MAX_GROUPS or offs.dtype != torch.int32:
         raise FuseOpsError(
             f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 (E,) with 1 to {MAX_GROUPS} groups."
         )
-    return offs.contiguous(), rows
+    offs, groups = offs.contiguous(), offs.shape[0]
+    tiles = offs.new_empty(table_size(rows, groups))
+    launch(
+        device("grouped_mm").group_tiles_kernel, (groups,), offs, tiles, rows, groups,
+        BLOCK_E=pow2(groups), num_warps=4,
+    )  # fmt: skip
+    return tiles
 
 
 @kernel_op(
     twin=reference.grouped_mm,
     fake=_mm_fake,
-    flops=_mm_flops,
+    flops=mm_flops,
     traces_twin=False,
     cases=_mm_cases,
 )
@@ -182,15 +177,16 @@ def grouped_mm(
     tiles: `group_tiles(offs, R)`, made here if not given.
     index: (R,) int32 or int64: row r of the operand is x[index[r]], for an x of any number of rows.
     """
-    if tiles is None:
-        tiles = _tiles(offs, weight.shape[0], x, index)
-    return launch_mm(x, weight, bias, offs, tiles, index, None, _checked_mm)
+    p = product(x, weight, offs, tiles, index)
+    y = x.new_empty(p.rows, weight.shape[1])
+    launch_mm(p, y, _checked_bias(bias, weight))
+    return y
 
 
 @kernel_op(
     twin=reference.grouped_mm_into,
     fake=lambda *args, **kwargs: None,
-    flops=lambda y, *args, **kwargs: _mm_flops(*args, **kwargs),
+    flops=lambda y, *args, **kwargs: mm_flops(*args, **kwargs),
     mutates=("y",),
     traces_twin=False,
     cases=_into_cases,
@@ -205,39 +201,36 @@ def grouped_mm_into(
     index: Tensor | None = None,
 ) -> None:
     """Write `grouped_mm` to y (R, N), contiguous and of the dtype of x; it is one of the same kernels."""
-    if tiles is None:
-        tiles = _tiles(offs, weight.shape[0], x, index)
-    launch_mm(x, weight, bias, offs, tiles, index, y, _checked_mm)
+    p = product(x, weight, offs, tiles, index)
+    shape = p.rows, weight.shape[1]
+    if y.shape != shape or y.dtype != x.dtype or not y.is_contiguous():
+        raise FuseOpsError(
+            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
+        )
+    launch_mm(p, y, _checked_bias(bias, weight))
 
 
-def _checked_mm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-    y: Tensor | None,
-) -> tuple[Any, ...]:
-    """Operands of `launch_mm`: x with contiguous columns, weight with a contiguous axis 1 or 2."""
+def product(
+    x: Tensor, weight: Tensor, offs: Tensor, tiles: Tensor | None, index: Tensor | None
+) -> Product:
+    """The operands of a grouped GEMM as kernels take them. Raises FuseOpsError for those that nothing can take."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise FuseOpsError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected (R, K) and (E, N, K)."
         )
-    if bias is not None and bias.shape != weight.shape[:2]:
-        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
-    rows = _rows(x, index, "index")
-    _check(x, weight, offs, tiles, weight.shape[0], rows)
-    shape = (rows, weight.shape[1])
-    if y is not None and (y.shape != shape or y.dtype != x.dtype or not y.is_contiguous()):
-        raise FuseOpsError(
-            f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
-        )
+    rows = _checked_rows(x, index, "index")
+    offs, tiles = _checked_groups(x, weight, offs, tiles, weight.shape[0], rows)
     if 1 not in weight.stride()[1:]:
         weight = weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    index = None if index is None else index.contiguous()
-    return as_rows(x), weight, bias, offs.contiguous(), tiles.contiguous(), index, y
+    return Product(as_rows(x), weight, offs, tiles, None if index is None else index.contiguous())
+
+
+def _checked_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    if bias.shape != weight.shape[:2]:
+        raise FuseOpsError(f"bias is {tuple(bias.shape)}, expected {tuple(weight.shape[:2])}.")
+    return bias.contiguous()
 
 
 @kernel_op(
@@ -260,9 +253,8 @@ def grouped_wgrad(
     dy_index, x_index: (R,) int32 or int64: row r of that operand is its row index[r].
     """
     dw = x.new_empty(offs.numel(), dy.shape[-1], x.shape[-1])
-    if tiles is None:
-        tiles = _tiles(offs, offs.numel(), dy, dy_index)
-    return launch_wgrad(dw, dy, x, offs, tiles, False, dy_index, x_index, _checked_wgrad)
+    launch_wgrad(_gradient(dw, dy, x, offs, tiles, False, dy_index, x_index))
+    return dw
 
 
 @kernel_op(
@@ -289,24 +281,22 @@ def grouped_wgrad_into(
             f"main_grad is {main_grad.dtype} with strides {main_grad.stride()}, "
             "expected a contiguous float32 buffer."
         )
-    if tiles is None:
-        tiles = _tiles(offs, offs.numel(), dy, dy_index)
-    launch_wgrad(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index, _checked_wgrad)
+    launch_wgrad(_gradient(main_grad, dy, x, offs, tiles, accumulate, dy_index, x_index))
 
 
-def _checked_wgrad(
+def _gradient(
     dw: Tensor,
     dy: Tensor,
     x: Tensor,
     offs: Tensor,
-    tiles: Tensor,
+    tiles: Tensor | None,
     accumulate: bool,
     dy_index: Tensor | None,
     x_index: Tensor | None,
-) -> tuple[Any, ...]:
-    """Operands of `launch_wgrad`: dy and x with contiguous columns."""
-    rows = _rows(dy, dy_index, "dy_index")
-    if x.dim() != 2 or dy.dim() != 2 or rows != _rows(x, x_index, "x_index"):
+) -> Gradient:
+    """The operands of a weight gradient as kernels take them. Raises FuseOpsError for those that nothing can take."""
+    rows = _checked_rows(dy, dy_index, "dy_index")
+    if x.dim() != 2 or dy.dim() != 2 or rows != _checked_rows(x, x_index, "x_index"):
         raise FuseOpsError(
             f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}, expected (R, N) and (R, K), "
             "or an index of R rows."
@@ -314,13 +304,12 @@ def _checked_wgrad(
     shape = (offs.numel(), dy.shape[1], x.shape[1])
     if dw.shape != shape:
         raise FuseOpsError(f"main_grad is {tuple(dw.shape)}, expected {shape}.")
-    _check(x, dy, offs, tiles, offs.numel(), rows)
+    offs, tiles = _checked_groups(x, dy, offs, tiles, offs.numel(), rows)
     dy_index, x_index = (None if i is None else i.contiguous() for i in (dy_index, x_index))
-    operands = as_rows(dy), as_rows(x), offs.contiguous(), tiles.contiguous()
-    return dw, *operands, accumulate, dy_index, x_index
+    return Gradient(dw, as_rows(dy), as_rows(x), offs, tiles, accumulate, dy_index, x_index)
 
 
-def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
+def _checked_rows(x: Tensor, index: Tensor | None, name: str) -> int:
     """Number of rows that an operand has in the product."""
     if index is None:
         return x.shape[0]
@@ -331,38 +320,19 @@ def _rows(x: Tensor, index: Tensor | None, name: str) -> int:
     return index.shape[0]
 
 
-def _check(x: Tensor, other: Tensor, offs: Tensor, tiles: Tensor, groups: int, rows: int) -> None:
+def _checked_groups(
+    x: Tensor, other: Tensor, offs: Tensor, tiles: Tensor | None, groups: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """offs and their table, which is made where the caller brings none."""
     if offs.shape != (groups,) or offs.dtype != torch.int32:
         raise FuseOpsError(f"offs is {offs.dtype}{tuple(offs.shape)}, expected int32 ({groups},).")
     if x.dtype not in DTYPES or other.dtype != x.dtype:
         raise FuseOpsError(
             f"operands are {x.dtype} and {other.dtype}, expected one dtype of bfloat16, float16, float32."
         )
+    tiles = group_tiles(offs, rows) if tiles is None else tiles
     if tiles.shape != (table_size(rows, groups),) or tiles.dtype != torch.int32:
         raise FuseOpsError(
             f"tiles is {tiles.dtype}{tuple(tiles.shape)}, expected group_tiles(offs, {rows})."
         )
-
-
-def _tiles(offs: Tensor, groups: int, x: Tensor, index: Tensor | None) -> Tensor:
-    """The table, where the caller brings none."""
-    if offs.shape != (groups,):
-        raise FuseOpsError(f"offs is {tuple(offs.shape)}, expected ({groups},).")
-    return group_tiles(offs, x.shape[0] if index is None else index.numel())
-
-
-def scaled_grouped_mm(
-    a: Tensor, b: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """grouped_mm with one scale a group, accumulated in float32.   fp8 (R, K), (E, N, K), (E,) float32 -> (R, N)"""
-    y = grouped_mm(a.to(torch.float32), b.to(torch.float32), offs)
-    by_row = torch.cat([scale, scale.new_zeros(1)])[group_of_row(offs, a.shape[0])]
-    return (y * by_row.unsqueeze(-1)).to(dtype)
-
-
-def scaled_grouped_wgrad(
-    dy: Tensor, x: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """grouped_wgrad with one scale a group.   fp8 (R, N), (R, K), (E,) float32 -> (E, N, K)"""
-    dw = grouped_wgrad(dy.to(torch.float32), x.to(torch.float32), offs)
-    return (dw * scale[:, None, None]).to(dtype)
+    return offs.contiguous(), tiles.contiguous()

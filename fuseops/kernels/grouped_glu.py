@@ -20,37 +20,19 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import group_tiles, grouped_mm
-from fuseops.kernels.grouped_launch import launch_swiglu, table_size
-from fuseops.kernels.grouped_paths import swiglu_path
-from fuseops.kernels.permute import gather_rows
+from fuseops.kernels.grouped import grouped_mm, mm_flops, product
+from fuseops.kernels.grouped_launch import launch_rings, table_size
+from fuseops.kernels.grouped_paths import SWIGLU_SPACES, swiglu_path
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows
 
 
 def _fake(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
+    x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None, index: Any = None,
     need_h: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, n = (x if index is None else index).shape[0], weight.shape[1]
     return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
-
-
-def _flops(
-    x: Any,
-    weight: Any,
-    offs: Any,
-    tiles: Any = None,
-    probs: Any = None,
-    index: Any = None,
-    **_: Any,
-) -> int:
-    return int(2 * (index or x)[0] * x[1] * weight[1])
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -67,7 +49,9 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield x, wide, offs, tiles
 
 
-@kernel_op(twin=reference.grouped_swiglu, fake=_fake, flops=_flops, traces_twin=False, cases=_cases)
+@kernel_op(
+    twin=reference.grouped_swiglu, fake=_fake, flops=mm_flops, traces_twin=False, cases=_cases
+)
 def grouped_swiglu(
     x: Tensor,
     weight: Tensor,
@@ -95,11 +79,13 @@ def grouped_swiglu(
     if not path or not rows or x.dtype != weight.dtype:
         h = grouped_mm.launcher(x, weight, offs, tiles, None, index)
         return h if need_h else h[:0], _activation(h, offs, probs)
-    tiles = group_tiles(offs, rows) if tiles is None else tiles
-    if index is not None and path != "gather":
-        x, index = gather_rows.launcher(x, index, offs), None
+    p = product(x, weight, offs, tiles, index)
+    p = p if path == "gather" else p.gathered()
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
     probs = None if probs is None else probs.contiguous()
-    return launch_swiglu(x, weight, probs, offs.contiguous(), tiles, index, need_h)
+    config = SWIGLU_SPACES[path].pick(rows, tuple(weight.shape), x)
+    launch_rings(p, path, config, h if need_h else a, act=a, probs=probs)
+    return h, a
 
 
 def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:

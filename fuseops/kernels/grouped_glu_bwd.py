@@ -23,24 +23,17 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import scaled_act_bwd
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import group_tiles, grouped_mm
-from fuseops.kernels.grouped_launch import ring_plan, table_size
+from fuseops.kernels.grouped import grouped_mm, product
+from fuseops.kernels.grouped_launch import launch_rings, table_size
 from fuseops.kernels.grouped_paths import SWIGLU_BWD_SPACES, swiglu_bwd_path
-from fuseops.kernels.permute import gather_rows
-from fuseops.kernels.plans import Plan, kind, misaligned, places, planned, rows_kind, way
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_rows
+from fuseops.kernels.tiles import as_rows, cdiv
 
 
 def _fake(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    tiles: Tensor | None = None,
-    probs: Tensor | None = None,
-    index: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, weight: Tensor, h: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None,
+    index: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
     return torch.empty_like(h), h.new_empty(h.shape[0], h.shape[1] // 2), sums
 
@@ -90,54 +83,15 @@ def grouped_dswiglu(
     if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
         da = grouped_mm.launcher(dy, weight, offs, tiles, None, index)
         return _activation_bwd(da, h, offs, probs)
-    tiles = group_tiles(offs, rows) if tiles is None else tiles
-    if index is not None and path != "gather":
-        dy, index = gather_rows.launcher(dy, index, offs), None
-    probs = None if probs is None else probs.contiguous()
-    dh, a, sums = _launch(dy, weight, h, probs, offs.contiguous(), tiles, index)
-    return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
-
-
-def _launch(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, a and dprobs of each block of columns, for operands that `swiglu_bwd_path` has a path for."""
-    (rows, width), where = h.shape, places(dy, weight, h, probs, offs, tiles, index)
-    key = (
-        "swiglu_bwd", dy.device, dy.dtype, dy.shape[-1], dy.stride(), kind(weight), probs is None,
-        kind(offs), way(index), rows_kind(rows), where[0],
-    )  # fmt: skip
-    plan = planned.now.get(key)
-    if plan is None:
-        plan = planned.now[key] = _plan(dy, weight, offs, tiles, probs, h, index)
-    dh, a = torch.empty_like(h), h.new_empty(rows, width // 2)
-    blocks = 0 if probs is None else plan.blocks
+    p = product(dy, weight, offs, tiles, index)
+    p = p if path == "gather" else p.gathered()
+    config = SWIGLU_BWD_SPACES[path].pick(rows, tuple(weight.shape), dy)
+    dh, a = torch.empty_like(h), h.new_empty(rows, n)
+    blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
-    where = *where, dh.data_ptr(), a.data_ptr(), sums.data_ptr(), rows
-    plan(where, dy, weight, None, offs, tiles, index, dh, a, probs, h, sums)
-    return dh, a, sums
-
-
-def _plan(
-    dy: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor,
-    probs: Tensor | None,
-    h: Tensor,
-    index: Tensor | None,
-) -> Plan:
-    path = swiglu_bwd_path(dy, weight, h, index)
-    rows, (groups, n, k) = len(h), weight.shape
-    config = SWIGLU_BWD_SPACES[path].pick(rows, (groups, n, k), dy)
-    aligned = not misaligned(dy, weight, h, probs, offs, tiles, index)
-    return ring_plan(path, config, dy, weight, aligned, HAS_PROBS=probs is not None)
+    probs = None if probs is None else probs.contiguous()
+    launch_rings(p, path, config, dh, act=a, probs=probs, h=h, sums=sums)
+    return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
 
 
 def _activation_bwd(

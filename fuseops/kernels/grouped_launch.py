@@ -1,368 +1,236 @@
-"""How a grouped GEMM is launched.
+"""How a grouped GEMM is launched: by which kernel, with which tiles and descriptors.
 
-Everything but addresses and row counts is decided once for a kind of call (shapes of the weight,
-strides, dtypes, alignment, rows to a power of two) and kept as a `Plan`, which keeps its launches in
-turn: a call makes the output and looks both up. What a caller gives as `check` raises for operands that
-nothing can take, and returns the others as plans want them. It reads nothing that the key of the plan
-does not hold, so operands of a known kind are not checked again.
+A launch decides anew each time. For operands of a kind that has come twice nothing of this runs: it is replayed
+(`replay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuseops.kernels import configs
-from fuseops.kernels.grouped_paths import MM_SPACES, SWIGLU_SPACES, WGRAD_SPACES, swiglu_path
+from fuseops.kernels.configs import Config
+from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
-from fuseops.kernels.launch import Prepared, device, num_sms
+from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
-from fuseops.kernels.plans import (
-    Again,
-    Plan,
-    kept,
-    kind,
-    misaligned,
-    places,
-    planned,
-    rows_kind,
-    way,
-)
 from fuseops.kernels.recorder import depends
-from fuseops.kernels.tiles import cdiv, pow2
+from fuseops.kernels.tiles import cdiv
 
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
-Check = Callable[..., tuple[Any, ...]]
+
+@dataclass(frozen=True)
+class Product:
+    """The operands of a grouped GEMM: x[rows of e] @ weight[e].T over the groups that end at offs.
+
+    x       (T, K) with contiguous columns; with an index row r of the operand is x[index[r]]
+    weight  (E, N, K) with a contiguous axis 1 or 2
+    tiles   `group_tiles(offs, R)`
+    """
+
+    x: Tensor
+    weight: Tensor
+    offs: Tensor
+    tiles: Tensor
+    index: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """R, the rows of the product."""
+        return (self.x if self.index is None else self.index).shape[0]
+
+    def gathered(self) -> Product:
+        """The same with its rows copied, where they are given by index."""
+        if self.index is None:
+            return self
+        return replace(self, x=gather_rows.launcher(self.x, self.index, self.offs), index=None)
 
 
-def launch_tiles(offs: Tensor, rows: int, check: Check | None = None) -> Tensor:
-    """The table of `group_tiles`."""
-    groups, where = offs.numel(), offs.data_ptr()
-    key = "tiles", offs.device, kind(offs), where % 16
-    plan = planned.now.get(key)
-    if plan is None:
-        if check is not None:
-            return launch_tiles(*check(offs, rows))
-        plan = planned.now[key] = _tiles_plan(offs)
-    tiles = offs.new_empty(table_size(rows, groups))
-    plan((where, tiles.data_ptr(), rows), offs, tiles, rows, groups)
-    return tiles
-
-
-def _tiles_plan(offs: Tensor) -> Plan:
-    kernel, block = device("grouped_mm").group_tiles_kernel, pow2(len(offs))
-    prepared = Prepared(kernel, not misaligned(offs), BLOCK_E=block, num_warps=4)
-    return Plan("", lambda *operands: prepared((len(offs),), *operands))
-
-
-def launch_mm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-    y: Tensor | None = None,
-    check: Check | None = None,
-) -> Tensor:
-    """The output of `grouped_mm`, in y if given."""
-    rows = x.shape[0] if index is None else index.numel()
-    where = places(x, weight, bias, offs, tiles, index, y)
-    key = (
-        "mm", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), kind(bias), kind(offs),
-        tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()), way(index), rows_kind(rows),
-        where[0], precision(x), None if y is None else (*way(y), y.shape[1:], y.shape[0] - rows),
-    )  # fmt: skip
-    plan = planned.now.get(key)
-    if plan is None:
-        if check is not None:
-            return launch_mm(*check(x, weight, bias, offs, tiles, index, y))
-        if not rows or not weight.shape[1]:
-            return x.new_empty(rows, weight.shape[1]) if y is None else y
-        plan = planned.now[key] = _mm_plan(x, weight, bias, offs, tiles, index, y)
-    if index is not None and plan.path != "gather":
-        copied = gather_rows.launcher(x, index, offs)
-        return launch_mm(copied, weight, bias, offs, tiles, None, y)
-    if y is None:
-        y = x.new_empty(rows, weight.shape[1])
-    plan((*where, y.data_ptr(), rows), x, weight, bias, offs, tiles, index, y, None, None)
-    return y
-
-
-def launch_swiglu(
-    x: Tensor,
-    weight: Tensor,
-    probs: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-    need_h: bool,
-) -> tuple[Tensor, Tensor]:
-    """The outputs of `grouped_swiglu` for operands that `swiglu_path` has a path for."""
-    rows, n = x.shape[0] if index is None else index.numel(), weight.shape[1]
-    where = places(x, weight, probs, offs, tiles, index)
-    key = (
-        "swiglu", x.device, x.dtype, x.shape[-1], x.stride(), kind(weight), probs is None, kind(offs),
-        way(index), rows_kind(rows), need_h, where[0],
-    )  # fmt: skip
-    plan = planned.now.get(key)
-    if plan is None:
-        plan = planned.now[key] = _swiglu_plan(x, weight, offs, tiles, probs, index, need_h)
-    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
-    y = h if need_h else a
-    where = *where, y.data_ptr(), a.data_ptr(), rows
-    plan(where, x, weight, None, offs, tiles, index, y, a, probs)
-    return h, a
-
-
-def _swiglu_plan(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    tiles: Tensor,
-    probs: Tensor | None,
-    index: Tensor | None,
-    need_h: bool,
-) -> Plan:
-    path = swiglu_path(x, weight, index)
-    rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
-    config = SWIGLU_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not misaligned(x, weight, probs, offs, tiles, index)
-    return ring_plan(
-        path, config, x, weight, aligned, SWIGLU=True, HAS_PROBS=probs is not None, KEEPS=need_h
-    )
-
-
-def _mm_plan(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    tiles: Tensor,
-    index: Tensor | None,
-    y: Tensor | None,
-) -> Plan:
-    path = "pointer" if misaligned(y) else mm_path(x, weight, bias, index)
-    rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
-    config = MM_SPACES[path].pick(rows, (groups, n, k), x)
-    aligned = not misaligned(x, weight, bias, offs, tiles, index, y)
+def launch_mm(p: Product, y: Tensor, bias: Tensor | None) -> None:
+    """Write x[rows of e] @ weight[e].T + bias[e] to y (R, N)."""
+    if not y.numel():
+        return
+    path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, bias, p.index)
+    if p.index is not None and path != "gather":
+        launch_mm(p.gathered(), y, bias)
+        return
+    config = MM_SPACES[path].pick(p.rows, tuple(p.weight.shape), p.x)
     if path in ("gather", "pingpong"):
-        return ring_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
-    return _triton_plan(path, config, x, weight, aligned, HAS_BIAS=bias is not None)
+        launch_rings(p, path, config, y, bias)
+    else:
+        _launch_triton(p, path, config, y, bias)
 
 
-def _grid(
-    config: configs.Config, per_sm: int, x: Tensor, weight: Tensor
-) -> Callable[[int], tuple[tuple[int], tuple[int, ...]]]:
-    """(grid, sizes that the kernels take) of a number of rows."""
-    (groups, n, k), stride, block_m = weight.shape, x.stride(0), config["BLOCK_M"]
-    num_n, most = cdiv(n, config["BLOCK_N"]), per_sm * num_sms(x.device)
+def launch_rings(
+    p: Product,
+    path: str,
+    config: Config,
+    y: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: Tensor | None = None,
+    probs: Tensor | None = None,
+    h: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
+    """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
-    def sizes(rows: int) -> tuple[tuple[int], tuple[int, ...]]:
-        programs = min(most, (rows // block_m + groups) * num_n)
-        return (programs,), (first_entry(rows, groups, block_m), rows, groups, n, k, stride)
-
-    return sizes
-
-
-def ring_plan(
-    path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
-) -> Plan:
-    """Of the Gluon kernel, with the hooks of its epilogue."""
-    module, transposed = device("grouped_pingpong"), weight.stride(2) != 1
-    hooks = {"HAS_BIAS": False, "SWIGLU": False, "HAS_PROBS": False, "KEEPS": True, **hooks}
+    act: the SwiGLU of the product, which is itself written unless y is act; with h, the pre-activation of a SwiGLU
+    whose output the product is the gradient of, y becomes that of h, act its SwiGLU, and sums (blocks of columns, R)
+    the parts of the gradient of probs.
+    """
+    module, transposed = device("grouped_pingpong"), p.weight.stride(2) != 1
+    swiglu = act is not None and h is None
     config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
-    part = config.pop("PART")
-    prepared = Prepared(
-        module.grouped_mm_pingpong_kernel, aligned, GATHER=path == "gather", TRANSPOSED=transposed,
-        **hooks, **config, num_warps=4, maxnreg=168,
-    )  # fmt: skip
-    block_m, block_n, stride_x = config["BLOCK_M"], config["BLOCK_N"], x.stride(0)
-    sizes, (groups, n, k) = _grid(config, 1, x, weight), weight.shape
+    y_block = [config.pop("PART"), 64]
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    groups, n, k = p.weight.shape
     inner = n if transposed else k
-    w_shape = groups * n * k // inner, inner
-    w_block = [64 if transposed else block_n // (1 + hooks["SWIGLU"]), 64]
-    y_block = [part, 64]
-    x_of = kept(lambda x: module.Descriptor(x, x.shape, (stride_x, 1), [block_m, 64]))
-    w_of = kept(lambda w: module.Descriptor(w, w_shape, (inner, 1), w_block))
-    y_of = kept(lambda y: module.Descriptor(y, y.shape, y.stride(), y_block))
-    h_of = kept(lambda h: module.Descriptor(h, h.shape, h.stride(), y_block))
-
-    def run(
-        x: Any,
-        weight: Any,
-        bias: Any,
-        offs: Any,
-        tiles: Any,
-        index: Any,
-        y: Any,
-        act: Any,
-        probs: Any,
-        h: Any = None,
-        sums: Any = None,
-    ) -> Again | None:
-        grid, numbers = sizes(y.shape[0])
-        left, index = (x_of(x), offs) if index is None else (x, index)
-        bias, probs, out = (y if bias is None else bias), (y if probs is None else probs), y_of(y)
-        act = y if act is None else act
-        hidden, sums = (out if h is None else h_of(h)), (probs if sums is None else sums)
-        return prepared(
-            grid, y, left, index, w_of(weight), out, bias, act, probs, hidden, sums,
-            offs, tiles, *numbers,
-        )  # fmt: skip
-
-    return Plan(path, run, cdiv(n, block_n))
-
-
-def _triton_plan(
-    path: str, config: configs.Config, x: Tensor, weight: Tensor, aligned: bool, **hooks: bool
-) -> Plan:
-    """Of the Triton kernel, with descriptors or pointers."""
-    module, transposed = device("grouped_mm"), weight.stride(2) != 1
-    config, sizes = dict(config), _grid(config, config["PER_SM"], x, weight)
-    del config["PER_SM"]
-    prepared = Prepared(
-        module.grouped_mm_kernel, aligned, **hooks, TRANSPOSED=transposed, TMA=path == "tma",
-        PRECISION=precision(x), **config,
+    left, index = p.x, p.index
+    if index is None:
+        left = module.Descriptor(p.x, p.x.shape, p.x.stride(), [block_m, 64])
+        index = p.offs
+    w_block = [64 if transposed else block_n // (1 + swiglu), 64]
+    w = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
+    out = module.Descriptor(y, y.shape, y.stride(), y_block)
+    hidden = out if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
+    grid, sizes = _sizes(p, config, 1)
+    given = [y if t is None else t for t in (bias, act, probs)]
+    launch(
+        module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
+        given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
+        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None, SWIGLU=swiglu,
+        HAS_PROBS=probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
-    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    w_strides, w_block = list(weight.stride()), [1, block_n, block_k]
-    if transposed:
-        w_block = [1, block_k, block_n]
-
-    def run(
-        x: Any,
-        weight: Any,
-        bias: Any,
-        offs: Any,
-        tiles: Any,
-        index: Any,
-        y: Any,
-        act: Any,
-        probs: Any,
-    ) -> Again | None:
-        grid, numbers = sizes(y.shape[0])
-        operands = (x, weight, y)
-        if path == "tma":
-            operands = (
-                module.describe(x, [block_m, block_k]),
-                module.describe(weight.transpose(1, 2) if transposed else weight, w_block),
-                module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
-            )
-        bias = y if bias is None else bias
-        return prepared(grid, y, *operands, bias, offs, tiles, *numbers, *w_strides)
-
-    return Plan(path, run)
 
 
-def launch_wgrad(
-    dw: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor,
-    accumulate: bool,
-    dy_index: Tensor | None,
-    x_index: Tensor | None,
-    check: Check | None = None,
-) -> Tensor:
-    """dw, with the weight gradient written to it or, in float32, added."""
-    if dy_index is not None and x_index is not None:
-        x, x_index = gather_rows.launcher(x, x_index, offs), None
-    rows = dy.shape[0] if dy_index is None else dy_index.numel()
-    others = x.shape[0] if x_index is None else x_index.numel()
-    index = x_index if dy_index is None else dy_index
-    where = places(dw, dy, x, offs, tiles, index)
-    key = (
-        "wgrad", x.device, x.dtype, dy.dtype, dy.shape[-1], x.shape[-1], dy.stride(), x.stride(),
-        kind(dw), kind(offs), tiles.dtype, tiles.shape[0] - table_size(rows, offs.numel()),
-        rows - others, accumulate, way(dy_index), way(x_index), rows_kind(rows), where[0], precision(x),
+def _launch_triton(p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None) -> None:
+    """Run the Triton kernel, with descriptors ("tma") or pointers."""
+    module, transposed = device("grouped_mm"), p.weight.stride(2) != 1
+    config = dict(config)
+    grid, sizes = _sizes(p, config, config.pop("PER_SM"))
+    operands: tuple[Any, ...] = (p.x, p.weight, y)
+    if path == "tma":
+        block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+        weight, w_block = p.weight, [1, block_n, block_k]
+        if transposed:
+            weight, w_block = p.weight.transpose(1, 2), [1, block_k, block_n]
+        operands = (
+            module.describe(p.x, [block_m, block_k]),
+            module.describe(weight, w_block),
+            module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
+        )
+    launch(
+        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias, p.offs, p.tiles,
+        *sizes, *p.weight.stride(), HAS_BIAS=bias is not None, TRANSPOSED=transposed,
+        TMA=path == "tma", PRECISION=precision(p.x), **config,
     )  # fmt: skip
-    plan = planned.now.get(key)
-    if plan is None:
-        if check is not None:
-            return launch_wgrad(*check(dw, dy, x, offs, tiles, accumulate, dy_index, x_index))
-        if not rows or not dw.numel():
-            return dw if accumulate else dw.zero_()
-        plan = _wgrad_plan(dw, dy, x, offs, tiles, accumulate, dy_index, x_index, rows)
-        planned.now[key] = plan
-    if index is not None and plan.path != "gather":
-        dy = dy if dy_index is None else gather_rows.launcher(dy, dy_index, offs)
-        x = x if x_index is None else gather_rows.launcher(x, x_index, offs)
-        return launch_wgrad(dw, dy, x, offs, tiles, accumulate, None, None)
-    plan((*where, rows), dw, dy, x, offs, tiles, index, rows)
-    return dw
 
 
-def _wgrad_plan(
-    dw: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor,
-    tiles: Tensor,
-    accumulate: bool,
-    dy_index: Tensor | None,
-    x_index: Tensor | None,
-    rows: int,
-) -> Plan:
-    path = wgrad_path(dy, x, dy_index, x_index)
-    n, k, groups = dy.shape[1], x.shape[1], len(offs)
-    config = dict(WGRAD_SPACES[path].pick(rows, (groups, n, k), x))
-    block_m, most = config["BLOCK_M"], config.pop("PER_SM", 1) * num_sms(x.device)
-    aligned = not misaligned(dw, dy, x, offs, tiles, dy_index if x_index is None else x_index)
-    strides = dy.stride(0), x.stride(0)
+def _sizes(p: Product, config: Config, per_sm: int) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid of a product, and the sizes that its kernels take."""
+    (groups, n, k), block_m, rows = p.weight.shape, config["BLOCK_M"], p.rows
+    num_n, most = cdiv(n, config["BLOCK_N"]), per_sm * num_sms(p.x.device)
+    programs = min(most, (rows // block_m + groups) * num_n)
+    return (programs,), (first_entry(rows, groups, block_m), rows, groups, n, k, p.x.stride(0))
 
+
+@dataclass(frozen=True)
+class Gradient:
+    """The operands of a weight gradient: dy[rows of e].T @ x[rows of e], rows by index where one is given.
+
+    dw     (E, N, K), which is overwritten or, with accumulate, added to
+    tiles  `group_tiles(offs, R)`
+    """
+
+    dw: Tensor
+    dy: Tensor
+    x: Tensor
+    offs: Tensor
+    tiles: Tensor
+    accumulate: bool = False
+    dy_index: Tensor | None = None
+    x_index: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """R, which is summed over."""
+        return (self.dy if self.dy_index is None else self.dy_index).shape[0]
+
+    @property
+    def index(self) -> Tensor | None:
+        """That of the operand whose rows are given by index, where not both are."""
+        return self.x_index if self.dy_index is None else self.dy_index
+
+    def gathered(self) -> Gradient:
+        """The same with the rows of one operand copied: of x, where they are given by index."""
+        if self.x_index is not None:
+            x = gather_rows.launcher(self.x, self.x_index, self.offs)
+            return replace(self, x=x, x_index=None)
+        if self.dy_index is not None:
+            dy = gather_rows.launcher(self.dy, self.dy_index, self.offs)
+            return replace(self, dy=dy, dy_index=None)
+        return self
+
+
+def launch_wgrad(g: Gradient) -> None:
+    """Write or add the weight gradient to dw."""
+    if not g.rows or not g.dw.numel():
+        if not g.accumulate:
+            g.dw.zero_()
+        return
+    if g.dy_index is not None and g.x_index is not None:
+        g = g.gathered()
+    path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index)
+    if g.index is not None and path != "gather":
+        launch_wgrad(g.gathered())
+        return
+    config = dict(WGRAD_SPACES[path].pick(g.rows, tuple(g.dw.shape), g.x))
     if path in ("gather", "pingpong"):
-        module = device("grouped_wgrad_pingpong")
-        # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide,
-        # but float32 is stored by pointers, which a transposed tile scatters
-        narrow = n > k and dw.dtype != torch.float32
-        swap = narrow if path == "pingpong" else x_index is not None
-        prepared = Prepared(
-            module.grouped_wgrad_pingpong_kernel, aligned, GATHER=path == "gather",
-            TRANSPOSED=swap, ACCUMULATE=accumulate, **config, num_warps=4, maxnreg=168,
-        )  # fmt: skip
-        m, width = (k, n) if swap else (n, k)
-        grid = (min(most, groups * cdiv(m, block_m) * cdiv(width, 256)),)
-        a_of, b_of = kept(module.describe_rows), kept(module.describe_rows)
-        dw_of = kept(module.describe_weight)
-        by_pointer, numbers = dw.dtype == torch.float32, (groups, m, width, strides[swap])
-
-        def run_rings(
-            dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int
-        ) -> Again | None:
-            a, b = (x, dy) if swap else (dy, x)
-            left, index = (a_of(a), offs) if index is None else (a, index)
-            out = dw if by_pointer else dw_of(dw)
-            return prepared(grid, dw, left, index, b_of(b), out, offs, tiles, rows, *numbers)
-
-        return Plan(path, run_rings)
-
-    module, block_n, block_k = device("grouped_mm"), config["BLOCK_N"], config["BLOCK_K"]
-    prepared = Prepared(
-        module.grouped_wgrad_kernel, aligned, ACCUMULATE=accumulate, TMA=path == "tma",
-        PRECISION=precision(x), **config,
+        _launch_wgrad_rings(g, path, config)
+        return
+    (groups, n, k), module = g.dw.shape, device("grouped_mm")
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    programs = groups * cdiv(n, block_m) * cdiv(k, block_n)
+    grid = (min(config.pop("PER_SM") * num_sms(g.x.device), programs),)
+    operands: tuple[Any, ...] = (g.dy, g.x, g.dw)
+    if path == "tma":
+        parts = [1, block_m, block_n // config["SUBTILES"]]
+        operands = (
+            module.describe_ragged(g.dy, [block_k, block_m]),
+            module.describe_ragged(g.x, [block_k, block_n]),
+            g.dw if g.accumulate else module.describe(g.dw, parts),
+        )
+    launch(
+        module.grouped_wgrad_kernel, grid, g.dw, *operands, g.offs, g.tiles, g.rows, groups, n, k,
+        g.dy.stride(0), g.x.stride(0),
+        ACCUMULATE=g.accumulate, TMA=path == "tma", PRECISION=precision(g.x), **config,
     )  # fmt: skip
-    grid = (min(most, groups * cdiv(n, block_m) * cdiv(k, block_n)),)
 
-    def run(dw: Any, dy: Any, x: Any, offs: Any, tiles: Any, index: Any, rows: int) -> Again | None:
-        operands = (dy, x, dw)
-        if path == "tma":
-            operands = (
-                module.describe_ragged(dy, [block_k, block_m]),
-                module.describe_ragged(x, [block_k, block_n]),
-                dw
-                if accumulate
-                else module.describe(dw, [1, block_m, block_n // config["SUBTILES"]]),
-            )
-        return prepared(grid, dw, *operands, offs, tiles, rows, groups, n, k, *strides)
 
-    return Plan(path, run)
+def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
+    """Run the Gluon kernel of weight gradients."""
+    module, by_pointer = device("grouped_wgrad_pingpong"), g.dw.dtype == torch.float32
+    groups, n, k = g.dw.shape
+    # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide,
+    # but float32 is stored by pointers, which a transposed tile scatters
+    swap = n > k and not by_pointer if path == "pingpong" else g.x_index is not None
+    (a, b), (m, width) = ((g.x, g.dy), (k, n)) if swap else ((g.dy, g.x), (n, k))
+    left, index = (module.describe_rows(a), g.offs) if g.index is None else (a, g.index)
+    out = g.dw if by_pointer else module.describe_weight(g.dw)
+    programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
+    launch(
+        module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),
+        g.dw, left, index, module.describe_rows(b), out, g.offs, g.tiles,
+        g.rows, groups, m, width, a.stride(0),
+        GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 def table_size(rows: int, groups: int) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fuseops.kernels.configs import Config, Space, triton_release
 from fuseops.kernels.launch import current_arch
-from fuseops.kernels.plans import planning
 from fuseops.kernels.registry import INTERPRET
+from fuseops.kernels.replay import apart
 from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
@@ -164,7 +164,7 @@ def on_path(path: str) -> Iterator[None]:
     global forced_path
     forced_path = path
     try:
-        with planning(path):
+        with apart(path):
             yield
     finally:
         forced_path = None

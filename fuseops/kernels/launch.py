@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.plans import Again, planning
 from fuseops.kernels.recorder import Launch, LaunchRecorder, noting, thread
 from fuseops.kernels.registry import INTERPRET, arch_of
+from fuseops.kernels.replay import apart
 from fuseops.kernels.triton_private import Launcher, enter_context, launcher_of
 
 NUM_SMS_INTERPRETED = 3
@@ -104,7 +103,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dic
     key = _key(kernel, args, options)
     compiled, launcher = _bound.get(key, (None, None))
     if launcher is not None:
-        again_of(launcher, grid, args)()
+        _run_again(launcher, grid, args)
         return compiled
     enter_context()
     compiled = kernel[grid](*args, **(COMPILER | options))
@@ -118,7 +117,9 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[A
 
 
 def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that Triton may compile a kernel for of these arguments; None for other than plain ones."""
+    """All that Triton may compile a kernel for of these arguments; None where one is neither plain nor a descriptor of
+    this package, whose class says its layout.
+    """
     seen: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -128,40 +129,15 @@ def variant_of(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             seen.append(1 if arg == 1 else (arg % 16 == 0, arg >> 31))
         elif kind is float:
             seen.append(kind)
+        elif getattr(kind, "one_layout", False):
+            seen += kind, arg.base.dtype, *arg.block_shape
         else:
             return None
     return tuple(seen)
 
 
-class Prepared:
-    """A kernel with its options, for launches that differ in nothing that its code depends on: types,
-    alignment, and the integers that Triton specializes.
-
-    Later launches skip Triton's own look at every argument, which costs more than the launch.
-    `aligned` says that all addresses are multiples of 16, as Triton likes them; it looks at each
-    launch otherwise. Capitals come last in the kernel's signature.
-    """
-
-    def __init__(self, kernel: Any, aligned: bool, **options: Any) -> None:
-        self.kernel, self.aligned, self.options = kernel, aligned, options
-        self.launcher: Launcher | None = None
-
-    def __call__(self, grid: tuple[int], *args: Any) -> Again | None:
-        """Launch.   -> what launches the same again, addresses and integers included, if anything can"""
-        if self.launcher is not None:
-            again = again_of(self.launcher, grid, args)
-            again()
-            return again
-        compiled = launch(self.kernel, grid, *args, **self.options)
-        if self.aligned and compiled is not None:
-            self.launcher = launcher_of(compiled, constants_of(self.kernel, args, self.options))
-        return None
-
-
-def again_of(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -> Again:
-    """What makes one launch of a compiled kernel, over and over: pointers are numbers by then, and descriptors
-    encoded. It holds none of its tensors.
-    """
+def _run_again(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    """One launch of a compiled kernel on the current device: pointers are numbers by then, and descriptors encoded."""
     flat: list[Any] = []
     number = 0
     for arg in args:
@@ -171,31 +147,20 @@ def again_of(launcher: Launcher, grid: tuple[int, ...], args: tuple[Any, ...]) -
         elif kind is Tensor or kind is Parameter:
             flat.append(arg.data_ptr())
         else:
-            if arg.flat is None:
-                arg.flat = launcher.encoded(arg, number)
-            flat += arg.flat
+            flat += launcher.encoded(arg, number)
             number += 1
-    blocks, where = (*grid, 1, 1)[:3], args[0].device.index
+    blocks, stream = (*grid, 1, 1)[:3], launcher.stream_of(args[0].device.index)
     operands = (*flat, *launcher.constants)
-    rest = (*launcher.head, *operands)
-    raw, stream_of, hooks = launcher.raw, launcher.stream_of, launcher.hooks.launch_enter_hook
-
-    def again() -> None:
-        if where != torch_private.current_device():
-            with torch.cuda.device(where):
-                again()
-        elif hooks.calls:
-            launcher.hooked(blocks, stream_of(where), operands)
-        else:
-            raw(*blocks, stream_of(where), *rest)
-
-    return again
+    if launcher.hooks.launch_enter_hook.calls:
+        launcher.hooked(blocks, stream, operands)
+    else:
+        launcher.raw(*blocks, stream, *launcher.head, *operands)
 
 
 @contextmanager
 def recording(arch: int) -> Iterator[LaunchRecorder]:
     """Inside, launches of this thread are recorded and not run, as if on a GPU of the given architecture."""
-    with noting(LaunchRecorder(arch)) as recorder, planning():
+    with noting(LaunchRecorder(arch)) as recorder, apart():
         yield recorder
 
 

@@ -4,8 +4,8 @@ Maths: scatter  y[pos[t, k]] = x[t];  gather  y[r] = x[index[r]], the same rows 
     combine  y[t] = sum over k of x[pos[t, k]] * probs[pos[t, k]], or without probs the plain sum.
 Scatter reads a token's row once and writes it K times; gather reads it K times, mostly from L2 where
 the rows of each group are in order of their tokens. Backwards: of scatter and gather the plain combine; of the plain
-combine scatter; of the weighted combine ``combine_bwd``, or scatter with probs where dprobs is not
-needed. Sums are float32 in the order of k, dprobs is one sum a row: both repeat bit for bit.
+combine scatter; of the weighted combine scatter with probs, whose gradient is the one of what made the
+rows. Sums are float32 in the order of k: they repeat bit for bit.
 Shapes: x (T, N) or (R, N), index (R,) int token of each row, pos (T, K) int row of each copy (its
 inverse map, each row at most once), offs (E,) int32 row ends on the device, probs (R,) float32.
 Layout: rows may be strided. Rows at or beyond offs[-1] are padding: written as zeros, never read.
@@ -41,17 +41,6 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     ]
 
 
-def _bwd_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """A tile holds pieces of the K rows of one or more tokens; the next pieces are on their way."""
-    k, width = pow2(dims[0], most=64), pow2(dims[-1])
-    choices = []
-    for total, warps, stages in ((2048, 4, 2), (4096, 4, 2), (4096, 8, 2)):
-        n = min(width, max(total // k, 32), 1024)
-        rows = max(total // (k * n), 1)
-        choices.append({"BLOCK_R": rows, "BLOCK_N": n, "STAGES": stages, "num_warps": warps})
-    return choices
-
-
 SCATTER = Space("scatter_rows", _candidates)
 
 
@@ -67,15 +56,17 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 GATHER = Space("gather_rows", _gather_candidates)
 COMBINE = Space("combine_fwd", _candidates)
-COMBINE_BWD = Space("combine_bwd", _bwd_candidates, dims=("chosen", "columns"))
 
 TOKENS, EXPERTS = 8192, 64
 
 
 def _cases(what: str) -> Iterator[tuple[Any, ...]]:
     sizes = [(torch.bfloat16, 2048, 8), (torch.bfloat16, 4096, 2), (torch.bfloat16, 100, 4)]
-    sizes += [(torch.float16, 2048, 8), (torch.float32, 2048, 8)]
-    sizes += [] if what == "combine_bwd" else [(torch.float32, 1, 1)]  # probs
+    sizes += [
+        (torch.float16, 2048, 8),
+        (torch.float32, 2048, 8),
+        (torch.float32, 1, 1),
+    ]  # the last: probs
     for dtype, n, k in sizes:
         rows = TOKENS * k
         tokens, routed = (torch.empty(r, n, dtype=dtype, device="meta") for r in (TOKENS, rows))
@@ -83,9 +74,6 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
         index = torch.empty(rows, dtype=torch.int64, device="meta")
         offs = torch.empty(EXPERTS, dtype=torch.int32, device="meta")
         probs = torch.empty(rows, device="meta")
-        if what == "combine_bwd":
-            yield tokens, routed, pos, offs, probs
-            continue
         for p in (None,) if n == 1 else (probs, None) if (dtype, n) == _USUAL else (probs,):
             if what == "scatter":
                 yield tokens, pos, offs, rows, p
@@ -155,29 +143,6 @@ def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = Non
         tokens, len(x), n, len(offs), x2.stride(0), **_form(k), SCALED=probs is not None, **config,
     )  # fmt: skip
     return y
-
-
-@kernel_op(twin=reference.combine_bwd, cases=lambda: _cases("combine_bwd"))
-def combine_bwd(
-    dy: Tensor, x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(dx (R, N), dprobs (R,) float32) of combine_fwd with probs; zeros at padding rows."""
-    dy2, x2, k = _checked(dy, "dy"), _checked(x, "x"), _check_pos(pos, len(dy))
-    _check_rest(offs, probs, len(x))
-    rows, n = x.shape
-    require(dy.shape[1] == n, f"dy is {tuple(dy.shape)}, expected {(len(dy), n)}.")
-    dx, dprobs = (
-        x.new_empty(rows, n),
-        torch.empty_like(probs, memory_format=torch.contiguous_format),
-    )
-    config = COMBINE_BWD.pick(len(dy), (k, n), x)
-    launch(
-        device("permute").combine_bwd_kernel, (max(cdiv(len(dy), config["BLOCK_R"]), 1),),
-        dy2, x2, pos.contiguous(), offs.contiguous(), probs.contiguous(), dx, dprobs,
-        len(dy), rows, n, len(offs), dy2.stride(0), x2.stride(0),
-        K=k, BLOCK_K=pow2(k, most=64), **config,
-    )  # fmt: skip
-    return dx, dprobs
 
 
 def _checked(x: Tensor, name: str) -> Tensor:

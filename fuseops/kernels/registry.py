@@ -33,8 +33,7 @@ from torch.autograd import forward_ad, profiler
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.plans import planned
-from fuseops.kernels.replay import NOT_REPLAYED
+from fuseops.kernels.replay import NOT_REPLAYED, replaying
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,7 +157,7 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if thread.unseen and not kwargs:
-            out = planned.now.replays.run(self, args)
+            out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
         first: Any = args[0]
@@ -169,7 +168,7 @@ class KernelOp(Generic[P, R]):
             elif self.fuses:
                 return self.twin(*args, **kwargs)
         if replayable and not thread.unseen:
-            out = planned.now.replays.run(self, args)
+            out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
         if not (could and self.launches(args, kwargs)):
@@ -198,7 +197,7 @@ class KernelOp(Generic[P, R]):
                 return self.launcher(*args, **kwargs)
         out = self.launcher(*args, **kwargs)
         if replayable:
-            planned.now.replays.note(self, args)
+            replaying.now.note(self, args)
         return out
 
     def nbytes(self, *args: Any) -> int:
@@ -235,13 +234,13 @@ class KernelOp(Generic[P, R]):
         """The registered op's body. Its outputs are contiguous, as its fake says."""
         replayable = not kwargs and (args[0].is_cuda or INTERPRET) and unseen()
         if replayable:
-            out = planned.now.replays.run(self, args)
+            out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return _packed(out)
         runs = self._on_device(args[0]) and self.launches(args, kwargs)
         out = _packed((self.launcher if runs else self.twin)(*args, **kwargs))
         if replayable and runs:
-            planned.now.replays.note(self, args)
+            replaying.now.note(self, args)
         return out
 
     def __repr__(self) -> str:

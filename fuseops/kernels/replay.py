@@ -9,7 +9,8 @@ is, and so do operands that are not aligned to 16 bytes, for which Triton compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -331,7 +332,14 @@ def _tensors_in(values: Sequence[Any]) -> bool:
 
 
 class Replays(dict[tuple[Any, ...], list[Replay]]):
-    """By op, number of operands, shape and dtype of the first one: replays, the latest first; none at first sight."""
+    """By op, number of operands, shape and dtype of the first one: replays, the latest first; none at first sight.
+
+    under: those made under an override, by override
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under: dict[Any, Replays] = {}
 
     def run(self, op: Any, args: tuple[Any, ...]) -> Any:
         """What the op gives, or NOT_REPLAYED."""
@@ -355,3 +363,26 @@ class Replays(dict[tuple[Any, ...], list[Replay]]):
         elif not any(replay.fits(args) for replay in kinds):
             kinds.insert(0, Replay(op.launcher, args))
             del kinds[MOST_KINDS:]
+
+
+class _Replaying:
+    now = Replays()
+
+
+replaying = _Replaying()
+
+
+@contextmanager
+def apart(under: Any = None) -> Iterator[None]:
+    """Inside, other replays are kept: those of the override `under`, or new ones."""
+    outer = replaying.now
+    replaying.now = Replays() if under is None else outer.under.setdefault(under, Replays())
+    try:
+        yield
+    finally:
+        replaying.now = outer
+
+
+def forget_replays() -> None:
+    """Since what they were made from has changed."""
+    replaying.now = Replays()

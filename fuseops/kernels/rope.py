@@ -29,7 +29,7 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     pairs = pow2(dims[0])
     return [
         {"BLOCK_H": max(total // (2 * pairs), 1), "BLOCK_P": pairs, "num_warps": warps}
-        for total, warps in ((2048, 4), (1024, 4), (4096, 8))
+        for total, warps in ((2048, 4), (1024, 4))
     ]
 
 
@@ -44,11 +44,39 @@ def _cases() -> Iterator[tuple[Any, ...]]:
             yield from ((x, angles, angles, interleaved, inverse) for inverse in (False, True))
 
 
+def _pair_cases() -> Iterator[tuple[Any, ...]]:
+    angles = torch.empty(4096, 64, device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k = (torch.empty(2, 4096, h, 128, dtype=dtype, device="meta") for h in (32, 8))
+        yield from ((q, k, angles, angles, False, inverse) for inverse in (False, True))
+
+
 @kernel_op(twin=reference.apply_rope, cases=_cases)
 def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> Tensor:
     """x with its pairs of columns turned by the angles of cos and sin, or back."""
+    return _turned((x,), cos, sin, interleaved, inverse)[0]
+
+
+@kernel_op(twin=reference.apply_rope_pair, cases=_pair_cases)
+def apply_rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`apply_rope` of queries and keys, which may differ in the number of heads, in one launch."""
+    require(
+        q.dtype is k.dtype and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1],
+        f"q is {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}, expected to differ in heads at most.",
+    )
+    yq, yk = _turned((q, k), cos, sin, interleaved, inverse)
+    return yq, yk
+
+
+def _turned(
+    xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> list[Tensor]:
+    """One launch over one tensor or two."""
+    x = xs[0]
     require(x.dim() >= 3, f"x is {tuple(x.shape)}, expected (..., T, H, D).")
     (t, h, d), p = x.shape[-3:], cos.shape[-1]
     fits = cos.shape == sin.shape and cos.shape[:-1] in (x.shape[-3:-2], x.shape[:-2])
@@ -57,17 +85,26 @@ def apply_rope(
             f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected ({t}, P) or "
             f"({', '.join(map(str, x.shape[:-2]))}, P) with P <= {d // 2}."
         )
-    x4 = x.reshape(-1, t, h, d) if x.numel() else x.new_empty(0, t, h, d)
-    x4 = x4 if d == 1 or x4.stride(3) == 1 else x4.contiguous()
+    rows = [_rows(each) for each in xs]
     cos3, sin3 = (_angles(angles, t, p) for angles in (cos, sin))
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    config = SPACE.pick(x4.shape[0] * t * h, (p,), x)
+    ys = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in xs]
+    first, last, pair = rows[0], rows[-1], len(xs) == 2
+    config = SPACE.pick(first.shape[0] * t * h, (p,), x)
+    blocks = sum(cdiv(each.shape[2], config["BLOCK_H"]) for each in rows)
     launch(
-        device("rope").rope_kernel, (x4.shape[0] * t, cdiv(h, config["BLOCK_H"])),
-        x4, cos3, sin3, y, t, h, d, p, *x4.stride()[:3], *_strides(cos3), *_strides(sin3),
-        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, **overlap(x.device), **config,
+        device("rope").rope_kernel, (first.shape[0] * t, blocks),
+        first, last, cos3, sin3, ys[0], ys[-1], t, h, last.shape[2], d, p,
+        *first.stride()[:3], *last.stride()[:3], *_strides(cos3), *_strides(sin3),
+        INTERLEAVED=interleaved, INVERSE=inverse, REST=2 * p < d, PAIR=pair, **overlap(x.device), **config,
     )  # fmt: skip
-    return y
+    return ys
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, T, H, D) with contiguous columns."""
+    t, h, d = x.shape[-3:]
+    x = x.reshape(-1, t, h, d) if x.numel() else x.new_empty(0, t, h, d)
+    return x if d == 1 or x.stride(3) == 1 else x.contiguous()
 
 
 def _angles(angles: Tensor, t: int, p: int) -> Tensor:

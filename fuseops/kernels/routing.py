@@ -61,12 +61,6 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield experts, num_experts
 
 
-def _count_cases() -> Iterator[tuple[Any, ...]]:
-    for dtype in (torch.int32, torch.int64):
-        for num_experts in (8, 128):
-            yield (torch.empty(num_experts, dtype=dtype, device="meta"),)
-
-
 @kernel_op(twin=reference.route, cases=_cases)
 def route(
     experts: Tensor, num_experts: int, weights: Tensor | None = None
@@ -110,21 +104,6 @@ def route(
         **(follows if counted else {"PDL": False}), BLOCK_E=block_e, **config,
     )  # fmt: skip
     return offs, index, pos, probs
-
-
-@kernel_op(twin=reference.counts_to_offs, cases=_count_cases)
-def counts_to_offs(counts: Tensor) -> Tensor:
-    """offs (E,) int32: the row ends of groups with these counts (E,)."""
-    require(counts.dim() == 1, f"counts is {tuple(counts.shape)}, expected (E,).")
-    num_experts = len(counts)
-    if num_experts > MAX_EXPERTS:
-        return reference.counts_to_offs(counts)
-    offs = torch.empty(num_experts, dtype=torch.int32, device=counts.device)
-    launch(
-        device("routing").counts_to_offs_kernel, (1 if num_experts else 0,),
-        counts.contiguous(), offs, num_experts, BLOCK_E=pow2(num_experts), num_warps=4,
-    )  # fmt: skip
-    return offs
 
 
 @kernel_op(twin=reference.expert_counts, cases=lambda: ((e, n) for e, n, *_ in _cases()))

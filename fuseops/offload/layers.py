@@ -73,7 +73,11 @@ class LayerScope(Scope):
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
-        self.names: dict[str, str] = {}  # decision of the last step by name
+        # decision of the last step by name, "offload" if in one of its micro-batches
+        self.names: dict[str, str] = {}
+        # names that left in this step, though the schedule keeps what is read too soon
+        self._left: set[str] = set()
+        self._step = 0
         self.called: set[str] = set()  # paths of layers
         self._know_root()
 
@@ -104,6 +108,9 @@ class LayerScope(Scope):
         aside = self._why_layer_aside()
         if aside is None:
             call = self.mover.enter(path)
+            if self._step != self.mover.schedule.stats.steps:
+                self._step = self.mover.schedule.stats.steps
+                self._left.clear()
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
@@ -220,10 +227,12 @@ class LayerScope(Scope):
         handle = self._moved(t, found, self.mover, self._now.call)
         if not isinstance(handle, str):
             self.names[found.label.name] = "offload"
+            self._left.add(found.label.name)
         return handle
 
     def _stays(self, storage: torch.UntypedStorage, label: Label) -> None:
-        self.names[label.name] = "keep"
+        if label.name not in self._left:
+            self.names[label.name] = "keep"
         if self._policy is not None:
             self._resident.set(storage, label.name)
 

@@ -1,7 +1,7 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, collectives
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, quantize, collectives
 the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights over ranks), linear_loss (one's own)
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
@@ -47,6 +47,7 @@ from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
 from .permute import Dispatch as Dispatch
 from .permute import Permute as Permute
+from .quantize import Quantize as Quantize
 from .rope import RoPE as RoPE
 from .router import Router as Router
 from .structure import Add as Add
@@ -78,6 +79,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropy",
     "Permute",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",

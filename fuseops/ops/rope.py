@@ -56,16 +56,23 @@ class RoPE(Op[RoPESaved]):
         x, cos, sin, pairing = saved
         interleaved = {"neighbours": True, "halves": False}[pairing]  # type: ignore[index]
         dx = K.apply_rope(dy, cos, sin, interleaved, True) if "x" in call.needs else None  # type: ignore[arg-type]
-        side: dict[str, Tensor | None] = {}
-        if "cos" in call.needs or "sin" in call.needs:
-            pairs = (cos if cos is not None else sin).shape[-1]  # type: ignore[union-attr]
-            a, b = rotary_pairs(wide(x), pairs, interleaved)  # type: ignore[arg-type]
-            da, db = rotary_pairs(wide(dy), pairs, interleaved)
-            if "cos" in call.needs:
-                side["cos"] = _as((da * a + db * b).sum(-2), cos)  # type: ignore[arg-type]
-            if "sin" in call.needs:
-                side["sin"] = _as((db * a - da * b).sum(-2), sin)  # type: ignore[arg-type]
-        return Grads(dx, side=side)
+        wanted = call.needs & {"cos", "sin"}
+        if not wanted:
+            return Grads(dx)
+        angles = cos if cos is not None else sin
+        found = angle_gradients(x, dy, angles, interleaved)  # type: ignore[arg-type]
+        return Grads(dx, side={name: found[name] for name in wanted})
+
+
+def angle_gradients(x: Tensor, dy: Tensor, angles: Tensor, interleaved: bool) -> dict[str, Tensor]:
+    """The gradients of cos and sin, of which `angles` is one."""
+    pairs = angles.shape[-1]
+    a, b = rotary_pairs(wide(x), pairs, interleaved)
+    da, db = rotary_pairs(wide(dy), pairs, interleaved)
+    return {
+        "cos": _as((da * a + db * b).sum(-2), angles),
+        "sin": _as((db * a - da * b).sum(-2), angles),
+    }
 
 
 def _as(gradient: Tensor, angles: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
 from fuseops.plan.segment import Segment, is_own
+from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 from . import bridge
@@ -52,6 +53,8 @@ def forward(
     if out:
         raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
     check_input(module, x)
+    if isinstance(x, Quantized):
+        x = x.dequantize()
     modules = _walked(module, [])
     runner = _prepared(id(module), tuple([_identity(child) for child in modules]))
     reads = _listed(told(runner, "reads"))

@@ -15,7 +15,7 @@ from hf_features import FEATURES
 from fuseops.integrations import hf
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
-PARTS = ("experts", "router", "mlp", "norm", "loss")
+PARTS = ("experts", "router", "mlp", "norm", "rope", "loss")
 
 
 def text() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import shutil
 import subprocess
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import agree, step, stock, tokens
+from families import SIZES, agree, step, stock, tokens
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import fuseops as fo
 from fuseops.integrations import hf
 from fuseops.integrations.hf import experts as hf_experts
-from fuseops.integrations.hf import recognise
+from fuseops.integrations.hf import recognise, rope
 from fuseops.ops.paths import LENT
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -260,10 +261,74 @@ def test_what_stands_in_alone_keeps_the_laws(name: str) -> None:
     model = stock(name)
     hf.apply(model)
     stand_ins = {str(op): op for m in model.modules() if isinstance(op := vars(m).get(LENT), fo.Op)}
+    drawn = functools.partial(torch.randn, dtype=torch.float64)
     for op in stand_ins.values():
+        if isinstance(op, rope.RotaryPair):
+            q, k = (drawn(2, 3, heads, op.width) for heads in (3, 2))
+            cos, sin = (drawn(2, 3, op.width // 2) for _ in range(2))
+            fo.testing.assert_bwd_is_vjp(op, q, keys=k, cos=cos, sin=sin)
+            continue
         width = op.normalized_shape[0] if isinstance(op, fo.ops.RMSNorm) else op.width
-        fo.testing.assert_bwd_is_vjp(op, torch.randn(3, width, dtype=torch.float64))
+        fo.testing.assert_bwd_is_vjp(op, drawn(3, width))
     assert len(stand_ins) > 1
+
+
+# --- positions
+
+
+def test_queries_and_keys_are_turned_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer and direction, with positions that all rows share and with positions of each row."""
+    model, x = stock("Llama"), tokens()
+    launches: list[str] = []
+    for name in ("apply_rope", "apply_rope_pair"):
+        own = getattr(fo.kernels, name)
+        monkeypatch.setattr(
+            fo.kernels, name, lambda *a, own=own, name=name: launches.append(name) or own(*a)
+        )
+    each = torch.stack([torch.arange(9), torch.arange(9).flip(0)])
+    expected = [step(model, x, **keywords) for keywords in ({}, {"position_ids": each})]
+    hf.apply(model)
+    for keywords, wanted in zip(({}, {"position_ids": each}), expected, strict=True):
+        launches.clear()
+        agree(step(model.train(), x, skip_logits=False, **keywords), wanted)
+        assert launches == ["apply_rope_pair"] * 4
+
+
+def rotary_model(kind: str, **sizes: Any) -> Any:
+    config = CONFIG_MAPPING[kind](**{k: v for k, v in {**SIZES, **sizes}.items() if v is not None})
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def why_rope_is_left(model: Any) -> set[str | None]:
+    return {e.why for e in hf.apply(model).entries if e.part == "rope"}
+
+
+def test_other_rotations_stay_as_they_are_written() -> None:
+    x = tokens()
+    partial = rotary_model("stablelm", head_dim=None)
+    expected = step(partial, x)
+    assert why_rope_is_left(partial) == {"partial: 4 of 16 columns are turned"}
+    agree(step(partial, x), expected)
+    (why,) = why_rope_is_left(stock("DeepSeek-V3"))
+    assert (
+        why == "apply_rotary_pos_emb_interleave turns other pairs of columns than i and D / 2 + i"
+    )
+
+
+def test_tables_whose_halves_differ_keep_their_function() -> None:
+    model: Any = stock("Llama")
+    table = model.model.rotary_emb
+
+    class OddRotaryEmbedding(type(table)):  # type: ignore[misc]
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = super().forward(x, position_ids)
+            return torch.cat([cos[..., :8], 2 * cos[..., 8:]], -1), sin
+
+    table.__class__ = OddRotaryEmbedding
+    (why,) = why_rope_is_left(model)
+    assert why == "OddRotaryEmbedding gives other angles to the second half of the columns"
+    del model.model.rotary_emb
+    assert why_rope_is_left(model) == {"where its angles come from is not known"}
 
 
 def test_autocast_rounds_as_stock_does() -> None:

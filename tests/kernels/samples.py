@@ -71,7 +71,8 @@ def samples() -> dict[str, tuple]:
         "add_rmsnorm_fwd": (y, dy, w, 1e-6),
         "rmsnorm_bwd": (dy, y, w, rstd, dy),
         "layernorm_fwd": (y, w, dy[0], 1e-6),
-        "layernorm_bwd": (dy, y, w, probs, rstd),
+        "add_layernorm_fwd": (y, dy, w, dy[0], 1e-6),
+        "layernorm_bwd": (dy, y, w, probs, rstd, dy),
         "apply_dropout": (y, torch.tensor([3]), 0.3),
         "quantize_tensor": (y, E4M3, "both"),
         "quantize_rows": (y, E4M3),
@@ -79,7 +80,6 @@ def samples() -> dict[str, tuple]:
         "scatter_rows": (dy[:3], pos, ends, 6, probs),
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),
-        "combine_bwd": (dy[:3], y, pos, ends, probs),
         "linear_cross_entropy_fwd": (*head, [0.1, 1e-2, 5.0, 0.5], -100, 300),
         "linear_cross_entropy_bwd": (
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
@@ -87,9 +87,12 @@ def samples() -> dict[str, tuple]:
         ),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),
+        "apply_rope_pair": (
+            *(x.view(3, 2, 32), torch.randn(3, 1, 32)),
+            *(torch.rand(3, 16), torch.rand(3, 16), False),
+        ),
         "token_slots": (experts, 4, 2),
         "route": (experts, 3, probs.view(3, 2)),
-        "counts_to_offs": (offs,),
         "expert_counts": (experts, 3),
         "router_fwd": (y, 3, "softmax", True, 1.5, w, 4, 2),
         "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5),
@@ -106,6 +109,4 @@ def samples() -> dict[str, tuple]:
         "quantize_group_blocks": (y, offs, E4M3),
         "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),
         "wide_mm": (y.bfloat16(), dy.bfloat16()),
-        "cast": (y, torch.bfloat16),
-        "cast_transpose": (y, torch.bfloat16, "both"),
     }

@@ -257,7 +257,7 @@ def test_paths_of_hopper(monkeypatch):
 
 def test_errors_name_what_was_given():
     x, w, offs = torch.randn(6, 4), torch.randn(2, 3, 4), torch.tensor([2, 6], dtype=torch.int32)
-    with pytest.raises(FuseOpsError, match=r"offs is \(1,\), expected \(2,\)"):
+    with pytest.raises(FuseOpsError, match=r"offs is torch.int32\(1,\), expected int32 \(2,\)"):
         k.grouped_mm.launcher(x, w, offs[:1])
     with pytest.raises(FuseOpsError, match=r"x is \(6, 4\) and weight \(2, 4, 3\)"):
         k.grouped_mm.launcher(x, w.transpose(1, 2), offs)
@@ -279,3 +279,52 @@ def test_a_kept_plan_sees_every_call():
             offs = splits(rows, 4, rows, 3)
             y = assert_matches(k.grouped_mm, x, weight, offs, sums=True)
             assert_matches(k.grouped_wgrad, y, x, offs, sums=True)
+
+
+def small(rows, dtype=torch.float32):
+    offs = torch.tensor([rows // 3, rows - 1], dtype=torch.int32)
+    return torch.randn(rows, 16, dtype=dtype), torch.randn(2, 24, 16, dtype=dtype), offs
+
+
+def test_operands_that_nothing_takes_are_told_apart():
+    """After a call of operands that are right, too."""
+    x, weight, offs = (t.to(DEVICE) for t in small(40))
+    tiles = k.group_tiles(offs, 40)
+    y = k.grouped_mm(x, weight, offs, tiles)
+    dw = k.grouped_wgrad(y, x, offs, tiles)
+    wrong = [
+        lambda: k.grouped_mm(x[:, :8], weight, offs, tiles),
+        lambda: k.grouped_mm(x, weight[:1], offs, tiles),
+        lambda: k.grouped_mm(x, weight, offs[:1], tiles),
+        lambda: k.grouped_mm(x, weight, offs.long(), tiles),
+        lambda: k.grouped_mm(x, weight, offs, tiles[1:]),
+        lambda: k.grouped_mm(x, weight, offs, tiles.long()),
+        lambda: k.grouped_mm(x, weight, offs, tiles, weight[:, 1:, 0]),
+        lambda: k.grouped_mm(x, weight, offs, tiles, None, offs.float()),
+        lambda: k.grouped_mm(x.half(), weight, offs, tiles),
+        lambda: k.grouped_wgrad(y[1:], x, offs, tiles),
+        lambda: k.grouped_wgrad(y, x.half(), offs, tiles),
+        lambda: k.grouped_wgrad(y, x, offs, tiles[1:]),
+        lambda: k.grouped_wgrad_into(dw[1:], y, x, offs, tiles),
+    ]
+    for number, call in enumerate(wrong):
+        with pytest.raises(FuseOpsError):
+            call()
+            pytest.fail(f"call {number} passed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_any_strides_of_small_operands(dtype):
+    """An index, ends, a table and a bias with gaps between their elements."""
+    x, weight, offs = (t.to(DEVICE) for t in small(40, dtype))
+    gaps = lambda t: torch.stack([t, torch.full_like(t, 7)], -1)[..., 0]  # noqa: E731
+    index = torch.randperm(40, device=DEVICE)
+    bias = torch.randn(2, 24, device=DEVICE, dtype=dtype)
+    tiles = k.group_tiles(offs, 40)
+    want = k.grouped_mm(x, weight, offs, tiles, bias, index)
+    for _ in range(2):
+        got = k.grouped_mm(x, weight, gaps(offs), gaps(tiles), gaps(bias), gaps(index))
+        assert torch.equal(got, want)
+        assert torch.equal(k.group_tiles(gaps(offs), 40), tiles)
+        dw = k.grouped_wgrad(got, x, gaps(offs), gaps(tiles), None, gaps(index))
+        assert torch.equal(dw, k.grouped_wgrad(got, x, offs, tiles, None, index))

@@ -12,7 +12,7 @@ from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
 from fuseops.kernels.activation import scaled_act_bwd
 from fuseops.kernels.configs import forced
-from fuseops.kernels.plans import planned, planning
+from fuseops.kernels.replay import apart, replaying
 
 pytestmark = pytest.mark.gpu
 
@@ -227,7 +227,7 @@ def test_kept_launches_take_what_lies_at_an_address_now():
         tiles = k.group_tiles(ends, rows)
         y, dw = k.grouped_mm(x, weight, ends, tiles), k.grouped_wgrad(dy, x, ends, tiles)
         copies = [t.clone() for t in (x, weight, ends, dy)]
-        with planning():  # made anew
+        with apart():  # made anew
             assert torch.equal(y, k.grouped_mm(*copies[:3]))
             assert torch.equal(dw, k.grouped_wgrad(copies[3], copies[0], copies[2]))
         for e, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
@@ -283,20 +283,20 @@ def test_a_new_thread_launches_a_known_kind():
     assert torch.equal(found[0], k.grouped_mm(*pairs[1], offs, tiles))
 
 
-def test_launches_are_kept():
-    """By the second call of a kind; the third makes no descriptor and looks at no argument."""
+def test_the_third_call_does_without_the_launcher(monkeypatch):
+    """It makes no descriptor and looks at no argument."""
     x, weight = (
         torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((640, 256), (3, 128, 256))
     )
     offs = torch.tensor([100, 500, 640], device="cuda", dtype=torch.int32)
-    with planning():
+    with apart(), torch.no_grad():
         tiles = k.group_tiles(offs, 640)
         for _ in range(3):
             k.grouped_mm(x, weight, offs, tiles)
-        plan = next(plan for key, plan in planned.now.items() if key[0] == "mm")
-        if not plan.launches:
+        (replay,) = next(found for key, found in replaying.now.items() if key[0] is k.grouped_mm)
+        if replay.again == replay._checked:
             pytest.skip("this Triton looks at each launch")
-        plan.run = None
+        monkeypatch.setattr(k.grouped_mm, "launcher", None)
         k.grouped_mm(x, weight, offs, tiles)
 
 

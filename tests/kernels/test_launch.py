@@ -7,7 +7,7 @@ import pytest
 import torch
 from samples import samples
 
-from fuseops.kernels.launch import recording, variant_of
+from fuseops.kernels.launch import device, recording, variant_of
 from fuseops.kernels.registry import KERNEL_OPS
 
 launching = importlib.import_module(
@@ -23,6 +23,29 @@ TENSORS = [
     for dtype in (torch.bfloat16, torch.float32, torch.int32)
     for start in (0, 1, 4, 8)
 ]
+
+
+def descriptors():
+    rings, codes, plain = (device(name) for name in ("grouped_rings", "fp8_rings", "grouped_mm"))
+    kinds = rings.Descriptor, codes.Codes, codes.Vectors, plain.HostDescriptor
+    blocks = itertools.product(
+        kinds, (torch.bfloat16, torch.float32), ([64, 64], [64, 128], [1, 8, 8])
+    )
+    for kind, dtype, block in blocks:
+        t = torch.empty([64] * len(block), dtype=dtype)
+        yield kind(t, t.shape, t.stride(), block)
+
+
+def test_descriptors_of_one_variant_have_one_type():
+    """A launch of another tensor, shape and strides runs the same code; of another dtype, block or layout not."""
+    found = {}
+    for d in descriptors():
+        said = d.base.dtype, tuple(d.block_shape), str(getattr(d, "layout", "none"))
+        assert found.setdefault(variant_of((d,)), said) == said
+    assert len(found) == 24
+    t = torch.empty(256, 512)[:, ::2].bfloat16()
+    kind = device("grouped_rings").Descriptor
+    assert variant_of((kind(t, t.shape, t.stride(), [64, 64]),)) in found
 
 
 @pytest.mark.skipif(specialize is None, reason="this Triton has no native look at arguments")

@@ -59,22 +59,12 @@ def test_combine(case, scaled):
     assert_matches(k.combine_fwd, y, pos, offs, probs if scaled else None, sums=True)
 
 
-@given(cases())
-@few
-def test_combine_backward(case):
-    x, y, offs, _, pos, probs, rows = case
-    dx, dprobs = assert_matches(k.combine_bwd, x, y, pos, offs, probs, sums=True)
-    assert torch.equal(dx, run(k.scatter_rows, x, pos, offs, rows, probs))
-    assert torch.equal(dprobs, run(k.combine_bwd, x, y, pos, offs, probs)[1])
-
-
 def test_rows_wider_than_a_tile():
     offs, index, pos, probs, rows = routed(5, 3, 0, lost=True, padding=2)
     x, y = torch.randn(5, 2500), torch.randn(rows, 2500)
     assert_matches(k.scatter_rows, x, pos, offs, rows, probs)
     assert_matches(k.gather_rows, x, index, offs)
     assert_matches(k.combine_fwd, y, pos, offs, probs, sums=True)
-    assert_matches(k.combine_bwd, x, y, pos, offs, probs, sums=True)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -86,9 +76,9 @@ def test_twins_are_autograd(lost):
     kept = ((pos >= 0) & (pos < offs[-1])).double()[:, :, None]
     plain = (leaves[0] * leaves[1][:, None])[pos.clamp(min=0).long()] * kept
     torch.testing.assert_close(y.float(), plain.sum(1).float(), rtol=1e-5, atol=1e-5)
-    want = torch.autograd.grad(plain.sum(1), leaves, dy.double())
-    for got, w in zip(k.combine_bwd.twin(dy, x, pos, offs, probs), want, strict=True):
-        torch.testing.assert_close(got.double(), w, rtol=1e-4, atol=1e-5)
+    (dx,) = torch.autograd.grad(plain.sum(1), leaves[:1], dy.double())
+    got = k.scatter_rows.twin(dy, pos, offs, rows, probs)
+    torch.testing.assert_close(got.double(), dx, rtol=1e-4, atol=1e-5)
     tokens = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     scattered = k.scatter_rows.twin(tokens, pos, offs, rows)
     (dtokens,) = torch.autograd.grad(scattered, tokens, x.double())

@@ -8,15 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from fuseops import torch_private
-from fuseops.kernels import configs, norm, registry
+from fuseops.kernels import configs, grouped_paths, norm, registry
 from fuseops.kernels.activation import act_bwd, act_fwd
-from fuseops.kernels.plans import planned, planning
+from fuseops.kernels.launch import recording
 from fuseops.kernels.registry import KERNEL_OPS
-from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays
+from fuseops.kernels.replay import NOT_REPLAYED, Replay, Replays, apart, replaying
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-# by plans of their own, or by torch
+# by torch, or in halves
 RUN_THEMSELVES = {
     "grouped_mm", "grouped_mm_into", "grouped_swiglu", "grouped_dswiglu",
     "grouped_wgrad", "grouped_wgrad_into", "expert_counts",
@@ -26,8 +26,8 @@ RUN_THEMSELVES = {
 
 
 @pytest.fixture(autouse=True)
-def new_plans():
-    with torch.no_grad(), planning():
+def new_replays():
+    with torch.no_grad(), apart():
         yield
 
 
@@ -201,7 +201,7 @@ def test_a_configuration_that_is_forced_is_not_that_of_a_replay(replayed):
 def test_shapes_that_never_come_back_are_not_rehearsed(replayed):
     for rows in range(1, 9):
         act_fwd(drawn(rows, 32), "swiglu")
-    assert not any(planned.now.replays.values())
+    assert not any(replaying.now.values())
 
 
 class Noted:
@@ -250,3 +250,40 @@ def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypa
         replay.again(*(a[None] if isinstance(a, torch.Tensor) else a for a in other))
         is NOT_REPLAYED
     )
+
+
+def test_replays_of_an_override_are_its_own_and_are_kept():
+    first, second = grouped_paths.MM_TMA, grouped_paths.WGRAD_TMA
+    config = first.candidates((2, 64, 64), 2)[0]
+    outside = replaying.now
+    with configs.forced(first, config):
+        inside = replaying.now
+        with configs.forced(second, config):
+            nested = replaying.now
+        with configs.asking():
+            asked = replaying.now
+        with recording(90):
+            recorded = replaying.now
+    with configs.forced(second, config):
+        other = replaying.now
+    with grouped_paths.on_path("tma"):
+        path = replaying.now
+    everything = [outside, inside, nested, asked, recorded, other, path]
+    assert len({*map(id, everything)}) == len(everything) and replaying.now is outside
+    for _ in range(2):
+        with configs.forced(first, config), configs.forced(second, config):
+            assert replaying.now is nested
+    with pytest.raises(ZeroDivisionError), apart():
+        raise ZeroDivisionError
+    assert replaying.now is outside
+
+
+def test_new_tables_forget_replays(monkeypatch):
+    monkeypatch.setattr(replaying, "now", Replays())
+    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+        replaying.now["kind"] = []
+    replaying.now["kind"] = []
+    configs.reload_tables()
+    with configs.forced(grouped_paths.MM_TMA, {"BLOCK_M": 1}):
+        assert "kind" not in replaying.now
+    assert "kind" not in replaying.now

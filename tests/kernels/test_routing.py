@@ -78,15 +78,6 @@ def test_one_expert_or_many_of_them(experts, one):
         same(k.route, e.int(), experts, torch.rand(20, 64))
 
 
-@given(st.sampled_from([0, 1, 2, 7, 64, 200]), SEEDS)
-@few
-def test_counts_to_offs(experts, seed):
-    counts = torch.randint(0, 9, (experts,), generator=torch.Generator().manual_seed(seed))
-    for dtype in (torch.int32, torch.int64):
-        got = run(k.counts_to_offs, counts.to(dtype))
-        assert got.dtype == torch.int32 and torch.equal(got.long(), counts.cumsum(0))
-
-
 def test_more_experts_than_a_program_holds_run_the_twin():
     e = torch.tensor([[5000, 3]])
     assert run(k.route, e, 6000)[1].tolist() == [0, 0]

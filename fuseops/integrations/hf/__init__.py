@@ -7,7 +7,7 @@ Importing this registers `experts_implementation="fuseops"` with transformers, w
 
 lent                      ops whose parameters a module lends     recognise    what a module computes
 experts, mlp, norm,       what stands in for the forwards         applied      which of them, in a model
-router, loss                                                      report       what came of it
+router, rope, loss                                                report       what came of it
 """
 
 import importlib.util

@@ -16,7 +16,7 @@ ZEROS = tl.constexpr(1024)
 class HostDescriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
-    flat = None
+    one_layout = True  # of all of its class
 
     def __init__(self, base, shape, strides, block_shape):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape

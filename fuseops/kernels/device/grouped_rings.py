@@ -39,7 +39,7 @@ class Address:
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
     """A tensor descriptor of what the launcher knows to be describable: nothing is checked twice."""
 
-    flat = None
+    one_layout = True  # of all of its class
 
     def __init__(self, t, shape, strides, block_shape):
         self.base, self.shape = Address(t), shape

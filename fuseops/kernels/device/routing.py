@@ -102,10 +102,3 @@ def route_kernel(
     if WEIGHTED:
         tl.store(probs_ptr + row, weights, mask=kept)
         tl.store(probs_ptr + copies, tl.zeros((BLOCK_S,), tl.float32), mask=padding)
-
-
-@triton.jit
-def counts_to_offs_kernel(counts_ptr, offs_ptr, E, BLOCK_E: tl.constexpr):
-    bins = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + bins, mask=bins < E, other=0).to(tl.int32)
-    tl.store(offs_ptr + bins, tl.cumsum(counts, axis=0), mask=bins < E)

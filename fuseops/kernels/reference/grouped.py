@@ -1,4 +1,4 @@
-"""Grouped GEMMs as a loop over groups (it reads `offs`), and the scaled GEMM. Accumulation is torch's."""
+"""Grouped GEMMs as a loop over groups (it reads `offs`). Accumulation is torch's."""
 
 import torch
 from torch import Tensor
@@ -148,8 +148,3 @@ def grouped_wgrad_into(
         main_grad += dw
     else:
         main_grad.copy_(dw)
-
-
-def scaled_mm(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(a @ b.T) * scale, accumulated in float32.   fp8 (M, K), (N, K), () -> (M, N)"""
-    return (a.to(torch.float32) @ b.to(torch.float32).t() * scale).to(dtype)

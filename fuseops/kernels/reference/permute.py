@@ -37,17 +37,6 @@ def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = Non
     return terms.sum(1).to(x.dtype)
 
 
-def combine_bwd(
-    dy: Tensor, x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(dx (R, N), dprobs (R,)) of combine_fwd with probs; zeros at padding rows."""
-    rows = x.shape[0]
-    row = _row_of_copy(pos, offs, rows)
-    dots = (wide(dy)[:, None] * wide(_padded(x)[row])).sum(2)
-    dprobs = dots.new_zeros(rows + 1).index_put((row,), dots)[:rows]
-    return scatter_rows(dy, pos, offs, rows, probs).to(x.dtype), dprobs
-
-
 def _row_of_copy(pos: Tensor, offs: Tensor, rows: int) -> Tensor:
     """Row of every copy, `rows` for a copy that has none.   pos (T, K) -> (T, K) int64"""
     kept = (pos >= 0) & (pos < offs[-1].clamp(max=rows))

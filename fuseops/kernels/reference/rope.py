@@ -20,6 +20,14 @@ def apply_rope(
     return torch.cat([y.to(x.dtype), x[..., 2 * pairs :]], -1)
 
 
+def apply_rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same of queries and keys."""
+    yq, yk = (apply_rope(x, cos, sin, interleaved, inverse) for x in (q, k))
+    return yq, yk
+
+
 def rotary_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second number of each pair: neighbours, or those half of the rotated width apart."""
     if interleaved:

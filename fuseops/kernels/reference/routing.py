@@ -31,11 +31,6 @@ def route(
     return offs, index, pos.to(torch.int32).view(experts.shape), probs
 
 
-def counts_to_offs(counts: Tensor) -> Tensor:
-    """offs (E,) int32: the row ends of groups with these counts (E,)."""
-    return counts.cumsum(0).to(torch.int32)
-
-
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     """counts (E,) int32: the copies of each expert.   experts (T, K) int"""
     every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
