@@ -86,7 +86,13 @@ class LayerScope(Scope):
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
         self._judged: dict[Any, Judged] = {}
-        self.names: dict[str, str] = {}  # decision of the last step by name
+        self.names: dict[
+            str, str
+        ] = {}  # decision of the last step by name, "offload" if in one of its micro-batches
+        self._left: set[str] = (
+            set()
+        )  # names that left in this step, though the schedule keeps what is read too soon
+        self._step = 0
         self.called: set[str] = set()  # paths of layers
         self._know_root()
 
@@ -117,6 +123,9 @@ class LayerScope(Scope):
         aside = self._why_layer_aside()
         if aside is None:
             call = self.mover.enter(path)
+            if self._step != self.mover.schedule.stats.steps:
+                self._step = self.mover.schedule.stats.steps
+                self._left.clear()
         elif aside:
             kind = type(module).__name__
             self._ledger.saw(Entry(path, kind, (), None, 0, KEPT, aside))
@@ -268,11 +277,13 @@ class LayerScope(Scope):
             record = self.mover.save(call, t, marks.ready(t), watch)
             if not isinstance(record, str):
                 self.names[label.name] = "offload"
+                self._left.add(label.name)
                 self._ledger.saw(entry)
                 self._ledger.moved(record)
                 return Moved(t, label, record, call, self._ledger)
             entry = entry._replace(decision=KEPT, reason=record)
-        self.names[label.name] = "keep"
+        if label.name not in self._left:
+            self.names[label.name] = "keep"
         if self._policy is not None:
             self._resident.set(storage, label.name)
         if entry.nbytes and not self._counts(storage, entry.reason):

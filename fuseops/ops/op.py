@@ -75,6 +75,7 @@ class Call(NamedTuple):
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
     name       of the op, by its path in the model where that is known
+    seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -89,6 +90,7 @@ class Call(NamedTuple):
     training: bool = True
     store: WeightStore | None = None
     name: str = ""
+    seed: Tensor | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None

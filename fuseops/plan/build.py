@@ -250,7 +250,7 @@ class _Builder:
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
-            live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            live=any(self.ops[i].live_call or self._random(i) for i in members),
             scopes=self.chain.scopes[u.start : u.stop],
             rule=u.rule or "",
             writes=self._writes(u, position),
@@ -335,6 +335,10 @@ class _Builder:
             i = next((k for k in range(i, len(self.ops)) if self.ops[k].multiplies), i)
         return None if i in self.high else self.facts.roles[i]
 
+    def _random(self, i: int) -> bool:
+        roles = self._roles(i)
+        return roles is not None and roles.random
+
     def operands(self) -> Iterator[Operand]:
         """What every GEMM of the run reads under the recipe."""
         for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
@@ -360,7 +364,8 @@ class _Builder:
             ):
                 continue
             shape = tuple(op.sample("weight").shape)
-            nbytes = kept_bytes(shape, roles.weight, 1 + ("x" in needs))  # type: ignore[arg-type]
+            layouts = 1 + ("x" in needs and roles.backward is None)
+            nbytes = kept_bytes(shape, roles.weight, layouts)  # type: ignore[arg-type]
             yield KeptWeight(f"{self.names[i]}.weight", roles.weights, nbytes)
 
     # --- what is saved

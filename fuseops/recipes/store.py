@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
-from .operands import weight_operand
+from .operands import odd_layouts, weight_operand
 from .quantized import Layout, Quantized
 from .scaling import Scaling
 
@@ -99,7 +99,8 @@ class WeightStore:
                 _open[self] = id(source)
         found = kept.here()
         row, col = (found, None) if layout == "row" else (None, found)
-        return Quantized(row, col, scaling, None, weight.dtype)
+        odd = odd_layouts(weight, scaling)
+        return Quantized(row, col, scaling, None, weight.dtype, odd=odd)
 
     def drop(self) -> None:
         """Keep nothing."""

@@ -37,6 +37,10 @@ class RoutedMLPSaved(NamedTuple):
     bias1: Tensor | None
     bias2: Tensor | None
     form: Form | None  # of the activation in the forward
+    down1: Tensor | None  # parameters themselves
+    up1: Tensor | None
+    down2: Tensor | None
+    up2: Tensor | None
     index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     pos: Tensor | None
 
@@ -89,7 +93,7 @@ class RoutedMLP(FusedOp):
 
     def _fields(self, need: str) -> tuple[str, ...]:
         """What the gradient reads: the MLP's fields, and how the rows of x and dy are found."""
-        routed = self.combines or need in ("x", "0.weight")
+        routed = self.combines or need in ("x", "0.weight", "0.down", "0.up")
         return (*self.mlp.saves_for[need], *(("index", "pos") if routed else ()))
 
     def fwd(
