@@ -28,6 +28,14 @@ VOCABS = (32000, 128256, 151936)
 TOKENS = (8192, 32768)
 NAMES = {f"{tokens}/{vocab}": (tokens, vocab) for tokens in TOKENS for vocab in VOCABS}
 MIB = 1 << 20
+OURS = ("forward_512", "forward_1024", "backward_256")
+LARGE = [name for name, (_, vocab) in NAMES.items() if vocab >= 128000]
+BARS = {  # (ours, peer): the least ratio, of which cells
+    ("forward_512", "gemms"): (0.88, list(NAMES)),
+    ("forward_512", "compile"): (1 / 1.08, list(NAMES)),
+    ("forward_1024", "compile"): (1 / 1.05, list(NAMES)),
+    ("forward_512", "liger"): (1.5, LARGE),
+}
 
 
 def head(vocab: int, weight: Tensor, gradients: str, chunk: int) -> fo.ops.LinearCrossEntropy:
@@ -123,16 +131,26 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
     calls = steps(x, weight, targets, options.peers)
     memory = {n: beyond(call, x, weight) for n, call in calls.items() if n != "gemms"}
     us = measure.in_turn(calls, options.rounds, options.span)
-    peers = [n for n in calls if n not in ("forward_512", "backward_256")]
+    peers = [n for n in calls if n not in OURS]
+    fastest = measure.medians(us)["forward_512"]
     return {
         "us": measure.medians(us),
         "mib_beyond": memory,
-        "tflops_of_6NDV": round(
-            6 * tokens * vocab * D / measure.medians(us)["forward_512"] / 1e6, 1
-        ),
-        "forward_512_over": {n: measure.paired(us["forward_512"], us[n]) for n in peers},
-        "backward_256_over": {n: measure.paired(us["backward_256"], us[n]) for n in peers},
-    }
+        "tflops_of_6NDV": round(6 * tokens * vocab * D / fastest / 1e6, 1),
+    } | {f"{n}_over": {peer: measure.paired(us[n], us[peer]) for peer in peers} for n in OURS}
+
+
+def summary(cells: dict[str, Any]) -> dict[str, Any]:
+    """The worst ratio of each bar, and the cells that are below it."""
+    found: dict[str, Any] = {}
+    for (ours, peer), (least, names) in BARS.items():
+        of_peer = {n: c[f"{ours}_over"].get(peer) for n, c in cells.items() if n in names}
+        ratios = {n: paired["ratio"] for n, paired in of_peer.items() if paired is not None}
+        if ratios:
+            below = {n: r for n, r in ratios.items() if r < least}
+            worst = min(ratios.values())
+            found[f"{ours} over {peer}"] = {"worst": worst, "below": below, "met": not below}
+    return found
 
 
 def main() -> None:
@@ -140,11 +158,10 @@ def main() -> None:
     layers.add_options(parser, NAMES)
     parser.add_argument("--peers", nargs="*", default=["compile", "liger"])
     options = parser.parse_args()
-    report = {
-        "environment": measure.environment("liger-kernel"),
-        "errors_of_dx_dw_at_logits_of_30": errors(),
-    }
-    layers.run_cells(options, report, lambda name: cell(name, options), lambda cells: {})
+    report = layers.begin(options, "liger-kernel")
+    if "errors_of_dx_dw_at_logits_of_30" not in report:
+        report["errors_of_dx_dw_at_logits_of_30"] = errors()
+    layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 
 if __name__ == "__main__":

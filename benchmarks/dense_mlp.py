@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ways", action="store_true", help="time the choices of the fused op")
     options = parser.parse_args()
-    report = {"environment": measure.environment("liger-kernel")}
+    report = layers.begin(options, "liger-kernel")
     layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     options.candidates = {"bf16", *options.candidates}
-    report = {"environment": measure.environment()}
+    report = layers.begin(options)
     layers.run_cells(options, report, lambda name: cell(name, options), summary)
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     layers.add_options(parser, SHAPES)
     options = parser.parse_args()
-    report = {"environment": measure.environment()}
+    report = layers.begin(options)
     layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 

@@ -94,7 +94,7 @@ def main() -> None:
     }
     layers.add_options(parser, names)
     options = parser.parse_args()
-    report = {"environment": measure.environment()}
+    report = layers.begin(options)
     layers.run_cells(options, report, lambda name: cell(*names[name], options), summary)
 
 

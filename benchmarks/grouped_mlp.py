@@ -141,7 +141,7 @@ def main() -> None:
     layers.add_options(parser, SHAPES)
     layers.add_step_options(parser)
     options = parser.parse_args()
-    report = {"environment": measure.environment()}
+    report = layers.begin(options)
     layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 

@@ -15,15 +15,18 @@ a wait for the device is an error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
-import json
+import sys
 import time
-import traceback
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import layers
 import measure
 import torch
 from torch import nn
@@ -43,7 +46,9 @@ SIZES: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
     ),
 }  # fmt: skip
-CANDIDATES = ("stock", "stock_compiled", "fuseops", "fuseops_compiled", "fuseops_fp8")
+CANDIDATES = (
+    "stock", "stock_compiled", "liger", "sonicmoe", "fuseops", "fuseops_compiled", "fuseops_fp8",
+)  # fmt: skip
 SMALL: dict[str, Any] = dict(
     vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, num_experts_per_tok=2,
@@ -148,28 +153,52 @@ def _first(found: Any) -> torch.Tensor:
 # --- fast
 
 
-def steps(kind: str, names: list[str], batch: int, length: int) -> tuple[dict[str, Any], Any]:
-    """A step of every candidate, by name, over the same parameters and tokens."""
-    stock = built(kind, SIZES[kind], torch.bfloat16)
-    tokens = torch.randint(SIZES[kind]["vocab_size"], (batch, length), device="cuda")
-    found, report = {}, None
-    for name in names:
-        model = beside(stock).train()
-        if name.startswith("fuseops"):
-            report = hf.apply(model)
-        kept = name.endswith("fp8")
-        if kept:
-            fo.configure(model, recipe=fo.recipes.Float8BlockScaling(weights="step"))
-        runs = torch.compile(model, dynamic=False) if name.endswith("compiled") else model
+def liger(model: nn.Module) -> dict[str, Any]:
+    """Patch one model.   -> what the patch put into the module of its class, where stock would find it too"""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-        def step(model: Any = model, runs: Any = runs, kept: bool = kept) -> None:
+    home = vars(sys.modules[type(model).__module__])
+    before = dict(home)
+    _apply_liger_kernel_to_instance(model=model)
+    put = {name: value for name, value in home.items() if before.get(name) is not value}
+    home.update({name: before[name] for name in put})
+    return put
+
+
+@contextlib.contextmanager
+def holding(model: nn.Module, put: dict[str, Any]) -> Iterator[None]:
+    """Inside, the module of the model's class has these names."""
+    home = vars(sys.modules[type(model).__module__])
+    before = {name: home[name] for name in put}
+    home.update(put)
+    try:
+        yield
+    finally:
+        home.update(before)
+
+
+def candidate(name: str, stock: nn.Module, tokens: torch.Tensor) -> tuple[Any, Any]:
+    """A step over the parameters of `stock`, and the report of `hf.apply`."""
+    model, report, put = beside(stock).train(), None, {}
+    if name == "liger":
+        put = liger(model)
+    if name == "sonicmoe":
+        model.set_experts_implementation("sonicmoe")
+    if name.startswith("fuseops"):
+        report = hf.apply(model)
+    kept = name.endswith("fp8")
+    if kept:
+        fo.configure(model, recipe=fo.recipes.Float8BlockScaling(weights="step"))
+    runs = torch.compile(model, dynamic=False) if name.endswith("compiled") else model
+
+    def step() -> None:
+        with holding(model, put):
             runs(tokens, labels=tokens).loss.backward()
-            model.zero_grad()
-            if kept:  # as after a step of an optimizer: they are quantized in every step
-                fo.weights_changed(model)
+        model.zero_grad()
+        if kept:  # as after a step of an optimizer: they are quantized in every step
+            fo.weights_changed(model)
 
-        found[name] = step
-    return found, report
+    return step, report
 
 
 def peak(step: Any) -> float:
@@ -184,13 +213,22 @@ def peak(step: Any) -> float:
 
 
 def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    calls, report = steps(kind, options.candidates, options.batch, options.length)
-    record: dict[str, Any] = {"warm_s": {}, "peak_gib": {}}
-    for name, call in calls.items():
+    stock = built(kind, SIZES[kind], torch.bfloat16)
+    size = options.batch, options.length
+    tokens = torch.randint(SIZES[kind]["vocab_size"], size, device="cuda")
+    calls, report = {}, None
+    record: dict[str, Any] = {"warm_s": {}, "absent": {}, "peak_gib": {}}
+    for name in options.candidates:
         begun = time.perf_counter()
-        call()
-        call()
-        torch.cuda.synchronize()
+        try:
+            call, replaced = candidate(name, stock, tokens)
+            call()
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # a peer that cannot run is reported, not hidden
+            record["absent"][name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        calls[name], report = call, report or replaced
         record["warm_s"][name] = round(time.perf_counter() - begun, 1)
         print(kind, name, "warm", record["warm_s"][name], flush=True)
     if options.warm:
@@ -214,30 +252,17 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--span", type=float, default=0.4)
+    layers.add_run_options(parser)
     parser.add_argument("--warm", action="store_true", help="compile, time nothing")
     parser.add_argument("--checks", nargs="*", default=list(CHECKED), choices=list(CHECKED))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    found: dict[str, Any] = {"environment": measure.environment("transformers"), "checks": {}}
-    found["tokens"] = options.batch * options.length
-    for kind in options.checks:
-        try:
-            found["checks"][kind] = check(kind)
-        except Exception as error:  # the others may still say something
-            traceback.print_exc()
-            found["checks"][kind] = {"failed": f"{type(error).__name__}: {error}"}
-        print("check", kind, json.dumps(found["checks"][kind]), flush=True)
-    found["steps"] = {}
-    for kind in options.models:
-        found["steps"][kind] = measured(kind, options)
-        print(kind, json.dumps(found["steps"][kind], indent=1), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    report = layers.begin(options, "transformers", "liger-kernel")
+    report["tokens"] = options.batch * options.length
+    layers.run_cells(options, report, check, part="checks", names=options.checks)
+    of_model = partial(measured, options=options)
+    layers.run_cells(options, report, of_model, part="steps", names=options.models)
 
 
 if __name__ == "__main__":

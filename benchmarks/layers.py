@@ -20,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fuseops.explain import FusionPlan
 
+BEGUN = time.perf_counter()
+
 
 def training_step(forward: Call, dy: Tensor, leaves: Iterable[Tensor]) -> Call:
     """Forward and backward; gradients are made anew every time."""
@@ -133,7 +135,9 @@ def times(
     """
     found: dict[str, Any] = {"us": {}, "tflops": {}, "ratios": {}}
     forward = {name: inference(call) for name, call in forwards.items()}
-    for what, calls, work in (("fwd", forward, flops), ("fwd+bwd", steps, 3 * flops)):
+    timed = {"fwd": (forward, flops), "fwd+bwd": (steps, 3 * flops)}
+    for what in options.what:
+        calls, work = timed[what]
         if options.graphs:
             calls = {**calls, **{f"{name}_graph": captured(calls[name]) for name in graphs}}
         us = measure.in_turn(calls, options.rounds, options.span)
@@ -161,30 +165,60 @@ def run_cells(
     options: argparse.Namespace,
     report: dict[str, Any],
     cell: Callable[[str], dict[str, Any]],
-    summary: Callable[[dict[str, Any]], dict[str, Any]],
+    summary: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    part: str = "cells",
+    names: Iterable[str] | None = None,
 ) -> None:
-    """One cell for each name of `options.only` within `options.budget` seconds, printed, and written to
-    `options.out` after each: a run that is cut off leaves what it has.
+    """One cell for each of `names` (of `options.only`) within `options.budget` seconds, printed, and written to
+    `options.out` after each: a run that is cut off leaves what it has, and `--resume` goes on from there.
     """
-    begun = time.perf_counter()
-    report |= {"cells": {}, "skipped": []}
+    cells = report.setdefault(part, {})
     torch.manual_seed(0)
-    for name in options.only:
-        if time.perf_counter() - begun > options.budget:
-            report["skipped"].append(name)
+    for name in options.only if names is None else names:
+        if name in cells and "failed" not in cells[name]:
+            continue
+        if time.perf_counter() - BEGUN > options.budget:
+            report.setdefault("skipped", []).append(name)
             continue
         try:
             with fresh_memory():
                 record = cell(name)
         except Exception as error:  # reported, not hidden
             record = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        report["cells"][name] = record
+        cells[name] = record
         shown = {k: v for k, v in record.items() if k != "kernels"}
-        print(f"{time.perf_counter() - begun:.0f} s", name, json.dumps(shown), flush=True)
-        report["summary"] = summary(report["cells"])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["summary"]))
+        print(f"{time.perf_counter() - BEGUN:.0f} s", name, json.dumps(shown), flush=True)
+        if summary is not None:
+            report["summary"] = summary(cells)
+        write(report, options.out)
+    print(json.dumps(report.get("summary", {})))
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+MACHINE = ("gpu", "torch", "triton", "liger-kernel", "transformers")  # of which one file speaks
+
+
+def begin(options: argparse.Namespace, *peers: str) -> dict[str, Any]:
+    """The report of a run: a new one, or with `--resume` what is in `options.out`.
+
+    peers: packages beside, whose versions it names.  Raises SystemExit where that file is of another machine.
+    """
+    now = measure.environment(*peers)
+    if not (options.resume and options.out and options.out.exists()):
+        return {"environment": now}
+    found: dict[str, Any] = json.loads(options.out.read_text())
+    then = found["environment"]
+    if others := [key for key in MACHINE if then.get(key) != now.get(key)]:
+        said = ", ".join(f"{key} {then.get(key)}, here {now.get(key)}" for key in others)
+        raise SystemExit(f"{options.out} was written with {said}: name another --out.")
+    found.pop("skipped", None)
+    found.setdefault("resumed", []).append(now["command"])
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -192,15 +226,22 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     names = list(names)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=names, choices=names)
+    add_run_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """How long, and whether from the begin."""
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--span", type=float, default=0.3, help="seconds timed of a candidate in a round"
     )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new cell after it")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that --out has")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """What benchmarks of training steps are told beside."""
+    parser.add_argument("--what", nargs="+", default=["fwd", "fwd+bwd"], choices=("fwd", "fwd+bwd"))
     parser.add_argument("--graphs", action="store_true", help="captured graphs beside eager")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")

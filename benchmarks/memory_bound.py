@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import floors
+import layers
 import measure
 import torch
 from memory_cases import Call, Case, cases
@@ -272,13 +273,18 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-    """What is timed, in this order: small shapes, which take least, first."""
+    """What is still to be timed, in this order: small shapes, which take least, first."""
     parts = options.only.split(",")
     chosen = [case for case in cases() if any(part in case.name for part in parts)]
     few = [c for c in chosen if c.name in SMALL_CASES]
-    return [Cell("small", c, (rows, 4096)) for c in few for rows in SMALL_ROWS] + [
+    every = [Cell("small", c, (rows, 4096)) for c in few for rows in SMALL_ROWS] + [
         Cell("bandwidth", c, shape) for c in chosen for shape in c.shapes
     ]
+    return [c for c in every if [c.part, c.case.name, *c.shape] not in options.done]
+
+
+def named(record: dict[str, Any]) -> list[Any]:
+    return [record["case"], record["rows"], record["columns"]]
 
 
 def main() -> None:
@@ -293,15 +299,15 @@ def main() -> None:
         "--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile"
     )
     parser.add_argument("--warm", action="store_true", help="compile, time nothing")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that --out has")
     options = parser.parse_args()
     begun = time.time()
     options.compile_until = begun + options.budget * (1.0 if options.warm else 0.5)
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # each of the jobs
-    report: dict[str, Any] = {
-        "environment": measure.environment("liger-kernel"), "summary": {}, "skipped": [],
-        "bandwidth": [], "small": [],
-    }  # fmt: skip
+    empty: dict[str, Any] = {"summary": {}, "bandwidth": [], "small": []}
+    report = empty | layers.begin(options, "liger-kernel") | {"skipped": []}
+    options.done = [[part, *named(record)] for part in TIMED for record in report[part]]
     every = cells(options)
     report["launch_us"] = options.launch_us = launch_us()
     pipes = [begin(options, list(range(first, len(every), options.jobs)))
@@ -348,8 +354,7 @@ def ask(pipe: Connection, *numbers: int) -> Any:
 def save(report: dict[str, Any], out: Path) -> None:
     """After each case: a run that is cut off leaves what it has."""
     report["summary"] = summary(report)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    layers.write(report, out)
 
 
 if __name__ == "__main__":

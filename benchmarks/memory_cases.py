@@ -158,6 +158,11 @@ def add_rmsnorm(x: Tensor, r: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Te
     return F.rms_norm(h, w.shape, w, eps), h
 
 
+def add_layernorm(x: Tensor, r: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    h = x + r
+    return F.layer_norm(h, [x.shape[1]], w, b, eps), h
+
+
 def liger_layernorm() -> Call:
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
@@ -209,6 +214,10 @@ def block_cases() -> Iterator[Case]:
     yield Case("layernorm_fwd", ln.layernorm_fwd, args, eager_ln, liger_layernorm)
     bwd = ln.layernorm_bwd, layernorm_bwd_args, eager_layernorm_bwd, liger_layernorm_bwd
     yield Case("layernorm_bwd", *bwd)
+    add_args = lambda r, n: (rnd(r, n), rnd(r, n), rnd(n), rnd(n), 1e-5)  # noqa: E731
+    yield Case("add_layernorm_fwd", ln.add_layernorm_fwd, add_args, add_layernorm)
+    residual = lambda r, n: (*layernorm_bwd_args(r, n), rnd(r, n))  # noqa: E731
+    yield Case("add_layernorm_bwd", ln.layernorm_bwd, residual)
     seeded = lambda r, n: (rnd(r, n), torch.randint(2**62, (1,), device="cuda"))  # noqa: E731
     plain = lambda x, seed, p: F.dropout(x, p)  # noqa: E731
     yield Case("dropout", dropout.apply_dropout, seeded, plain, tail=(0.1,), compiled=plain)

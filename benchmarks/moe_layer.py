@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
     options = parser.parse_args()
     packages = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
-    report = {"environment": measure.environment(*packages)}
+    report = layers.begin(options, *packages)
     layers.run_cells(options, report, lambda name: cell(SHAPES[name], options), summary)
 
 

@@ -154,7 +154,7 @@ def whole_steps(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "over fuseops": m.get("over_fuseops", {}).get(name),
         }
         for model, m in models.items()
-        for name, us in m["us"].items()
+        for name, us in m.get("us", {}).items()
     }
 
 

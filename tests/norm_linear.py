@@ -17,4 +17,4 @@ class NormLinear(fo.FusedOp):
         return fo.Out(out.y, (first.saved, out.saved))
 
 
-NORM_LINEAR = fo.Rule("norm_linear", (fo.ops.RMSNorm, fo.ops.Linear), NormLinear)
+NORM_LINEAR = fo.Rule("user_norm_linear", (fo.ops.RMSNorm, fo.ops.Linear), NormLinear)

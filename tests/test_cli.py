@@ -59,7 +59,7 @@ def test_explain_prints_the_plan_and_the_misses_of_the_quickstart() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "GroupedMLP  rule grouped_mlp (joint)" in run.stdout
-    assert "DenseMLP  rule rmsnorm_mlp (joint)" in run.stdout
+    assert "DenseMLP  rule norm_mlp (joint)" in run.stdout
     assert "experts.fc1.x" in run.stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXPECTED = {
-    "prenorm_block": "1.0.tap, 1.0.norm, 1.0.qkv                    RMSNormLinear  rule rmsnorm_linear (joint)",
+    "prenorm_block": "1.0.tap, 1.0.norm, 1.0.qkv                    NormLinear  rule norm_linear (joint)",
     "custom_kernel": "main::softcap_fwd(Tensor x, float cap) -> Tensor",
     "custom_op": "Swish",
     "custom_rule": "the width 9 is odd",
@@ -46,7 +46,7 @@ def test_an_example_runs(example: Path) -> None:
         ("hf_qwen3_moe", 90),
         ("moe_layer", 80),
         ("offload_any_model", 40),
-        ("pretrain", 240),
+        ("pretrain", 370),
         ("quickstart", 41),
     ],
 )

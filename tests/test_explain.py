@@ -311,17 +311,17 @@ def test_every_rule_is_reported_when_it_may_not_fire(rule: str) -> None:
     model = {
         "routed_mlp": routed_mlp,
         "grouped_mlp": grouped_mlp,
-        "rmsnorm_mlp": lambda: fo.Sequential(fo.ops.RMSNorm(D), *dense_mlp()),
+        "norm_mlp": lambda: fo.Sequential(fo.ops.RMSNorm(D), *dense_mlp()),
         "mlp": dense_mlp,
-        "rmsnorm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),
+        "norm_linear": lambda: fo.Sequential(fo.ops.RMSNorm(D), fo.ops.Linear(D, D)),
         "linear_act": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
         "linear_add": lambda: fo.Residual(fo.ops.Linear(D, D, bias=False)),
         "linear_scale": scaled,
         "scale_linear": scaled,
         "act_linear": lambda: fo.Sequential(fo.ops.Linear(D, D), fo.ops.GELU()),
         "tap_linear": lambda: fo.Residual(fo.ops.Linear(D, D), fo.ops.Dropout(0.0)),
-        "add_rmsnorm": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
-        "rmsnorm_add": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
+        "add_norm": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
+        "norm_add": lambda: fo.Sequential(*(fo.Residual(fo.ops.RMSNorm(D)) for _ in range(2))),
         "bias_act": lambda: fo.Sequential(fo.ops.Bias(D), fo.ops.SiLU()),
     }[rule]()
     side = {n: getattr(routing(), n) for n in model.reads}

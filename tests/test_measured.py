@@ -1,5 +1,7 @@
 """docs/measured.md and the README say what the committed results say."""
 
+import argparse
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -47,6 +49,40 @@ def memory_bound(monkeypatch: pytest.MonkeyPatch) -> Any:
 def grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return loaded("grouped_gemm")
+
+
+def test_a_run_that_was_cut_goes_on_where_it_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a file holds is not measured again, what failed is; a file of another machine is refused."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    layers = loaded("layers")
+    monkeypatch.setattr(layers, "fresh_memory", contextlib.nullcontext)
+    options = argparse.Namespace(
+        out=tmp_path / "found.json", only=["a", "b", "c"], budget=1e9, resume=True
+    )
+    asked: list[str] = []
+
+    def cell(name: str) -> dict[str, Any]:
+        asked.append(name)
+        if name == "b" and asked.count("b") == 1:
+            raise RuntimeError("cut")
+        return {"us": len(asked)}
+
+    layers.run_cells(
+        argparse.Namespace(**{**vars(options), "only": "ab"}), layers.begin(options), cell
+    )
+    assert "failed" in json.loads(options.out.read_text())["cells"]["b"]
+    layers.run_cells(options, layers.begin(options), cell, lambda cells: {"n": len(cells)})
+    found = json.loads(options.out.read_text())
+    assert asked == ["a", "b", "b", "c"] and found["summary"] == {"n": 3}
+    assert found["cells"] == {"a": {"us": 1}, "b": {"us": 3}, "c": {"us": 4}}
+    options.budget, options.only = -1.0, ["a", "d"]
+    layers.run_cells(options, report := layers.begin(options), cell)
+    assert report["skipped"] == ["d"] and asked[-1] == "c"
+    options.out.write_text(json.dumps({**found, "environment": {"torch": "0.1"}}))
+    with pytest.raises(SystemExit, match=r"torch 0\.1"):
+        layers.begin(options)
 
 
 @given(st.integers(1, 40), st.floats(0.5, 0.99))

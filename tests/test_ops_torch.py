@@ -77,7 +77,9 @@ def test_values_and_gradients_are_torchs(
     dtype = data.draw(dtypes())
     # A large value in one place of a row cancels in the gradient of a norm: only wide types hold it.
     wide = dtype in (torch.float32, torch.float64) and op not in NORMS
-    case = data.draw(op_cases(op, dtype, KINDS if wide else ["normal", "zeros", "constant"]))
+    # and the variance of equal numbers is what rounding left of them, which a LayerNorm divides by
+    soft = ["normal", "zeros", *["constant"] * (op is not fo.ops.LayerNorm)]
+    case = data.draw(op_cases(op, dtype, KINDS if wide else soft))
     mine, theirs = steps(case, module)
     if isinstance(case.model, fo.ops.Dropout) and not case.model.alias:
         return  # other random numbers; see test_dropout_keeps_the_share_that_torch_keeps

@@ -121,7 +121,7 @@ def test_a_fused_op_publishes_each_keyword_once() -> None:
 
 
 # What begins at the norm saves less, and the rule across blocks takes the norm away from it.
-JOINT = ["rmsnorm_mlp", "rmsnorm_linear"]
+JOINT = ["norm_mlp", "norm_linear"]
 
 
 @pytest.mark.parametrize("rules", [(), (ADD_NORM,)], ids=["as built", "across blocks"])

@@ -441,7 +441,7 @@ FUSED = {
         lambda x, p: F.relu(x + p["0.bias"]),
     ),
     "add and norm": Fused(
-        "rmsnorm_add",
+        "norm_add",
         lambda dtype: fo.Sequential(
             ops.Tap("r"),
             ops.Linear(16, 16, bias=False, dtype=dtype),

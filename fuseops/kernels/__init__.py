@@ -47,6 +47,7 @@ from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
 from .launch import launch as launch
+from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
@@ -73,11 +74,18 @@ from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
+from .reference import amax_of_groups as amax_of_groups
 from .reference import by_group as by_group
+from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
 from .reference import dequantize_format as dequantize_format
+from .reference import hadamard as hadamard
+from .reference import magnitude as magnitude
 from .reference import quantize_format as quantize_format
+from .reference import signs as signs
+from .reference import spread_over_groups as spread_over_groups
 from .reference import turned_in_groups as turned_in_groups
+from .reference import whole_inverse as whole_inverse
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope

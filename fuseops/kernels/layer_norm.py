@@ -1,13 +1,14 @@
-"""LayerNorm and its backward.
+"""LayerNorm, alone and with the residual add before it; backward with the residual's gradient added.
 
 Maths (float32, one rounding at each store):
-    mean and variance of a row;  rstd = 1 / sqrt(var + eps);  y = x_hat * (weight + weight_offset) + bias
-    dx = (w dy - mean(w dy) - x_hat mean(w dy x_hat)) rstd;  x_hat = (x - mean) * rstd
+    h = x + residual, as stored;  mean and variance of its rows
+    rstd = 1 / sqrt(var + eps);  y = x_hat * (weight + weight_offset) + bias
+    dx = (w dy - mean(w dy) - x_hat mean(w dy x_hat)) rstd + dres;  x_hat = (x - mean) * rstd
     dweight and dbias = sums over rows of dy x_hat and of dy
 The variance is of the centred row, in registers. dweight and dbias are summed in two stages of fixed order; of rows
 wider than BOTH_SUMS, for which one sum fills the registers, dbias is a pass of its own.
-Shapes: x, dy (..., N), weight and bias (N,) or None, mean and rstd (...) float32, dweight and dbias (N,); with `dims`
-the norm is over the last axes together, and N stands for all of them.
+Shapes: x, residual, dy, dres (..., N), weight and bias (N,) or None, mean and rstd (...) float32, dweight and dbias
+(N,); with `dims` the norm is over the last axes together, and N stands for all of them.
 Layout: columns are contiguous, rows may be strided, those of heads twice. Rows wider than MAX_WIDTH run the reference.
 Hardware: sm_80 and later.
 """
@@ -26,7 +27,7 @@ from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import chain, device, launch, overlap
 from fuseops.kernels.norm import MAX_WIDTH, check_weight, width
 from fuseops.kernels.registry import kernel_op
-from fuseops.kernels.tiles import as_heads, cdiv, pow2, require
+from fuseops.kernels.tiles import as_heads, as_rows, cdiv, pow2, require
 
 BOTH_SUMS = 1 << 13
 
@@ -51,19 +52,23 @@ FWD = Space("layernorm_fwd", norm.FWD.candidates, norm.fwd_default)
 BWD = Space("layernorm_bwd", _bwd_candidates)
 
 
-def _cases(*, backward: bool = False) -> Iterator[tuple[Any, ...]]:
+def _cases(*, residual: bool = False, backward: bool = False) -> Iterator[tuple[Any, ...]]:
     sizes = [(torch.bfloat16, n) for n in (100, 2048, 4096, 16384)]
     for dtype, n in [*sizes, (torch.float16, 4096), (torch.float32, 4096)]:
         x = torch.empty(8192, n, dtype=dtype, device="meta")
         weight, row = torch.empty(n, dtype=dtype, device="meta"), torch.empty(8192, device="meta")
         for w in (weight, None) if n == 4096 else (weight,):
             if backward:
-                yield x, x, w, row, row, w is not None, w is not None
+                needs = w is not None, w is not None
+                yield from ((x, x, w, row, row, dres, *needs) for dres in (None, x))
             else:
-                yield x, w, w, 1e-5
+                yield (x, *(x,) * residual, w, w, 1e-5)
     q = torch.empty(8192, 48, 128, dtype=torch.bfloat16, device="meta")[:, :32]
     w, row = q.new_empty(128), torch.empty(8192, 32, device="meta")
-    yield (q, q, w, row, row, True, False) if backward else (q, w, None, 1e-5)
+    if backward:
+        yield q, q, w, row, row, None, True, False
+    elif not residual:
+        yield q, w, None, 1e-5
 
 
 @kernel_op(twin=reference.layernorm_fwd, fuses=True, cases=_cases)
@@ -72,31 +77,34 @@ def layernorm_fwd(
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, mean, rstd): y = (x - mean) * rstd * (weight + weight_offset) + bias, over the last `dims` axes."""
-    n = width(x, dims)
-    if n > MAX_WIDTH:
+    if width(x, dims) > MAX_WIDTH:
         return reference.layernorm_fwd(x, weight, bias, eps, weight_offset, dims)
-    check_weight(weight, x.shape[-dims:])
-    check_weight(bias, x.shape[-dims:])
-    x3 = as_heads(x, dims)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
-    rstd, rows = torch.empty_like(mean), mean.numel()
-    config = FWD.pick(rows, (n,), x)
-    launch(
-        device("layer_norm").layernorm_fwd_kernel, (cdiv(rows, config["BLOCK_R"]),),
-        x3, *(x3 if t is None else t.contiguous() for t in (weight, bias)), y, mean, rstd,
-        rows, n, x3.shape[1], *x3.stride()[:2], float(eps), float(weight_offset),
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **overlap(x.device), **config,
-    )  # fmt: skip
+    y, _, mean, rstd = _forward(x, None, weight, bias, eps, weight_offset, dims)
     return y, mean, rstd
+
+
+@kernel_op(twin=reference.add_layernorm_fwd, fuses=True, cases=lambda: _cases(residual=True))
+def add_layernorm_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, h, mean, rstd): h = x + residual as stored, the others of h."""
+    require(
+        residual.shape == x.shape,
+        f"residual is {tuple(residual.shape)}, expected {tuple(x.shape)}.",
+    )
+    if x.shape[-1] > MAX_WIDTH:
+        return reference.add_layernorm_fwd(x, residual, weight, bias, eps, weight_offset)
+    return _forward(x, residual, weight, bias, eps, weight_offset, 1)
 
 
 @kernel_op(twin=reference.layernorm_bwd, fuses=True, cases=lambda: _cases(backward=True))
 def layernorm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, need_dw: bool = True,
-    need_db: bool = True, weight_offset: float = 0.0, dtype: torch.dtype | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    dres: Tensor | None = None, need_dw: bool = True, need_db: bool = True,
+    weight_offset: float = 0.0, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dw, db); what is not needed is empty.
+    """(dx + dres, dw, db); x is what was normed (h after a residual add), what is not needed is empty.
 
     dtype: of dw and db, float32 if not given; their sums are float32 in any case, and rounded once.
     """
@@ -111,9 +119,10 @@ def layernorm_bwd(
     )
     if n > MAX_WIDTH:
         return reference.layernorm_bwd(
-            dy, x, weight, mean, rstd, need_dw, need_db, weight_offset, dtype
+            dy, x, weight, mean, rstd, dres, need_dw, need_db, weight_offset, dtype
         )
     x3, dy3, rows = as_heads(x, dims), as_heads(dy, dims), rstd.numel()
+    dres2 = x if dres is None else as_rows(dres, dims)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     config = dict(BWD.pick(rows, (n,), x))
     programs = tiles.row_programs(rows, 1, config, x)
@@ -121,9 +130,11 @@ def layernorm_bwd(
     sums = torch.empty(sum(wanted), programs, n, dtype=torch.float32, device=x.device)
     launch(
         device("layer_norm").layernorm_bwd_kernel, (programs,),
-        dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(), dx, sums,
-        rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], float(weight_offset),
-        HAS_WEIGHT=weight is not None, NEED_DW=wanted[0], NEED_DB=wanted[1],
+        dy3, x3, x3 if weight is None else weight.contiguous(), mean.contiguous(), rstd.contiguous(),
+        dres2, dx, sums,
+        rows, n, dy3.shape[1], x3.shape[1], *dy3.stride()[:2], *x3.stride()[:2], dres2.stride(0),
+        float(weight_offset),
+        HAS_WEIGHT=weight is not None, HAS_DRES=dres is not None, NEED_DW=wanted[0], NEED_DB=wanted[1],
         **chain(x.device)[0], AT_ONCE=tiles.rows_at_once(config, x.itemsize), **config,
     )  # fmt: skip
     kept = iter(sum_all_partials(sums, dtype or torch.float32))
@@ -131,3 +142,27 @@ def layernorm_bwd(
     if need_db and not wanted[1]:
         db = bias_bwd.launcher(dy.reshape(-1, n), dtype).view(shape)
     return dx, dw, db
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    dims: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n = width(x, dims)
+    check_weight(weight, x.shape[-dims:])
+    check_weight(bias, x.shape[-dims:])
+    x3 = as_heads(x, dims)
+    residual2 = x if residual is None else as_rows(residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = y if residual is None else torch.empty_like(y)
+    mean = torch.empty(x.shape[:-dims], dtype=torch.float32, device=x.device)
+    rstd, rows = torch.empty_like(mean), mean.numel()
+    config = FWD.pick(rows, (n,), x)
+    launch(
+        device("layer_norm").layernorm_fwd_kernel, (cdiv(rows, config["BLOCK_R"]),),
+        x3, residual2, *(x3 if t is None else t.contiguous() for t in (weight, bias)), y, h, mean, rstd,
+        rows, n, x3.shape[1], *x3.stride()[:2], residual2.stride(0), float(eps), float(offset),
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        **overlap(x.device), **config,
+    )  # fmt: skip
+    return y, h, mean, rstd

@@ -6,7 +6,7 @@ L2Norm     y = x / sqrt(sum(x^2) + eps)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from fuseops.errors import ShapeError
 
 from .op import Call, Grads, Op, Out, Shape
 
+Params = Mapping[str, Tensor | None]
+
 
 def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
     """Raise ShapeError unless a shape ends in the `normalized_shape` of the norm."""
@@ -25,6 +27,15 @@ def check_last_axes(norm: nn.RMSNorm | nn.LayerNorm, shape: Shape) -> None:
         raise ShapeError(
             f"{type(norm).__name__} expects x to end in {expected}, got shape {tuple(shape)}."
         )
+
+
+class Normed(NamedTuple):
+    """What a norm computes of x, or of x and a residual in one pass."""
+
+    y: Tensor
+    h: Tensor  # what is normed: the sum as it is stored, x where there is no residual
+    mean: Tensor | None  # (...) float32, where the norm subtracts it
+    rstd: Tensor  # (...) float32
 
 
 class _ZeroCentered:
@@ -97,17 +108,38 @@ class RMSNorm(_ZeroCentered, Op[RMSNormSaved], nn.RMSNorm):
         return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
     def fwd(self, x: Tensor, *, weight: Tensor | None) -> Out:
-        eps, dims = self.epsilon(x.dtype), len(self.normalized_shape)
-        y, rstd = K.rmsnorm_fwd(x, weight, eps, self.weight_offset, dims)
-        return Out(y, RMSNormSaved(x, weight, rstd))
+        shape = tuple(self.normalized_shape)
+        found = self.normed(x, {"weight": weight}, self.epsilon(x.dtype), None, len(shape))
+        return Out(found.y, self.kept(found, weight, shape))
 
     def bwd(self, saved: RMSNormSaved, dy: Tensor, *, call: Call) -> Grads:
+        return _wanted(self.grads(saved, dy, call.needs), call.needs)
+
+    def normed(
+        self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
+    ) -> Normed:
+        """The norm of x over its last `dims` axes, or over the last of x + residual."""
+        weight, offset = params["weight"], self.weight_offset
+        if residual is None:
+            y, rstd = K.rmsnorm_fwd(x, weight, eps, offset, dims)
+            return Normed(y, x, None, rstd)
+        y, h, rstd = K.add_rmsnorm_fwd(x, residual, weight, eps, offset)
+        return Normed(y, h, None, rstd)
+
+    def kept(self, found: Normed, weight: Tensor | None, shape: Shape) -> RMSNormSaved:
+        """What `grads` reads of a norm over axes of that shape."""
+        return RMSNormSaved(found.h, weight, found.rstd)
+
+    def grads(
+        self, saved: RMSNormSaved, dy: Tensor, needs: frozenset[str], dres: Tensor | None = None
+    ) -> Grads:
+        """Of the parameters that are needed, and dx, to which `dres` is added in the same pass."""
         x, weight, rstd = saved
-        wanted = "weight" in call.needs
+        wanted = "weight" in needs
         dtype = None if weight is None else weight.dtype
-        offset = self.weight_offset
-        dx, dweight = K.rmsnorm_bwd(dy, x, weight, rstd, None, wanted, offset, dtype)  # type: ignore[arg-type]
-        return Grads(dx if "x" in call.needs else None, {"weight": dweight} if wanted else None)
+        given: Any = dy, x, weight, rstd, dres, wanted, self.weight_offset, dtype
+        dx, dweight = K.rmsnorm_bwd(*given)
+        return Grads(dx, {"weight": dweight} if wanted else None)
 
 
 class L2NormSaved(NamedTuple):
@@ -191,19 +223,47 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
         return shape
 
     def fwd(self, x: Tensor, *, weight: Tensor | None, bias: Tensor | None) -> Out:
-        shape = tuple(self.normalized_shape)
-        y, mean, rstd = K.layernorm_fwd(x, weight, bias, self.eps, self.weight_offset, len(shape))
-        return Out(y, LayerNormSaved(x, weight, mean, rstd, shape))
+        shape, params = tuple(self.normalized_shape), {"weight": weight, "bias": bias}
+        found = self.normed(x, params, self.eps, None, len(shape))
+        return Out(found.y, self.kept(found, weight, shape))
 
     def bwd(self, saved: LayerNormSaved, dy: Tensor, *, call: Call) -> Grads:
+        return _wanted(self.grads(saved, dy, call.needs), call.needs)
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        """The eps that an x of `dtype` gets."""
+        return self.eps
+
+    def normed(
+        self, x: Tensor, params: Params, eps: float, residual: Tensor | None = None, dims: int = 1
+    ) -> Normed:
+        """The norm of x over its last `dims` axes, or over the last of x + residual."""
+        own = params["weight"], params["bias"], eps, self.weight_offset
+        if residual is None:
+            y, mean, rstd = K.layernorm_fwd(x, *own, dims)
+            return Normed(y, x, mean, rstd)
+        return Normed(*K.add_layernorm_fwd(x, residual, *own))
+
+    def kept(self, found: Normed, weight: Tensor | None, shape: Shape) -> LayerNormSaved:
+        """What `grads` reads of a norm over axes of that shape."""
+        return LayerNormSaved(found.h, weight, found.mean, found.rstd, shape)
+
+    def grads(
+        self, saved: LayerNormSaved, dy: Tensor, needs: frozenset[str], dres: Tensor | None = None
+    ) -> Grads:
+        """Of the parameters that are needed, and dx, to which `dres` is added in the same pass."""
         x, weight, mean, rstd, shape = saved
-        needs = call.needs
         if x is None:
             rows = dy.reshape(-1, math.prod(shape))  # type: ignore[arg-type]
             return Grads(None, {"bias": K.bias_bwd(rows).view(shape)})  # type: ignore[arg-type]
-        dx, *made = K.layernorm_bwd(
-            *(dy, x, weight, mean, rstd, "weight" in needs, "bias" in needs),  # type: ignore[arg-type]
-            *(self.weight_offset, None if weight is None else weight.dtype),
-        )
+        wanted = "weight" in needs, "bias" in needs
+        dtype = None if weight is None else weight.dtype
+        given: Any = dy, x, weight, mean, rstd, dres, *wanted, self.weight_offset, dtype
+        dx, *made = K.layernorm_bwd(*given)
         params = {n: t for n, t in zip(("weight", "bias"), made, strict=True) if n in needs}
-        return Grads(dx if "x" in needs else None, params)
+        return Grads(dx, params)
+
+
+def _wanted(grads: Grads, needs: frozenset[str]) -> Grads:
+    """Without the dx that nobody needs."""
+    return grads if "x" in needs else grads._replace(x=None)

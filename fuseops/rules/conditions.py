@@ -5,7 +5,7 @@ from typing import Any
 from fuseops.kernels import GATES
 from fuseops.ops.grouped_linear import GroupedLinear
 from fuseops.ops.linear import Bias, Linear
-from fuseops.ops.norms import RMSNorm
+from fuseops.ops.norms import LayerNorm, RMSNorm
 from fuseops.ops.permute import Combine, Permute
 
 from .rule import Conditions, require
@@ -19,6 +19,12 @@ def same_groups(ops: Ops, c: Conditions) -> str | None:
         fc1.num_groups == fc2.num_groups,
         f"fc1 has {fc1.num_groups} groups, fc2 has {fc2.num_groups}",
     )
+
+
+def whole_weights(ops: Ops, c: Conditions) -> str | None:
+    """Under a recipe."""
+    low = any("down" in op.parameter_names() for op in ops if isinstance(op, GroupedLinear))
+    return require(c.recipe is None or not low, "low-rank weights multiply in high precision")
 
 
 def act_widths(ops: Ops, c: Conditions) -> str | None:
@@ -59,7 +65,7 @@ def one_bias(ops: Ops, c: Conditions) -> str | None:
 
 
 def one_axis(ops: Ops, c: Conditions) -> str | None:
-    axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm))
+    axes = next(len(op.normalized_shape) for op in ops if isinstance(op, RMSNorm | LayerNorm))
     return require(axes == 1, f"the norm goes over {axes} axes, the fused op takes one")
 
 

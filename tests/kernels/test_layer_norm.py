@@ -31,12 +31,19 @@ def test_forward(case):
     assert_matches(k.layernorm_fwd, x, weight, bias, EPS, offset, sums=True)
 
 
-@given(cases(), st.booleans(), st.booleans())
+@given(cases())
 @few
-def test_backward(case, need_dw, need_db):
+def test_forward_behind_a_residual(case):
+    x, residual, weight, bias, offset = case
+    assert_matches(k.add_layernorm_fwd, x, residual, weight, bias, EPS, offset, sums=True)
+
+
+@given(cases(), st.booleans(), st.booleans(), st.booleans())
+@few
+def test_backward(case, residual, need_dw, need_db):
     x, dy, weight, _, offset = case
     _, mean, rstd = k.layernorm_fwd.twin(x, weight, None, EPS, offset)
-    args = (dy, x, weight, mean, rstd, need_dw, need_db, offset)
+    args = (dy, x, weight, mean, rstd, dy if residual else None, need_dw, need_db, offset)
     _, *sums = assert_matches(k.layernorm_bwd, *args, sums=True)
     for first, again in zip(sums, run(k.layernorm_bwd, *args)[1:], strict=True):
         assert torch.equal(first.view(torch.int32), again.view(torch.int32))

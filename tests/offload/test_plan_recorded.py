@@ -95,7 +95,7 @@ def test_a_peak_that_a_link_keeps_for_free_needs_no_recomputation_on_another_day
 
 
 LATER = (
-    *("mlp", "rmsnorm_mlp", "rmsnorm_linear", "act_linear"),
+    *("mlp", "norm_mlp", "norm_linear", "act_linear"),
     *("linear_add", "linear_scale", "scale_linear", "tap_linear"),
 )
 """Rules that the recorded steps did not have."""

@@ -9,9 +9,9 @@ from fuseops.kernels.device.reduce import before_launch, fold, overlapped
 
 @triton.jit(do_not_specialize=["R"])
 def layernorm_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    R, N, H, stride_x, stride_xh, eps, weight_offset,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    R, N, H, stride_x, stride_xh, stride_residual, eps, weight_offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     overlapped(PDL)
@@ -24,6 +24,13 @@ def layernorm_fwd_kernel(
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
     if HAS_BIAS:
         bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(
+            residual_ptr + (rows * stride_residual)[:, None] + cols, mask=mask, other=0.0
+        ).to(tl.float32)
+        h = x.to(h_ptr.dtype.element_ty)  # the norm sees what is stored
+        tl.store(h_ptr + (rows * N)[:, None] + cols, h, mask=mask)
+        x = h.to(tl.float32)
     mean = tl.sum(x, axis=1) / N
     x = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
@@ -39,9 +46,9 @@ def layernorm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def layernorm_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, R, N, H_DY, H_X,
-    stride_dy, stride_dyh, stride_x, stride_xh, weight_offset,
-    HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dres_ptr, dx_ptr, partial_ptr, R, N, H_DY, H_X,
+    stride_dy, stride_dyh, stride_x, stride_xh, stride_dres, weight_offset,
+    HAS_WEIGHT: tl.constexpr, HAS_DRES: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     PDL: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -80,6 +87,10 @@ def layernorm_bwd_kernel(
             )
         along = (tl.sum(dy * x_hat, axis=1) / N)[:, None]
         dx = (dy - (tl.sum(dy, axis=1) / N)[:, None] - x_hat * along) * rstd
+        if HAS_DRES:
+            dx += tl.load(dres_ptr + (rows * stride_dres)[:, None] + cols, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(dx_ptr + (rows * N)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     at = partial_ptr + pid.to(tl.int64) * N + cols
     if NEED_DW:

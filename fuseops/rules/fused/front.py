@@ -1,4 +1,4 @@
-"""What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and an RMSNorm.
+"""What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and a norm (RMSNorm or LayerNorm).
 
 The normed x is not saved: the norm's backward reads x and rstd, so the weight gradient has y made again from x. The
 gradient of the norm and that of what the Tap published are added in one pass.
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuseops import kernels as K
-from fuseops.ops.norms import RMSNorm
+from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.structure import Add, AddSaved, Tap
 
@@ -22,7 +21,9 @@ class FrontSaved(NamedTuple):
     """What every op with such a front saves of it; the fields of its own come behind."""
 
     x: Any  # what is normed, the sum where one is added; the input of the GEMM where there is no norm
-    gamma: Tensor | None = None  # the norm's weight itself
+    gamma: Tensor | None = None  # the norm's weight itself, and its bias
+    beta: Tensor | None = None
+    mean: Tensor | None = None  # (...) float32, of a LayerNorm
     rstd: Tensor | None = None  # (...) float32
     eps: float | None = None  # of the forward
     dtypes: tuple[torch.dtype, torch.dtype] | None = None  # as of `AddSaved`
@@ -33,34 +34,31 @@ class Front:
 
     def __init__(self, ops: Sequence[Op[Any]]) -> None:
         self.ops = tuple(ops)
-        self.add, self.tap, self.norm = (self._only(kind) for kind in (Add, Tap, RMSNorm))
+        self.add, self.tap = self._only(Add), self._only(Tap)
+        self.norm = self._only(RMSNorm | LayerNorm)
 
-    def _only(self, kind: type) -> Any:
+    def _only(self, kind: Any) -> Any:
         return next((op for op in self.ops if isinstance(op, kind)), None)
-
-    @property
-    def _offset(self) -> float:
-        """What is added to the norm's weight."""
-        return float(self.norm.weight_offset)
 
     def names(self) -> dict[str, str]:
         """Under which member's name each field is published."""
         at = max(len(self.ops) - 1, 0)
-        found = {"x": f"{at}.x", "gamma": f"{at}.weight", "rstd": f"{at}.rstd", "eps": f"{at}.eps"}
-        return {**found, "dtypes": "0.dtypes"}
+        own = {"gamma": "weight", "beta": "bias"} | {n: n for n in ("x", "mean", "rstd", "eps")}
+        return {field: f"{at}.{name}" for field, name in own.items()} | {"dtypes": "0.dtypes"}
 
     def saves_for(self, below: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Fields that each of its gradients reads; below: what that of the GEMM's input reads."""
         if self.norm is None:
             return {"x": below}
-        dx = (*below, "x", "gamma", "rstd", *(("dtypes",) if self.add else ()))
-        found = {"x": dx, f"{len(self.ops) - 1}.weight": (*below, "x", "rstd")}
+        at, read = len(self.ops) - 1, (*below, "x", "mean", "rstd")
+        dx = (*read, "gamma", *(("dtypes",) if self.add else ()))
+        found = {"x": dx, f"{at}.weight": read, f"{at}.bias": below}
         return found | ({f"0.{self.add.reads[0]}": dx} if self.add else {})
 
     @property
     def remakes(self) -> tuple[str, ...]:
         """Fields that the input of the GEMM is made of again."""
-        return ("x", "gamma", "eps") if self.norm is not None else ("x",)
+        return ("x", "gamma", "beta", "eps") if self.norm is not None else ("x",)
 
     def fwd(
         self, x: Any, t: tuple[Tensors, ...], compute: torch.dtype | None
@@ -68,24 +66,23 @@ class Front:
         """The input of the GEMM, what is saved, and what is published."""
         if self.norm is None:
             return x, FrontSaved(x), None
-        gamma, dtypes = t[len(self.ops) - 1]["weight"], None
-        h, eps = x, self.norm.epsilon(x.dtype)
+        params, dtypes = t[len(self.ops) - 1], None
         residual = None if self.add is None else self.add.operand(x, t[0][self.add.reads[0]])
-        if residual is not None and residual.dtype is x.dtype:
-            y, h, rstd = K.add_rmsnorm_fwd(x, residual, gamma, eps, self._offset)
-        else:
-            if residual is not None:  # torch's promotion decides of what dtype h is
-                h, dtypes = x + residual, (x.dtype, residual.dtype)
-                eps = self.norm.epsilon(h.dtype)
-            y, rstd = K.rmsnorm_fwd(h, gamma, eps, self._offset)
+        if residual is not None and residual.dtype is not x.dtype:
+            dtypes = x.dtype, residual.dtype  # torch's promotion decides of what dtype h is
+            x, residual = x + residual, None
+        eps = self.norm.epsilon(x.dtype)
+        y, h, mean, rstd = self.norm.normed(x, params, eps, residual)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
-        return _cast(y, compute), FrontSaved(h, gamma, rstd, eps, dtypes), side
+        own = params["weight"], params.get("bias"), mean, rstd, eps
+        return _cast(y, compute), FrontSaved(h, *own, dtypes), side
 
     def again(self, s: Any, compute: torch.dtype | None) -> Any:
         """The input of the GEMM once more."""
         if self.norm is None:
             return s.x
-        return _cast(K.rmsnorm_fwd(s.x, s.gamma, s.eps, self._offset)[0], compute)
+        params = {"weight": s.gamma, "bias": s.beta}
+        return _cast(self.norm.normed(s.x, params, s.eps).y, compute)
 
     def bwd(
         self,
@@ -97,19 +94,19 @@ class Front:
         """Of every op of the front, dx in the first; dy: that of the input of the GEMM."""
         if self.norm is None:
             return ()
-        wanted = "weight" in calls[-1].needs
+        needs = calls[-1].needs
         dh = dside.get(self.tap.writes[0]) if self.tap is not None else None
-        dgamma = None
+        params = dict.fromkeys(needs - {"x"})
         if dy is not None:
-            dtype = None if s.gamma is None else s.gamma.dtype
-            given = dy.to(s.x.dtype), s.x, s.gamma, s.rstd, dh, wanted, self._offset, dtype
-            dh, dgamma = K.rmsnorm_bwd(*given)
+            dy = dy if s.x is None else dy.to(s.x.dtype)
+            of = self.norm.kept(Normed(dy, s.x, s.mean, s.rstd), s.gamma, tuple(dy.shape[-1:]))
+            found = self.norm.grads(of, dy, needs, dh)
+            dh, params = found.x, params | (found.params or {})
         first = Grads(dh)
         if self.add is not None and dh is not None:
             first = self.add.bwd(AddSaved(s.dtypes), dh)
         elif self.add is not None:
             first = Grads(None, side={self.add.reads[0]: None})
-        params = {"weight": dgamma} if wanted else None
         if len(self.ops) == 1:
             return (first._replace(params=params),)
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)

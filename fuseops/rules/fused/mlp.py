@@ -1,4 +1,4 @@
-"""The dense MLP as one joint op: maybe an RMSNorm, fc1, an activation, fc2.
+"""The dense MLP as one joint op: maybe a norm, fc1, an activation, fc2.
 
 Saves x and the pre-activation h only. The backward computes the activation again, for fc2's weight gradient, in the
 pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.
@@ -19,12 +19,12 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, linear
+from fuseops.ops.linear import Linear, linear, saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
-from .front import Front, Tensors
+from .front import Front, FrontSaved, Tensors
 from .halves import backward, forward_only
 
 
@@ -50,6 +50,8 @@ DSWIGLU = _epilogue("mlp_dswiglu", 512)  # of fc2's input gradient
 class DenseMLPSaved(NamedTuple):
     x: Operand | None
     gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
     rstd: Tensor | None
     eps: float | None
     dtypes: tuple[torch.dtype, torch.dtype] | None
@@ -61,7 +63,7 @@ class DenseMLPSaved(NamedTuple):
 
 
 class DenseMLP(FusedOp):
-    """y = fc2(act(fc1(rmsnorm(x)))), for every activation, with or without norm and biases."""
+    """y = fc2(act(fc1(norm(x)))), for every activation, with or without norm and biases."""
 
     Saved = DenseMLPSaved
     takes_saved = True
@@ -72,6 +74,7 @@ class DenseMLP(FusedOp):
         super().__init__(*members)
         self.at = next(i for i, op in enumerate(members) if isinstance(op, Linear))
         self.front = Front(members[: self.at])
+        self.takes_quantized = not self.front.ops
         self.last = len(members) - 1
         self.act = members[-2]
         self.biased = self.last - self.at == 3  # by a Bias
@@ -103,6 +106,8 @@ class DenseMLP(FusedOp):
         del y
         s = replaced(s, h=h if "h" in keep else None)
         del h
+        if self.takes_quantized:
+            s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
         return Out(linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0], s, side)
 
     def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Tensor:
@@ -209,8 +214,8 @@ class DenseMLP(FusedOp):
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
-        saved = (None,) * 5 + (None, act, first["weight"], last["weight"])
-        s = DenseMLPSaved(*saved, t[self.at + 1]["bias"] if self.biased else first["bias"])
+        bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
+        s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)
         dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
         parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]

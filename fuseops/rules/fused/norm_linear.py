@@ -1,4 +1,4 @@
-"""An RMSNorm and the Linear behind it as one joint op: the normed x is not saved, but made again in the backward.
+"""A norm and the Linear behind it as one joint op: the normed x is not saved, but made again in the backward.
 
 Shapes: x (..., K), y (..., N). Numerics: every kernel is that of the ops alone, and gives the same bits.
 """
@@ -16,19 +16,21 @@ from .front import Front, Tensors
 from .halves import backward, forward_only
 
 
-class RMSNormLinearSaved(NamedTuple):
+class NormLinearSaved(NamedTuple):
     x: Tensor | None  # (..., K)
     gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
     rstd: Tensor | None
     eps: float | None
     dtypes: tuple[torch.dtype, torch.dtype] | None
     weight: Tensor | None  # the parameter itself
 
 
-class RMSNormLinear(FusedOp):
-    """y = rmsnorm(x) W^T + b, where x may be a sum and be published."""
+class NormLinear(FusedOp):
+    """y = norm(x) W^T + b, where x may be a sum and be published."""
 
-    Saved = RMSNormLinearSaved
+    Saved = NormLinearSaved
     recipes = True
 
     def __init__(self, *members: Op[Any]) -> None:
@@ -47,11 +49,11 @@ class RMSNormLinear(FusedOp):
         y, saved, side = self.front.fwd(x, t, calls[-1].precision.compute)
         weight, bias = t[-1]["weight"], t[-1]["bias"]
         y, _ = linear(y, weight, bias, forward_only(calls[-1]))
-        return Out(y, RMSNormLinearSaved(*saved, weight), side)
+        return Out(y, NormLinearSaved(*saved, weight), side)
 
     def bwd(
         self,
-        s: RMSNormLinearSaved,
+        s: NormLinearSaved,
         dy: Tensor | None,
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],

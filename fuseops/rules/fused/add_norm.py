@@ -5,15 +5,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fuseops import kernels as K
 from fuseops.ops.linear import LinearSaved, linear
-from fuseops.ops.norms import RMSNormSaved
 from fuseops.ops.op import Call, FusedOp, Grads, Out
 from fuseops.ops.structure import AddSaved, NothingSaved
 
 
-class AddRMSNorm(FusedOp):
-    """h = x + residual, published; y = rmsnorm(h).   Forward only; saves what its members save.
+class AddNorm(FusedOp):
+    """h = x + residual, published; y = norm(h), of an RMSNorm or a LayerNorm.   Forward only; saves what its members
+    save.
 
     x may be that of a Linear in front, whose GEMM would else take the addition, where it costs more.
     x, residual, h, y (..., N).  Raises ShapeError for a residual of another shape.
@@ -27,21 +26,18 @@ class AddRMSNorm(FusedOp):
         if front:
             x, kept = linear(x, t[0]["weight"], t[0]["bias"], calls[0])
             before.append(LinearSaved(kept, t[0]["weight"]))
-        residual, weight = add.operand(x, t[-3][add.reads[0]]), t[-1]["weight"]
+        residual = add.operand(x, t[-3][add.reads[0]])
         alike = residual.dtype is x.dtype
-        if alike:
-            y, h, rstd = K.add_rmsnorm_fwd(
-                x, residual, weight, norm.epsilon(x.dtype), norm.weight_offset
-            )
-        else:  # torch's promotion decides of what dtype h is
-            h = x + residual
-            y, rstd = K.rmsnorm_fwd(h, weight, norm.epsilon(h.dtype), norm.weight_offset)
+        # else torch's promotion decides of what dtype h is
+        h, beside = (x, residual) if alike else (x + residual, None)
+        found = norm.normed(h, t[-1], norm.epsilon(h.dtype), beside)
         added = AddSaved(None if alike else (x.dtype, residual.dtype))
-        saved = *before, added, NothingSaved(), RMSNormSaved(h, weight, rstd)
-        return Out(y, saved, {tap.writes[0]: h})
+        shape = tuple(norm.normalized_shape)
+        own = norm.kept(found, t[-1]["weight"], shape)
+        return Out(found.y, (*before, added, NothingSaved(), own), {tap.writes[0]: found.h})
 
 
-class RMSNormAdd(FusedOp):
+class NormAdd(FusedOp):
     """dx = dresidual = dh + the gradient of the norm, with one rounding; dh is that of what was published."""
 
     def bwd(
@@ -52,10 +48,11 @@ class RMSNormAdd(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         add, tap, norm = cast(Any, self.members)
-        wanted = "weight" in calls[2].needs
-        dh, dweight = dside.get(tap.writes[0]), None
-        h, weight, rstd = saved[2]
-        if dy is not None and h is not None:
-            dh, dweight = K.rmsnorm_bwd(dy, h, weight, rstd, dh, wanted, norm.weight_offset)
+        dh, needs = dside.get(tap.writes[0]), calls[2].needs
+        params = dict.fromkeys(needs - {"x"})
+        if dy is not None:
+            found = norm.grads(saved[2], dy, needs, dh)
+            params |= found.params or {}
+            dh = found.x
         own = Grads() if dh is None else add.bwd(saved[0], dh)
-        return own, Grads(), Grads(None, {"weight": dweight} if wanted else None)
+        return own, Grads(), Grads(None, params)
