@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
-from fuseops.distributed.dispatch import symmetric
+from fuseops.distributed.dispatch import lost, symmetric
 from fuseops.integrations import hf
 
 D, F, E, TOP = 6, 5, 8, 3
@@ -363,6 +369,24 @@ def law_an_overflow_is_said() -> None:
     check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
     WAY[0] = None
+
+
+def the_second_is_killed() -> None:
+    """While the first waits for it, whose error says so wherever it ends the process."""
+    lost.watch(dist.group.WORLD)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+        raise AssertionError("the barrier was passed")
+    except RuntimeError as error:
+        late = time.monotonic() + 10
+        while not [*lost.ended()] and time.monotonic() < late:
+            time.sleep(0.01)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            sys.excepthook(type(error), error, None)
+    assert "rank 1 has ended (process " in said.getvalue(), said.getvalue()
 
 
 def raises(said: str, make: Any) -> None:
