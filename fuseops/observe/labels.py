@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.globs import matches
 from fuseops.ops import names
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, stripped, walk
 from fuseops.run.composed import Composed
 
 from . import modules
-from .globs import matches
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
 
@@ -110,7 +110,8 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return ()
     prefix = prefix_of(module)
     if prefix is None:
-        prefix = (names.thread.outermost or {}).get(id(module), "")
+        outermost = names.thread.outermost
+        prefix = "" if outermost is None else outermost.prefix(module)
     children = (_child(module, name.removeprefix(prefix)) for name in saved_names)
     return tuple(child for child in children if child is not None)
 
