@@ -121,7 +121,7 @@ def grad_operand(
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
     wgrad = "weight" in call.needs and not roles.high_wgrad
     row = "x" in call.needs or (wgrad and not roles.columns)
-    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed)
     if (seen := watching()) is not None:
         seen.measure(call.name, "grad_output", q)
     return q
@@ -146,27 +146,32 @@ def _operand(
     row: bool,
     col: bool,
     index: Tensor | None,
+    seed: Tensor | None = None,
 ) -> Operand:
     if scaling is not None:
-        return operand(x, scaling, offs, row=row, col=col, index=index)
+        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
     """A weight as the forward reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "row", "x" in call.needs)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    return _weight(weight, call, "row", "x" in call.needs and roles.backward is None)
 
 
 def weight_columns(weight: Tensor, call: Call) -> Operand:
     """A weight as the input gradient reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "col", False)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    if roles.backward == "high_precision":
+        return call.precision.cast(weight)  # type: ignore[return-value]
+    return _weight(weight, call, "row" if roles.backward == "dequantized" else "col", False)
 
 
 def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
-        return weight
+        return call.precision.cast(weight)  # type: ignore[return-value]
     seen = watching()
     if call.store is None or seen is not None:
         q = weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")

@@ -13,8 +13,8 @@ from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized, tokens_of
-from .scaling import SQUARE, Scaling
+from .quantized import Layout, Quantized, layout_of, tokens_of
+from .scaling import E4M3, SQUARE, Scaling
 
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
@@ -69,12 +69,16 @@ def operand(
     row: bool = True,
     col: bool = False,
     index: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
+    seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     """
-    q = _operand(x, scaling, offs, row, col, index)
+    if scaling.stochastic and seed is None and isinstance(x, Tensor):
+        seed = torch.randint(2**62, (1,), device=x.device)
+    q = _operand(x, scaling, offs, row, col, index, seed)
     if (seen := watching()) is not None:
         source = seen.original(x)
         if source is not None and index is not None:
@@ -90,6 +94,7 @@ def _operand(
     row: bool,
     col: bool,
     index: Tensor | None,
+    seed: Tensor | None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -99,8 +104,9 @@ def _operand(
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    make = _by_format if not scaling.family.codes else _by_vector
-    make = _by_tensor if scaling.block is None else make
+    if not scaling.family.codes:
+        return _by_format(x, scaling, offs, row, col, seed)
+    make = _by_tensor if scaling.block is None else _by_vector
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
@@ -131,17 +137,54 @@ def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
-def _by_format(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
-    """Both layouts from high precision."""
-    columns = _by_matrix(K.turned_in_groups(x, offs), scaling, True) if col else None
-    return _by_matrix(x, scaling, row), columns
+def _by_format(
+    x: Tensor,
+    scaling: Scaling,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    seed: Tensor | None,
+) -> Quantized:
+    """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
+    rows, columns = None, None
+    if row:
+        rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
+    if col:
+        turned = K.turned_in_groups(x, offs)
+        if scaling.hadamard:
+            turned = K.hadamard(turned.float() * K.signs(turned.shape[1], turned))
+        ends = None if offs is None else K.column_offs(offs)
+        other = None if seed is None else seed + 1
+        columns = _coded(turned, scaling, _by_group(turned, scaling, ends, 0), other)
+    odd = ("row",) if x.shape[-1] % scaling.packs else ()
+    return Quantized(rows, columns, scaling, offs, x.dtype, odd=odd)
 
 
-def _by_matrix(x: Tensor, scaling: Scaling, wanted: bool) -> Layout | None:
-    """Matrices in blocks along their last axis."""
-    if not wanted:
+Whole = tuple[
+    Tensor, Tensor
+]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
+
+
+def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Whole | None:
+    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
+    if scaling.scale is not E4M3:
         return None
-    return Layout(*K.quantize_format(x, scaling.data, scaling.scale, scaling.grain))
+    by_token = K.magnitude(x).amax(axis) if x.shape[axis] else x.new_zeros(x.shape[1 - axis])
+    found = K.amax_of_groups(by_token.float(), ends)
+    spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
+    if not spread.dim():
+        return spread[None, None], found
+    return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
+
+
+def _coded(
+    x: Tensor, scaling: Scaling, whole: Whole | None = None, seed: Tensor | None = None
+) -> Layout:
+    """Matrices in blocks along their last axis."""
+    spread, amax = (None, None) if whole is None else whole
+    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed)
+    found: Layout = layout_of(*parts, None if amax is None else 1 / K.whole_inverse(amax))
+    return found
 
 
 def _from_codes(
@@ -160,7 +203,8 @@ def _from_codes(
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
     if not scaling.family.codes:  # rows alone, by check_codes
-        return Quantized(_rows_at(x, cast("Tensor", index), offs), None, scaling, offs, x.dtype)
+        taken = _rows_at(x, cast("Tensor", index), offs)
+        return Quantized(taken, None, scaling, offs, x.dtype, odd=x.odd)
     parts = K.permute_operand(*cast("Layout", x.row), index, offs, row and index is not None, col)
     rows = x.row if index is None else Layout(*parts[:2])
     columns = Layout(*parts[2:]) if col else None
@@ -196,7 +240,8 @@ def _by_scale(
 def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     """Rows of codes by index, with their scales where each row has its own; padding is zeros."""
     ends = offs if offs is not None else index.new_full((1,), len(index), dtype=torch.int32)
-    data, scale = cast("Layout", x.row)
+    layout = cast("Layout", x.row)
+    (data, scale), whole = layout[:2], cast("tuple[Tensor, ...]", layout[2:])
     codes = K.reference.gather_rows(data.view(torch.uint8), index, ends).view(data.dtype)
     if x.scaling.block is None:
         return Layout(codes, scale)
@@ -204,7 +249,8 @@ def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
     by_row = scale.transpose(0, axis)
     raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
     taken = K.reference.gather_rows(raw, index, ends).view(scale.dtype)
-    return Layout(codes, taken.transpose(0, axis).contiguous())
+    found: Layout = layout_of(codes, taken.transpose(0, axis).contiguous(), *whole)
+    return found
 
 
 def columns_fit(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
@@ -228,7 +274,8 @@ def check_codes(
     )
     if replace(x.scaling, columns=scaling.columns) != scaling:
         raise FuseOpsError(f"{given}: quantize it in that format.")
-    if x.scaling.block is None and by_index and x.offs is not None:
+    one = x.scaling.block is None or x.scaling.scale is E4M3
+    if one and by_index and x.offs is not None:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
     missing = row and x.row is None
     if col and (by_index or not columns_fit(x, scaling, offs)):
@@ -250,17 +297,34 @@ def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -
     matrices = weight.reshape(-1, *weight.shape[-2:])
     rows, columns = _of_matrices(matrices, scaling, row, col)
     if weight.dim() == 2:
-        rows, columns = (t and Layout(*[part[0] for part in t]) for t in (rows, columns))
-    q = Quantized(rows, columns, scaling, None, weight.dtype)
+        rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
+    odd = odd_layouts(weight, scaling)
+    q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
     if (seen := watching()) is not None:
         seen.quantized(q, weight)
     return q
 
 
+def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
+    """`Quantized.odd` of a weight (..., N, K)."""
+    n, k = weight.shape[-2:]
+    return tuple([name for name, width in (("row", k), ("col", n)) if width % scaling.packs])
+
+
 def _of_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
     if not scaling.family.codes:
-        return _by_matrix(matrices, scaling, row), _by_matrix(matrices.mT, scaling, col)
+        whole = None
+        if scaling.scale is E4M3:
+            amax = (
+                K.magnitude(matrices).amax((1, 2))
+                if matrices.numel()
+                else matrices.new_zeros(len(matrices))
+            )
+            whole = amax[:, None, None], amax
+        both = (matrices, row), (matrices.mT, col)
+        rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
+        return rows, columns
     if scaling.block is None:
         data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
         rows, columns = Layout(data, scale), Layout(turned, scale)

@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of, through
-from .scaling import SQUARE, Block, Scaling
+from .scaling import E4M3, SQUARE, Block, Scaling
 
 BLOCK = 128
 
@@ -30,6 +30,14 @@ class Layout(NamedTuple):
 
     data: Tensor
     scale: Tensor
+
+
+class WholeLayout(NamedTuple):
+    """A layout whose scales of blocks stand over one float32 scale of the whole tensor, or one a group."""
+
+    data: Tensor
+    scale: Tensor
+    whole: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +54,7 @@ class Quantized:
     offs     (E,) int32 row ends of the groups, or None
     dtype    of the tensor that it stands for
     carrier  of its gradient, (..., K) without values; None of one that lives inside an op, whose rows are its shape
+    odd      layouts whose last byte of a row holds one code, where two are in a byte
     """
 
     row: Layout | None
@@ -54,6 +63,7 @@ class Quantized:
     offs: Tensor | None
     dtype: torch.dtype
     carrier: Tensor | None = None
+    odd: tuple[str, ...] = ()
 
     # --- as a tensor has them
 
@@ -62,7 +72,9 @@ class Quantized:
         """Of the tensor that it stands for; of columns alone, C rows."""
         if self.carrier is not None:
             return self.carrier.shape
-        return self.row.data.shape if self.row is not None else self.col.data.mT.shape  # type: ignore[union-attr]
+        found = self.row.data.shape if self.row is not None else self.col.data.shape  # type: ignore[union-attr]
+        width = found[-1] * self.scaling.packs - (("row" if self.row else "col") in self.odd)
+        return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
         return len(self.shape)
@@ -107,14 +119,20 @@ class Quantized:
         found: dict[str, Tensor] = {}
         for name, layout in (("row", self.row), ("col", self.col)):
             if layout is not None:
-                found |= {name: layout.data, f"{name}_scale": layout.scale}
+                found[name] = layout.data
+                found |= {
+                    f"{name}_{part}": t
+                    for part, t in zip(layout._fields[1:], layout[1:], strict=True)
+                }
         return found if self.offs is None else {**found, "offs": self.offs}
 
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """The same with other component tensors by name (those brought back after saving)."""
         row, col = (
-            Layout(components[name], components[f"{name}_scale"]) if name in components else None
-            for name in ("row", "col")
+            layout_of(components[n], components[f"{n}_scale"], components.get(f"{n}_whole"))
+            if n in components
+            else None
+            for n in ("row", "col")
         )
         return replace(self, row=row, col=col, offs=components.get("offs"))
 
@@ -134,7 +152,7 @@ class Quantized:
         From the rows where they are there, else from the columns: (C, K) with groups at multiples of 128 then. Of a
         weight its shape.
         """
-        found = values(self, "row") if self.row is not None else values(self, "col").mT
+        found = values(self, "row") if self.row is not None else features(self).mT
         found = found.to(self.dtype)
         if self.carrier is None or self.row is None:
             return found
@@ -185,30 +203,38 @@ class Quantized:
         col = None if self.col is None else self._columns_of(ends, first)
         carrier = None if self.carrier is None else self.carrier.flatten(0, -2)[begin:end]
         offs = self.offs[first:last] - begin
-        return Quantized(row, col, self.scaling, offs, self.dtype, carrier)
+        return Quantized(row, col, self.scaling, offs, self.dtype, carrier, self.odd)
 
     def _rows_of(self, begin: int, end: int, first: int, last: int) -> Layout:
         """Rows of consecutive groups."""
-        data, scale = self.row  # type: ignore[misc]
+        data, scale, *whole = self.row  # type: ignore[misc]
+        one = [t[first:last] if t.dim() else t for t in whole]
         if self.scaling.block is None:
             return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
         axis, _ = tokens_of(self.scaling, "row")
-        return Layout(data[begin:end], scale.narrow(axis, begin, end - begin).contiguous())
+        parts = data[begin:end], scale.narrow(axis, begin, end - begin).contiguous()
+        return layout_of(*parts, *one)
 
     def _columns_of(self, ends: list[int], first: int) -> Layout:
         """Columns of consecutive groups, which begin anew at multiples of 128."""
-        data, scale = self.col  # type: ignore[misc]
+        data, scale, *whole = self.col  # type: ignore[misc]
         groups, rows = len(ends) - 1, ends[-1] - ends[0]
+        one = [t[first : first + groups] if t.dim() else t for t in whole]
         blocks = rows // BLOCK + groups
         moves = []  # in blocks of 128: from where, to where, how many
         for k, (begin, end) in enumerate(itertools.pairwise(ends)):
             source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
             moves.append((source, target, -(-(end - begin) // BLOCK)))
-        codes = _moved(data, 1, BLOCK, blocks, moves)
+        codes = _moved(data, 1, BLOCK // self.scaling.packs, blocks, moves)
         if self.scaling.block is None:
             return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
         axis, step = tokens_of(self.scaling, "col")
-        return Layout(codes, _moved(scale, axis, BLOCK // step, blocks, moves))
+        return layout_of(codes, _moved(scale, axis, BLOCK // step, blocks, moves), *one)
+
+
+def layout_of(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
+    """The layout of these parts. What knows of kernels that multiply codes takes it for a Layout."""
+    return Layout(data, scale) if whole is None else WholeLayout(data, scale, whole)
 
 
 def tokens_of(scaling: Scaling, layout: str) -> tuple[int, int]:
@@ -243,18 +269,18 @@ def _flatten(q: Quantized) -> tuple[list[Any], Any]:
     found = q.components()
     leaves = [_integers(t) for t in found.values()]
     names = tuple([(name, t.dtype) for name, t in found.items()])
-    return [*leaves, q.carrier], (q.scaling, q.dtype, names)
+    return [*leaves, q.carrier], (q.scaling, q.dtype, q.odd, names)
 
 
 def _unflatten(leaves: Any, context: Any) -> Quantized:
     *parts, carrier = leaves
-    scaling, dtype, names = context
+    scaling, dtype, odd, names = context
     found = {
         name: t.view(own) if isinstance(t, Tensor) else t
         for (name, own), t in zip(names, parts, strict=True)
     }
     dtype = carrier.dtype if isinstance(carrier, Tensor) else dtype
-    return Quantized(None, None, scaling, None, dtype, carrier).of(found)
+    return Quantized(None, None, scaling, None, dtype, carrier, odd).of(found)
 
 
 def _integers(t: Any) -> Any:
@@ -271,7 +297,8 @@ pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 def product_dtype(q: Quantized) -> torch.dtype:
     """In which codes times scales are exact, and none is out of range."""
-    exact = q.scaling.block is not None and q.dtype is torch.bfloat16
+    powers = q.scaling.block is not None and q.scaling.scale is not E4M3
+    exact = powers and q.dtype is torch.bfloat16
     return torch.bfloat16 if exact else torch.float32
 
 
@@ -280,22 +307,43 @@ def values(q: Quantized, layout: str) -> Tensor:
     found: Layout | None = getattr(q, layout)
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
-    data, scale = found
+    data, scale = found[:2]
+    whole: tuple[Tensor, ...] = found[2:]
     if not q.scaling.family.codes:
-        return K.dequantize_format(data, scale, q.scaling.grain).to(product_dtype(q))
+        codes = K.dequantize_format(data, scale, q.scaling.data, q.scaling.grain)
+        codes = codes[..., : codes.shape[-1] - (layout in q.odd)]
+        for of_whole in whole:
+            codes = codes * _spread(q, layout, codes, of_whole)
+        return codes.to(product_dtype(q))
     return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
+
+
+def features(q: Quantized) -> Tensor:
+    """What columns stand for, without the Hadamard transform that they went through."""
+    found = values(q, "col")
+    if not q.scaling.hadamard:
+        return found
+    return K.hadamard(found) * K.signs(found.shape[-1], found)
 
 
 def _spread(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
     """The scale of every code, in a shape that the codes' broadcasts with."""
     *_, rows, width = data.shape
     scaling = q.scaling
+    if not scaling.family.codes:
+        return _of_groups(q, layout, data, scale)
     if scaling.block == SQUARE or (layout == "col" and scaling.columns == SQUARE):
         return _wide(_wide(scale, -2, rows), -1, width)
     if scaling.block is not None and layout == "col":  # (C/128, K) of (K, C)
         return _wide(scale, 0, width).t()
     if scaling.block is not None:  # (K/128, R) of (R, K)
         return _wide(scale, 0, width).t()
+    return _of_groups(q, layout, data, scale)
+
+
+def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
+    """One scale a tensor, a matrix or a group, in a shape that codes broadcast with."""
+    *_, rows, width = data.shape
     if scale.dim() == 0 or q.offs is None:
         return scale[:, None, None] if scale.dim() else scale
     ends = K.column_offs(q.offs) if layout == "col" else q.offs

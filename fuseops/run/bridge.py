@@ -34,6 +34,7 @@ class Once(NamedTuple):
     scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
     look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
+    seed: Tensor | None = None  # (1,) int64, of a backward that rounds at random
 
 
 class Live:
@@ -136,6 +137,9 @@ def _calls(
         )
         for call, scope in zip(step.calls, step.scopes, strict=True)
     ]
+    if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
+        first = 2 * step.at
+        calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
@@ -317,6 +321,8 @@ class Node(torch.autograd.Function):
             live.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
+        # drawn here: a backward that runs twice, or after a recomputation, rounds alike
+        ctx.seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
         if seg.elsewhere:
             weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
@@ -343,30 +349,32 @@ class Node(torch.autograd.Function):
             del tensors
             if live is not None:
                 torch_private.release_saved(ctx)
-            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
+            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx, live))
         with torch.no_grad():
-            grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
+            grads = _backward_in(seg, saved, dy, dsides, ctx, live)
         ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
         ties += [t for t in tensors if t.requires_grad]
         return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
 def _backward_in(
-    seg: Segment, saved: list[Any], dy: Any, dsides: Any, entered: Any, live: Live | None
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, ctx: Any, live: Live | None
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
+    entered = ctx.entered
+    once = (Once() if live is None else live.once)._replace(seed=ctx.seed)
     if live is None:
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
-            return run_backward(seg, saved, dy, dsides, entered, Once())
+            return run_backward(seg, saved, dy, dsides, entered, once)
         with torch_private.compiling():
-            return run_backward(seg, saved, dy, dsides, entered, Once())
+            return run_backward(seg, saved, dy, dsides, entered, once)
     here = registry.thread
     before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, entered, live.once)
-        return run_backward(seg, saved, dy, dsides, entered, live.once)
+                return run_backward(seg, saved, dy, dsides, entered, once)
+        return run_backward(seg, saved, dy, dsides, entered, once)
     except Exception as error:
         unsaved = checks.unsaved(checks.failing_step(error, run_backward.__code__))
         error.add_note(
@@ -401,12 +409,13 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     if not names.thread.observers:
         y = _apply(seg, live, x, *inputs)
         return y if live.crossing is None else _crossed(live, y)
-    live.frame = names.Frame()
-    with names.published(live.frame):
-        try:
-            y = _apply(seg, live, x, *inputs)
-        finally:
-            live.frame = None
+    here = names.thread
+    before, live.frame = here.frame, names.Frame()
+    here.frame = live.frame
+    try:
+        y = _apply(seg, live, x, *inputs)
+    finally:
+        here.frame, live.frame = before, None
     return y if live.crossing is None else _crossed(live, y)
 
 
