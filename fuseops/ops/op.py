@@ -9,6 +9,7 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, e
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
@@ -64,6 +65,10 @@ class Precision(NamedTuple):
     def cast(self, t: Tensor | None) -> Tensor | None:
         """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
         return t if t is None or self.compute is None else t.to(self.compute)
+
+    def autocast(self, device: str) -> AbstractContextManager[Any]:
+        """What a level-1 op runs under: the autocast that a plain module would see."""
+        return nullcontext() if self.compute is None else torch.autocast(device, self.compute)
 
 
 class Call(NamedTuple):
@@ -385,6 +390,13 @@ def _check_saves_for(cls: type[Op[Any]]) -> None:
                 f"{cls.__name__}.saves_for[{need!r}] names {sorted(unknown)}, but {cls.Saved.__name__} has "
                 f"{sorted(fields)}."
             )
+
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    *("_runner", "_settings"),
+    *("_local", "_around", "_layout"),  # what a style of parallelism says of an op
+}
+"""What an instance of an op holds that says nothing of what it computes."""
 
 
 class FusedOp:
