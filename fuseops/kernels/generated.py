@@ -120,7 +120,9 @@ def _traced(
         with torch.no_grad():
             graph = torch_private.graph_of(lambda *t: (function(*t),), inputs)
     _check_elementwise(graph)
-    forward, read, backward = Kernel(graph, inputs), (), None
+    forward = Kernel(graph, inputs)
+    read: tuple[int, ...] = ()
+    backward = None
     if wanted:
         y = next(node for node in graph.graph.nodes if node.op == "output").args[0][0].meta["val"]
         with mode:
@@ -135,17 +137,15 @@ def _traced(
 
 
 def vjp(
-    function: Function, wanted: Sequence[int], dy: Tensor, *inputs: Tensor | None
+    function: Function, wanted: Sequence[int], dy: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs that want one."""
     with torch.enable_grad():
-        leaves = [
-            None if t is None else t.detach().requires_grad_(k in wanted)
-            for k, t in enumerate(inputs)
-        ]
-        of = [leaves[k] for k in wanted]
-        y = function(*leaves)  # type: ignore[arg-type]
-        found = torch.autograd.grad(y, of, dy, allow_unused=True) if y.requires_grad else [None]
+        leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
+        y = function(*leaves)
+        if not y.requires_grad:
+            raise RefusedError("no gradient reaches what wants one")
+        found = torch.autograd.grad(y, [leaves[k] for k in wanted], dy, allow_unused=True)
     if any(grad is None for grad in found):
         raise RefusedError("no gradient reaches some of what wants one")
     return found

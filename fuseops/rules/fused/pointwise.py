@@ -150,6 +150,8 @@ def one_kernel(ops: tuple[Op[Any], ...], c: Conditions) -> str | None:
     """Whether the run becomes one kernel each way: it is traced, once for layers that are alike."""
     if c.compiling:
         return "torch.compile fuses it"
+    if any(c.needs) and not c.needs[0]:
+        return "its first op has no gradient, and would have its input saved for those that have"
     if any(isinstance(op, Add) for op in ops[:-1]):
         return "an Add before the end: both of its terms would be saved for their sum"
     if (why := torch_private.why_not_generated(c.device)) is not None:
