@@ -1,6 +1,7 @@
-"""Pretrain a byte-level language model with experts on many ranks: FSDP2 beside experts over ranks.
+"""Pretrain a byte-level language model with experts on many ranks: FSDP2, experts over ranks, and stages of a pipeline.
 
     torchrun --nproc-per-node 8 examples/pretrain.py --ep 4 --out run   # begins from the last checkpoint, ends with one
+    torchrun --nproc-per-node 8 examples/pretrain.py --pp 2 --chunks 2 --micro-batches 4 --memory 60
     torchrun --nproc-per-node 8 examples/pretrain.py --stock            # the same model of plain torch
 
 Batches follow from the step and the rank, so that a run that is resumed on the same mesh goes on bit for bit.
@@ -11,17 +12,25 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -30,6 +39,7 @@ from fuseops import distributed as fd
 from fuseops import offload
 from fuseops.demo.data import batch, read_corpus
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: other ranks have others
 PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200, for the share that is used
 
 
@@ -68,87 +78,210 @@ class StockExperts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: argparse.Namespace) -> None:
+    def __init__(self, c: argparse.Namespace, number: int) -> None:
         super().__init__()
         self.attention, self.norm = Attention(c.dim, c.heads), nn.RMSNorm(c.dim)
-        sizes = c.dim, c.ffn, c.experts, c.top_k
-        self.moe = (
-            StockExperts(*sizes) if c.stock else fo.MoE(*sizes, balance_loss=0.01, aux="inject")
-        )
+        dense = c.dense_every and number % c.dense_every == c.dense_every - 1
+        experts, top_k, hidden = (1, 1, c.ffn * c.top_k) if dense else (c.experts, c.top_k, c.ffn)
+        if c.stock:  # of one expert, a dense layer
+            self.mlp: nn.Module = StockExperts(c.dim, hidden, experts, top_k)
+        elif dense:
+            up, down = fo.ops.Linear(c.dim, 2 * hidden, False), fo.ops.Linear(hidden, c.dim, False)
+            self.mlp = fo.Sequential(up, fo.ops.SwiGLU(), down)
+        else:
+            self.mlp = fo.MoE(c.dim, hidden, experts, top_k, balance_loss=0.01, aux="inject")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x)
-        return x + self.moe(self.norm(x))
+        return x + self.mlp(self.norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self, c: argparse.Namespace) -> None:
+def seeded(seed: int, place: int, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A module whose first weights are the same whoever makes it."""
+    torch.manual_seed(seed * 1_000_003 + place)
+    return make(*args, **options)
+
+
+class Stage(nn.Module):
+    """Blocks of the model in a row: the first stage has the embeddings too, the last one the head.
+
+    Modules have the names, and the first weights, that they have in the whole model.
+    """
+
+    def __init__(self, c: argparse.Namespace, layers: range, bf16: bool) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, c.dim), nn.Embedding(c.context, c.dim)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, 256, bias=False)
+        self.bf16 = bf16  # under autocast
+        first = partial(seeded, c.seed)
+        self.blocks = nn.ModuleDict({str(k): first(k, Block, c, k) for k in layers})
+        if layers.start == 0:
+            self.bytes = first(-1, nn.Embedding, 256, c.dim)
+            self.places = first(-2, nn.Embedding, c.context, c.dim)
+        if layers.stop == c.layers:
+            self.norm, self.head = nn.RMSNorm(c.dim), first(-3, nn.Linear, c.dim, 256, bias=False)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.bytes(text) + self.places.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            if hasattr(self, "bytes"):
+                x = self.bytes(x) + self.places.weight[: x.shape[1]]
+            for block in self.blocks.values():
+                x = block(x)
+            return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
-def spread(model: nn.Module, c: argparse.Namespace, device: str) -> None:
-    """Experts over `ep` ranks, everything over all of them."""
-    world = dist.get_world_size()
-    ep = 1 if c.stock else (c.ep or world)
-    mesh = init_device_mesh(device, (world // ep, ep), mesh_dim_names=("dp", "ep"))
-    if ep > 1:
-        parallelize_module(model, mesh["ep"], fd.ExpertParallel(tokens=c.batch * c.context))
-    every, place = mesh._flatten("every"), None
-    ignored: set[nn.Parameter] = set()
-    if ep == world:  # nobody holds the same experts
-        ignored |= {p for p in model.parameters() if type(p.data) is DTensor}
-    elif ep > 1:
+class Part(nn.Module):
+    """All stages of a rank as one model, for checkpoints, the optimizer and a scheduler of offload."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({k: m for s in stages for k, m in s.blocks.items()})
+        for name, module in (pair for stage in stages for pair in stage.named_children()):
+            if name != "blocks":
+                self.add_module(name, module)
+
+
+def stages_of(c: argparse.Namespace, rank: int, bf16: bool) -> list[Stage]:
+    """Those of a rank of the pipeline: the blocks in `c.pp * c.chunks` equal parts, dealt out in turn."""
+    each, rest = divmod(c.layers, c.pp * c.chunks)
+    if rest:
+        raise SystemExit(f"--layers {c.layers} is no multiple of {c.pp * c.chunks} stages")
+    first = [(rank + c.pp * chunk) * each for chunk in range(c.chunks)]
+    return [Stage(c, range(k, k + each), bf16) for k in first]
+
+
+def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
+    """pp: stages of the model.  dp: ranks with the same experts.  ep: ranks with other experts, and other tokens."""
+    data = dist.get_world_size() // c.pp
+    ep = 1 if c.stock else (c.ep or data)
+    return init_device_mesh(device, (c.pp, data // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
+
+
+def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) -> None:
+    if mesh["ep"].size() > 1 and any(isinstance(m, fo.MoE) for m in model.modules()):
+        tokens = c.batch * c.context // c.micro_batches
+        parallelize_module(model, mesh["ep"], fd.ExpertParallel(way=c.way, tokens=tokens))
+
+
+def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
+    """Experts over `ep` ranks, everything over all that have this stage."""
+    spread_experts(stage, c, mesh)
+    place, ignored = None, set[nn.Parameter]()
+    if mesh["dp"].size() == 1:  # nobody holds the same experts
+        ignored |= {p for p in stage.parameters() if type(p.data) is DTensor}
+    elif mesh["ep"].size() > 1:
         place = fd.expert_placement(mesh["dp"])
-    for module in [*model.get_submodule("blocks").children(), model]:
-        fully_shard(module, mesh=every, shard_placement_fn=place, ignored_params=ignored)
+    for module in [*stage.blocks.values(), stage]:
+        fully_shard(
+            module,
+            mesh=every,
+            shard_placement_fn=place,
+            ignored_params=ignored,
+            reshard_after_forward=c.pp == 1,  # once a step, not once a micro-batch
+        )
+
+
+def local(p: Any) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def loss_of(logits: Tensor, text: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), text.flatten())
 
 
 class Run:
     """A model, its optimizer, and how far it has come."""
 
     def __init__(self, c: argparse.Namespace, device: torch.device) -> None:
-        torch.manual_seed(c.seed)
         self.c, self.device, self.step = c, device, 0
+        self.mesh = mesh_of(c, device.type)
+        self.every = self.mesh["dp", "ep"]._flatten("every")
         with device:
-            self.model = Model(c)
+            self.stages = stages_of(c, self.mesh.get_local_rank("pp"), device.type == "cuda")
+        self.model = Part(self.stages)
         self.active = sum(p.numel() for p in self.model.parameters())
         experts = sum(p.numel() for p in self.model.parameters() if p.dim() == 3)
         self.active -= experts * (c.experts - c.top_k) // c.experts
-        spread(self.model, c, device.type)
+        for stage in self.stages:
+            spread(stage, c, self.mesh, self.every)
+        self.schedule = self.pipeline() if c.pp > 1 else None
         groups = fd.param_groups(self.model, weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, lr=c.lr, betas=(0.9, 0.95), fused=True)
         self.text = read_corpus().train
 
+    def pipeline(self) -> Any:
+        c, pp = self.c, self.mesh["pp"]
+        stages = [
+            PipelineStage(s, pp.get_local_rank() + k * c.pp, c.pp * c.chunks, self.device, group=pp.get_group())
+            for k, s in enumerate(self.stages)
+        ]  # fmt: skip
+        if c.chunks == 1:
+            return Schedule1F1B(stages[0], c.micro_batches, loss_fn=loss_of)
+        return ScheduleInterleaved1F1B(stages, c.micro_batches, loss_fn=loss_of)  # type: ignore[arg-type]
+
     def train(self) -> float:
         """One step.   -> the mean loss of all ranks"""
-        seed = (self.c.seed * 1_000_003 + self.step) * dist.get_world_size() + dist.get_rank()
-        draw = torch.Generator().manual_seed(seed)
+        world, rank = self.every.size(), self.every.get_local_rank()
+        draw = torch.Generator().manual_seed(
+            (self.c.seed * 1_000_003 + self.step) * world + rank
+        )  # alike on all ranks of a pipeline
         text = batch(self.text, self.c.batch, self.c.context, draw).to(self.device)
         self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(text[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
-        torch.autograd.backward(loss)
-        fd.clip_grad_norm_(self.model.parameters(), 1.0)
+        mean = self.backward(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        fd.clip_grad_norm_(self.model.parameters(), 1.0, over=self.mesh["pp"])
         self.optimizer.step()
         self.step += 1
-        mean = loss.detach()
         dist.all_reduce(mean)
         fd.check_overflow()
-        return float(mean) / dist.get_world_size()
+        return float(mean) / world
+
+    def backward(self, text: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of the mean over micro-batches.   -> the loss, zero but on the last rank of a pipeline"""
+        first, last = (any(hasattr(s, name) for s in self.stages) for name in ("bytes", "head"))
+        if self.schedule is None:
+            loss = loss_of(self.stages[0](text), targets)
+            torch.autograd.backward(loss)
+            return loss.detach()
+        losses: list[Tensor] = []
+        target = targets if last else None
+        self.schedule.step(*[text] * first, target=target, losses=losses, return_outputs=False)
+        found = torch.stack(losses) if last else torch.zeros(1, device=self.device)
+        return found.mean().detach()
+
+    def scheduler(self) -> offload.Scheduler:
+        """What keeps a step within `c.memory` GiB: of a pipeline by the plan of this rank."""
+        budget = float(self.c.memory)
+        if self.schedule is None:
+            return offload.Scheduler(self.stages[0], layers="blocks.*", peak=f"{budget}GiB")
+        # The plan has weights and gradients whole, as in a step. Shards and AdamW's moments come on top.
+        held = sum(4 * p.numel() * p.element_size() for p in map(local, self.model.parameters()))
+        plan = self.plans(peak=int(budget * 2**30) - held)[self.mesh.get_local_rank("pp")]
+        return offload.Scheduler(self.model, layers="blocks.*", plan=plan)
+
+    def plans(
+        self, peak: int | None = None, policy: offload.Policy | None = None
+    ) -> tuple[offload.OffloadPlan, ...]:
+        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch."""
+        c, hardware = self.c, self.hardware()
+        with torch.device("meta"):
+            whole = Stage(c, range(c.layers), self.device.type == "cuda")
+            text = torch.zeros(c.batch // c.micro_batches, c.context, dtype=torch.long)
+        spread_experts(whole, c, self.mesh)
+        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
+        profile = offload.plan(whole, text, **options).profile
+        pipeline = offload.Pipeline(c.pp, c.micro_batches, c.chunks)
+        return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
+
+    def hardware(self) -> offload.Hardware:
+        """That of the rank with the slowest link while all of them copy: all ranks plan for the same."""
+        if self.device.type != "cuda":
+            return offload.Hardware.h200()
+        dist.barrier()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, offload.Hardware.measure())
+        return min(found, key=lambda h: h.both.peak)
 
     def save(self) -> None:
         """All of it, in a folder that has its name once it is whole."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
         made = self.c.out / f"step-{self.step:08d}"
         save({"model": model, "optimizer": optimizer}, checkpoint_id=made.with_suffix(".new"))
         if dist.get_rank() == 0:
@@ -161,18 +294,18 @@ class Run:
         found = sorted(p for p in self.c.out.glob("step-*") if not p.suffix)
         if not found:
             return
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=FLAT)
         load({"model": model, "optimizer": optimizer}, checkpoint_id=found[-1])  # in place
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
-        )
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=FLAT
+        )  # fmt: skip
         self.step = int(found[-1].name.removeprefix("step-"))
 
 
 def log(run: Run, loss: float, seconds: float) -> None:
     c, cuda = run.c, run.device.type == "cuda"
     rate = c.batch * c.context / seconds
-    said = f"step {run.step} loss {loss:.6f} {rate:,.0f} tokens/s a rank"
+    said = f"step {run.step} loss {loss:.6f} {rate / c.pp:,.0f} tokens/s a rank"
     if cuda:
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         said += f" MFU {6 * run.active * rate / PEAK_FLOPS:.1%} peak {peak:.2f} GiB"
@@ -184,10 +317,12 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (
         ("steps", 6), ("dim", 64), ("heads", 4), ("layers", 2), ("ffn", 64), ("experts", 8), ("top-k", 2),
-        ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0),
+        ("context", 64), ("batch", 4), ("ep", 0), ("every", 100), ("seed", 0), ("dense-every", 0),
+        ("pp", 1), ("chunks", 1), ("micro-batches", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--way", help="how tokens travel to their experts")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
     parser.add_argument(
         "--memory", metavar="GiB", help="what a step may take; the rest is offloaded"
@@ -195,7 +330,10 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--stock", action="store_true", help="experts of plain torch, on every rank"
     )
-    return parser.parse_args(args)
+    c = parser.parse_args(args)
+    if c.micro_batches > 1 and c.pp == 1:
+        parser.error("--micro-batches go through a pipeline: --pp")
+    return c
 
 
 def train(c: argparse.Namespace, device: torch.device) -> list[float]:
@@ -203,10 +341,7 @@ def train(c: argparse.Namespace, device: torch.device) -> list[float]:
     run, losses = Run(c, device), []
     if c.out:
         run.resume()
-    budget: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if c.memory:
-        budget = offload.Scheduler(run.model, layers="blocks.*", peak=f"{c.memory}GiB")
-    with budget:
+    with run.scheduler() if c.memory else contextlib.nullcontext():
         while run.step < c.steps:
             begun = time.perf_counter()
             losses.append(run.train())

@@ -543,6 +543,18 @@ def empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
     )
 
 
+FSDP_WATCHES = "RegisterPostBackwardFunctionBackward"
+"""The autograd node by which FSDP2 watches what goes into a module."""
+
+
+def producer(t: torch.Tensor) -> Any:
+    """The autograd node that made t, past those of FSDP2; None of a leaf."""
+    node, number = t.grad_fn, t.output_nr
+    while node is not None and node.name() == FSDP_WATCHES:
+        node, number = node.next_functions[number]
+    return None if node is None or node.name() == "torch::autograd::AccumulateGrad" else node
+
+
 _watched_fsdp: list[Any] = []  # the class whose methods `watch_fsdp` has wrapped
 
 

@@ -16,11 +16,14 @@ CODES = {
 
 
 class Coded(NamedTuple):
-    """A matrix in blocks: its codes as numbers of their dtype, a scale a block, and what both stand for (float64)."""
+    """A matrix in blocks: its codes (two of four bits in a byte), a scale a block, what both stand for (float64), and
+    the scale of the whole matrix where there is one.
+    """
 
     codes: Array
     scale: Array
     values: Array
+    whole: Any = None
 
 
 def hard(rows: int, n: int) -> Array:
@@ -78,3 +81,40 @@ def mxfp8(x: Array, data: str, block: tuple[int, int]) -> Coded:
         values = codes.astype(np.float64) * scale
     stored = scale[:, 0, :, 0].astype(ml_dtypes.float8_e8m0fnu)
     return Coded(whole(codes, x.shape), stored, whole(values, x.shape))
+
+
+def nvfp4(x: Array, data: str, block: tuple[int, int]) -> Coded:
+    """E4M3 scales of blocks over one of the matrix, each step in float32."""
+    f, e4m3 = np.float32, ml_dtypes.float8_e4m3fn
+    x = x.astype(f)
+    tiles = tiles_of(x, block)
+    amax = amax_of(tiles).astype(f)
+    largest = amax.max() if amax.size else f(0)
+    with np.errstate(all="ignore"):
+        up = f(1) if largest == 0 else np.minimum(f(448 * 6) / largest, f(BIG))
+        scale = np.minimum(amax * (up / f(6)), f(448)).astype(e4m3)
+        inverse = np.minimum(f(1) / (scale.astype(f) * (f(1) / up)), f(BIG))
+        scaled = np.where(scale.astype(f) == 0, tiles * f(0), tiles * inverse)
+    scaled = np.where(np.isnan(scaled), f(0), np.clip(scaled, -6, 6))
+    codes = scaled.astype(ml_dtypes.float4_e2m1fn)
+    lost = np.isnan(tiles).any(axis=(1, 3), keepdims=True)
+    scale = np.where(lost, f("nan"), scale.astype(f)).astype(e4m3)
+    values = codes.astype(np.float64) * scale.astype(np.float64) * np.float64(f(1) / up)
+    bits = np.pad(whole(codes, x.shape).view(np.uint8), ((0, 0), (0, x.shape[1] % 2)))
+    packed = bits[:, ::2] | (bits[:, 1::2] << 4)
+    return Coded(packed, scale[:, 0, :, 0], whole(values, x.shape), f(1) / up)
+
+
+def hadamard(x: Array) -> Array:
+    """The last axis in sixteens: signs, then the Hadamard matrix over 4, summed in pairs as a butterfly is."""
+    signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+    x = np.pad(x.astype(np.float32), ((0, 0), (0, -x.shape[1] % 16)))
+    parts = [*np.moveaxis(x.reshape(x.shape[0], -1, 16) * signs, 2, 0)]
+    half = 1
+    while half < 16:
+        parts = [
+            parts[k] + parts[k + half] if not k & half else parts[k - half] - parts[k]
+            for k in range(16)
+        ]
+        half *= 2
+    return np.ascontiguousarray((np.stack(parts, 2) * np.float32(0.25)).reshape(x.shape))

@@ -1,51 +1,54 @@
 """Formats of operands: bit for bit those of an oracle, and every GEMM multiplies what they stand for."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from format_oracle import Array, Coded, hard, mxfp8
+from format_oracle import Array, Coded, hadamard, hard, mxfp8, nvfp4
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
-from fuseops.recipes import Layout, Quantized, Scaling
+from fuseops import kernels as K
+from fuseops.recipes import Scaling
 from fuseops.recipes import mxfp8 as mx
+from fuseops.recipes import nvfp4 as nv
 from fuseops.recipes.operands import operand, weight_operand
+from fuseops.recipes.quantized import features, values
+from fuseops.recipes.recipe import BACKWARDS
 from fuseops.testing.strategies import Split, filled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROWS = [mx.mxfp8(E4M3), mx.mxfp8(E5M2)]
-SQUARES = [mx.mxfp8(E4M3, True), mx.mxfp8(E5M2, True)]
-ORACLES = {torch.float8_e8m0fnu: mxfp8}
+ROWS = [mx.mxfp8(E4M3), mx.mxfp8(E5M2), nv.nvfp4(), nv.nvfp4(hadamard=True)]
+SQUARES = [mx.mxfp8(E4M3, True), mx.mxfp8(E5M2, True), nv.nvfp4(True)]
+ORACLES = {torch.float8_e8m0fnu: mxfp8, E4M3: nvfp4}
 
 
-def coded(x: Array, scaling: Scaling) -> Coded:
-    """A matrix by the oracle, along its last axis."""
+def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
+    """A matrix by the oracle, along its last axis.   columns: that is the one of tokens"""
+    if columns and scaling.hadamard:
+        x = hadamard(x)
     return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.grain)
 
 
-def same(found: Layout, wanted: Coded) -> None:
+def same(found: Any, wanted: Coded) -> None:
     """The same bits; of NaN, that it is one."""
-    for mine, theirs in zip(found, (wanted.codes, wanted.scale), strict=True):
+    data, scale, *whole = found
+    for mine, theirs in ((data, wanted.codes), (scale, wanted.scale)):
         wide = theirs.astype(np.float32)
         assert np.array_equal(np.isnan(mine.float().numpy()), np.isnan(wide))
         bits = mine.contiguous().view(torch.uint8).numpy()
         assert np.array_equal(bits[~np.isnan(wide)], theirs.view(np.uint8)[~np.isnan(wide)])
+    assert [t.item() for t in whole] == ([] if wanted.whole is None else [wanted.whole])
 
 
-def in_groups(x: Array, counts: list[int]) -> Array:
-    """The transpose of x over tokens that begin anew in each group at a multiple of 128."""
-    rows, k = x.shape
-    full = np.zeros(((rows // 128 + len(counts)) * 128, k), x.dtype)
-    begin = 0
-    for group, count in enumerate(counts):
-        at = (begin // 128 + group) * 128
-        full[at : at + count] = x[begin : begin + count]
-        begin += count
-    return np.ascontiguousarray(full.T)
+def turned(x: Array, count: int) -> Array:
+    """The transpose over so many tokens, zeros behind."""
+    return np.ascontiguousarray(np.pad(x, ((0, count - len(x)), (0, 0))).T)
 
 
 # --- bit for bit
@@ -53,18 +56,32 @@ def in_groups(x: Array, counts: list[int]) -> Array:
 
 @pytest.mark.parametrize("scaling", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_and_columns_are_those_of_the_oracle(scaling: Scaling, dtype: torch.dtype) -> None:
-    x = torch.from_numpy(hard(37, 70)).to(dtype)
+@pytest.mark.parametrize("width", [70, 33])
+def test_rows_and_columns_are_those_of_the_oracle(
+    scaling: Scaling, dtype: torch.dtype, width: int
+) -> None:
+    x = torch.from_numpy(hard(37, width)).to(dtype)
     wide = x.float().numpy()
-    q = operand(x, scaling, row=True, col=True)
-    assert q.row is not None and q.col is not None
-    same(q.row, coded(wide, scaling))
-    same(q.col, coded(np.ascontiguousarray(np.pad(wide, ((0, 91), (0, 0))).T), scaling))
-    counts = [3, 0, 30]
-    offs = torch.tensor(counts).cumsum(0).int()
-    grouped = operand(x, scaling, offs, row=False, col=True)
-    assert grouped.col is not None and grouped.row is None
-    same(grouped.col, coded(in_groups(wide, counts), scaling))
+    for rows in (x, x[[0, 1, 6, 7, 8, 12]]):  # without and with infinities
+        q = operand(rows, scaling, row=True, col=True)
+        same(q.row, coded(rows.float().numpy(), scaling))
+        same(q.col, coded(turned(rows.float().numpy(), 128), scaling, columns=True))
+        assert q.shape == rows.shape
+    offs = torch.tensor([3, 3, 33], dtype=torch.int32)  # and padding
+    grouped = operand(x, scaling, offs, row=True, col=True)
+    assert grouped.row is not None and grouped.col is not None
+    step, packs = scaling.grain[1], scaling.packs
+    for group, (begin, end, at) in enumerate([(0, 3, 0), (3, 3, 128), (3, 33, 256)]):
+        data, scale, *whole = grouped.col
+        parts = (
+            data[:, at // packs : (at + 128) // packs],
+            scale[:, at // step : (at + 128) // step],
+        )
+        own = [t[group] for t in whole]
+        same((*parts, *own), coded(turned(wide[begin:end], 128), scaling, columns=True))
+        data, scale, *whole = grouped.row
+        own = [t[group] for t in whole]
+        same((data[begin:end], scale[begin:end], *own), coded(wide[begin:end], scaling))
 
 
 @pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)
@@ -75,36 +92,110 @@ def test_weights_are_those_of_the_oracle(scaling: Scaling) -> None:
     q = weight_operand(weight, scaling, row=True, col=True)
     assert q.row is not None and q.col is not None
     for k, matrix in enumerate(weight.numpy()):
-        same(Layout(*[t[k] for t in q.row]), coded(matrix, scaling))
-        same(Layout(*[t[k] for t in q.col]), coded(np.ascontiguousarray(matrix.T), scaling))
+        same([t[k] for t in q.row], coded(matrix, scaling))
+        same([t[k] for t in q.col], coded(np.ascontiguousarray(matrix.T), scaling))
     if scaling.square:  # one set of codes for both directions
-        for mine, theirs in zip(q.row, q.col, strict=True):
-            assert torch.equal(mine.mT.contiguous().view(torch.uint8), theirs.view(torch.uint8))
+        mine, theirs = values(replace(q, dtype=torch.float32), "row"), values(q, "col")
+        assert torch.equal(mine.mT.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)
-def test_what_codes_stand_for_is_exact_in_bfloat16(scaling: Scaling) -> None:
-    x = (
-        filled((40, 70), torch.bfloat16, "normal", 1)
-        * torch.logspace(-38, 37, 40).bfloat16()[:, None]
-    )
-    q = Quantized(*_layouts(x, scaling), scaling, None, torch.bfloat16)
-    values = coded(x.float().numpy(), scaling).values
-    assert np.array_equal(q.dequantize().double().numpy(), values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
+    scaling: Scaling, dtype: torch.dtype
+) -> None:
+    x = filled((40, 70), dtype, "normal", 1) * torch.logspace(-38, 37, 40)[:, None].to(dtype)
+    if scaling.square:
+        q = weight_operand(x, scaling, row=True, col=False)
+    else:
+        q = operand(x, scaling, row=True)
+    wanted = torch.from_numpy(coded(x.float().numpy(), scaling).values)
+    if scaling.scale is E4M3:  # times a float32 scale
+        torch.testing.assert_close(values(q, "row").double(), wanted, rtol=2**-23, atol=2**-149)
+    else:
+        assert torch.equal(values(q, "row").double(), wanted)
 
 
-def _layouts(x: Tensor, scaling: Scaling) -> tuple[Layout | None, None]:
-    q = weight_operand(x, scaling, row=True, col=False) if scaling.square else operand(x, scaling)
-    return q.row, None
+# --- the Hadamard transform, and rounding at random
+
+
+def test_the_hadamard_transform_is_its_own_inverse_and_that_of_the_matrix() -> None:
+    matrix = np.ones((1, 1))
+    for _ in range(4):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    x = filled((5, 48), torch.float32, "normal", 1).mul(64).round().mul(16)  # sums are exact
+    assert torch.equal(K.hadamard(K.hadamard(x)), x)
+    expected = x.double().unflatten(1, (3, 16)) @ torch.from_numpy(matrix / 4)
+    assert torch.equal(K.hadamard(x).double(), expected.flatten(1))
+    q = operand(x, nv.nvfp4(hadamard=True), row=False, col=True)
+    exact = operand(x, nv.nvfp4(), row=False, col=True)
+    for found in (q, exact):  # both stand for x
+        assert (features(found)[:, :5] - x.t()).norm() < 0.2 * x.norm()
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_rounding_at_random_is_right_in_the_mean_and_repeats_for_its_seed(layout: str) -> None:
+    x = torch.linspace(-6, 6, 128).repeat(128, 1)  # 128 draws of each number
+    x[::16] = x[:, ::16] = 6  # so that every block has the scale 1, which no E4M3 rounds
+    scaling, wanted = nv.nvfp4(stochastic=True), {"row": layout == "row", "col": layout == "col"}
+    seeds = [torch.tensor([seed]) for seed in range(40)]
+    drawn = [values(operand(x, scaling, seed=s, **wanted), layout) for s in seeds]
+    rows = [t if layout == "row" else t.t() for t in drawn]
+    mean = torch.stack([t[torch.arange(128) % 16 > 0] for t in rows]).double().mean((0, 1))
+    size = x[1].abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).double()
+    # of 4800 draws, whose spread is half a step at most; five times the spread of the mean
+    assert ((mean - x[1].double()).abs() < 5 * step / 2 / 4800**0.5).all()
+    assert len({tuple(t[:, 70].tolist()) for t in rows}) == len(seeds)
+    again = values(operand(x, scaling, seed=seeds[0], **wanted), layout)
+    assert torch.equal(again, drawn[0])
+    nearest = values(operand(x, nv.nvfp4(), **wanted), layout)
+    assert (drawn[0] - nearest).abs().max() < 2.01 and not torch.equal(drawn[0], nearest)
+
+
+def test_a_backward_rounds_alike_when_it_runs_twice_and_otherwise_in_another_call() -> None:
+    recipe = fo.recipes.NVFP4BlockScaling()
+    model = fo.Sequential(fo.ops.Linear(32, 64, bias=False), fo.ops.SwiGLU(), fo.ops.Linear(32, 32))
+    x = filled((40, 32), torch.float32, "normal", 1).requires_grad_()
+    dy = filled((40, 32), torch.float32, "normal", 2)
+
+    def gradients(y: Tensor, keep: bool = False) -> list[Tensor]:
+        return [*torch.autograd.grad(y, [x, *model.parameters()], dy, retain_graph=keep)]
+
+    for fusion in (True, False):
+        with fo.recipe(recipe), fo.fusion(fusion):
+            torch.manual_seed(0)
+            y = model(x)
+            first, second = gradients(y, keep=True), gradients(y)
+            other = gradients(model(x))
+            torch.manual_seed(0)
+            kept = gradients(
+                checkpoint(model, x, use_reentrant=False, context_fn=fo.checkpoint_contexts)
+            )
+        for a, b, c, d in zip(first, second, other, kept, strict=True):
+            assert torch.equal(a, b) and torch.equal(a, d)
+            assert not torch.equal(a, c) or a.shape == (
+                32,
+            )  # but for a bias, which sums dy as it is
+
+
+def test_the_forward_never_rounds_at_random() -> None:
+    with pytest.raises(fo.FuseOpsError, match=r"input is .*stochastic.*grad_output"):
+        fo.recipes.Roles(input=nv.nvfp4(stochastic=True))
+    with pytest.raises(fo.FuseOpsError, match="expected stochastic to be one of"):
+        replace(mx.mxfp8(), stochastic=True)
 
 
 # --- GEMMs, in float64 of what the operands stand for
 
+COMMON = {"square_weights": st.booleans(), "backward": st.sampled_from(BACKWARDS)}
 RECIPES = st.builds(
     fo.recipes.MXFP8BlockScaling,
-    square_weights=st.booleans(),
     fwd=st.sampled_from([E4M3, E5M2]),
     bwd=st.sampled_from([E4M3, E5M2]),
+    **COMMON,
+) | st.builds(
+    fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
 )
 
 
@@ -112,8 +203,8 @@ RECIPES = st.builds(
     recipe=RECIPES,
     counts=st.lists(st.sampled_from([0, 1, 33, 130]), min_size=1, max_size=3),
     padding=st.sampled_from([0, 5]),
-    k=st.sampled_from([4, 32, 50]),
-    n=st.sampled_from([8, 70]),
+    k=st.sampled_from([4, 33, 50]),
+    n=st.sampled_from([7, 70]),
     dense=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
@@ -121,10 +212,14 @@ def test_products_are_those_of_what_operands_stand_for(
     recipe: Any, counts: list[int], padding: int, k: int, n: int, dense: bool, dtype: torch.dtype
 ) -> None:
     counts, padding = (counts[:1], 0) if dense else (counts, padding)
-    split, roles = Split(tuple(counts), padding), recipe.roles()
+    split, roles, form = (
+        Split(tuple(counts), padding),
+        recipe.roles(),
+        {"bias": False, "dtype": dtype},
+    )
     op: Any = (
-        fo.ops.Linear if dense else lambda *a, **b: fo.ops.GroupedLinear(len(counts), *a, **b)
-    )(k, n, bias=False, dtype=dtype)
+        fo.ops.Linear(k, n, **form) if dense else fo.ops.GroupedLinear(len(counts), k, n, **form)
+    )
     x, dy = filled((split.rows, k), dtype, "normal", 1), filled((split.rows, n), dtype, "normal", 2)
     for t in (x, dy):
         t[sum(counts) :] = float("nan")
@@ -133,19 +228,25 @@ def test_products_are_those_of_what_operands_stand_for(
         y = op(x) if dense else op(x, offs=split.offs)
     dx, dw = torch.autograd.grad(y, [x, op.weight], dy)
     weights = op.weight.detach().float().reshape(-1, n, k).numpy()
-    found = zip(
-        *(t[: sum(counts)].detach().split(counts) for t in (x, dy, y, dx)),
-        dw.reshape(-1, n, k),
-        weights,
-        strict=True,
-    )
-    for xe, dye, ye, dxe, dwe, w in found:
-        a, d = xe.float().numpy(), dye.float().numpy()
-        wt, at, dt = (np.ascontiguousarray(t.T) for t in (w, a, d))
-        near(ye, coded(a, roles.input).values @ coded(w, roles.weight).values.T, dtype)
-        near(dxe, coded(d, roles.grad_output).values @ coded(wt, roles.weight).values.T, dtype)
-        near(dwe, coded(dt, roles.grad_output).values @ coded(at, roles.input).values.T, dtype)
+    parts = (t[: sum(counts)].detach().split(counts) for t in (x, dy, y, dx))
+    for xe, dye, ye, dxe, dwe, w in zip(*parts, dw.reshape(-1, n, k), weights, strict=True):
+        expected = products(xe.float().numpy(), w, dye.float().numpy(), roles)
+        for mine, theirs in zip((ye, dxe, dwe), expected, strict=True):
+            near(mine, theirs, dtype)
     assert not y[sum(counts) :].any() and not dx[sum(counts) :].any()
+
+
+def products(x: Array, w: Array, dy: Array, roles: Any) -> tuple[Array, Array, Array]:
+    """y, dx and dw, each of the operands that its GEMM reads."""
+    y = coded(x, roles.input).values @ coded(w, roles.weight).values.T
+    if roles.backward == "high_precision":
+        return y, dy @ w.astype(np.float64), dy.T @ x.astype(np.float64)
+    if roles.backward == "dequantized":
+        return y, dy @ coded(w, roles.weight).values, dy.T @ coded(x, roles.input).values
+    w, columns, grad = (np.ascontiguousarray(t.T) for t in (w, x, dy))
+    dx = coded(dy, roles.grad_output).values @ coded(w, roles.weight).values.T
+    left, right = coded(grad, roles.grad_output, True), coded(columns, roles.input, True)
+    return y, dx, left.values @ right.values.T
 
 
 def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:
@@ -154,3 +255,31 @@ def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:
     wanted = torch.from_numpy(theirs)
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0
     torch.testing.assert_close(mine.double(), wanted, rtol=tol, atol=tol * scale)
+
+
+EVERY = [
+    fo.recipes.Float8BlockScaling,
+    fo.recipes.Float8CurrentScaling,
+    fo.recipes.MXFP8BlockScaling,
+    fo.recipes.NVFP4BlockScaling,
+]
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+@pytest.mark.parametrize("backward", BACKWARDS[1:])
+@pytest.mark.parametrize("weights", ["none", "step"])
+def test_a_backward_of_its_own_is_that_of_a_plain_product(
+    recipe: Any, backward: str, weights: str
+) -> None:
+    recipe = recipe(backward=backward, weights=weights)
+    op, x = fo.ops.Linear(40, 24, bias=False), filled((50, 40), torch.float32, "normal", 1)
+    dy, leaf = filled((50, 24), torch.float32, "normal", 2), x.clone().requires_grad_()
+    with fo.recipe(recipe):
+        fo.Sequential(op)(leaf).backward(dy)
+    w = op.weight.detach()
+    if backward == "dequantized":
+        w = weight_operand(w, recipe.roles().weight, row=True, col=False).dequantize()
+        x = operand(x, recipe.roles().input).dequantize()
+    assert leaf.grad is not None and op.weight.grad is not None
+    torch.testing.assert_close(leaf.grad, dy @ w)
+    torch.testing.assert_close(op.weight.grad, dy.t() @ x)

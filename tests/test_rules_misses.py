@@ -64,6 +64,14 @@ def routed(top_k: int = 1, **sizes: Any) -> fo.Sequential:
     return fo.Sequential(fo.ops.Permute(1), *mlp(**sizes), fo.ops.Combine(top_k))
 
 
+def quantized(model: fo.Sequential) -> fo.Sequential:
+    """With low-rank weights, under a recipe."""
+    at = next(i for i, op in enumerate(model) if isinstance(op, fo.ops.GroupedLinear))
+    model[at] = fo.ops.GroupedLinear(3, 6, 8, bias=False, low_rank=2)
+    fo.configure(model, recipe=fo.recipes.Float8BlockScaling())
+    return model
+
+
 def biased() -> fo.Sequential:
     return fo.Sequential(fo.ops.Linear(6, 8), fo.ops.Bias(8), fo.ops.SiLU())
 
@@ -93,6 +101,14 @@ def two_axes_normed(*behind: Op[Any]) -> fo.Sequential:
 REFUSED: dict[tuple[str, str], tuple[fo.Sequential, str]] = {
     ("grouped_mlp", "same_groups"): (mlp(groups=2), "fc1 has 3 groups, fc2 has 2"),
     ("grouped_mlp", "act_widths"): (mlp(gated=5), "fc1 gives 8 features, fc2 takes 2 x 5"),
+    ("grouped_mlp", "whole_weights"): (
+        quantized(mlp()),
+        "low-rank weights multiply in high precision",
+    ),
+    ("routed_mlp", "whole_weights"): (
+        quantized(routed()),
+        "low-rank weights multiply in high precision",
+    ),
     ("grouped_mlp", "two_axes"): (
         fo.Sequential(fo.ops.Reshape(2, 3, 6), *mlp()),
         "x has 3 axes, the fused op takes (rows, width)",

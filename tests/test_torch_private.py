@@ -33,6 +33,17 @@ def test_every_name_has_a_test_here() -> None:
     assert tested == FUNCTIONS, f"no test of {sorted(FUNCTIONS - tested)}"
 
 
+def test_who_made_a_tensor_is_known_behind_fsdp() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+
+    leaf = torch.ones(2, requires_grad=True)
+    made = leaf + 1
+    first, second = group.RegisterPostBackwardFunction.apply(None, made, leaf)
+    assert torch_private.producer(made).name() == torch_private.producer(first).name()
+    assert torch_private.producer(first).name() == "AddBackward0"
+    assert torch_private.producer(second) is None and torch_private.producer(leaf) is None
+
+
 class Doubled(torch.autograd.Function):
     """y = 2x; says in which state its methods ran."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fuseops import torch_private
@@ -78,9 +79,13 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    over: DeviceMesh | None = None,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` over parameters of several meshes.   -> the norm of all gradients, ()
 
+    over: a mesh of one dimension whose ranks have other parameters of the model, as those of a pipeline: the norm is of
+        all of theirs.
     Raises RuntimeError for a norm that is not finite, if asked to, as torch does.
     """
     parameters = [p for p in parameters if p.grad is not None]
@@ -88,6 +93,8 @@ def clip_grad_norm_(
     for mine in by_mesh(p.grad for p in parameters).values():
         norm: Any = utils.get_total_norm(mine, norm_type)
         norms.append(norm.full_tensor() if torch_private.is_dtensor(type(norm)) else norm)
+    if over is not None and over.size() > 1:
+        norms = _of_all(norms, norm_type, over)
     if not norms:
         return torch.tensor(0.0)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -97,3 +104,12 @@ def clip_grad_norm_(
     for p in parameters:
         p.grad.mul_(scale.to(p.grad.dtype))  # type: ignore[union-attr]
     return total
+
+
+def _of_all(norms: list[Tensor], norm_type: float, mesh: DeviceMesh) -> list[Tensor]:
+    """The norm of this rank's gradients, which may have none, and those of the others."""
+    mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    mine = mine.to(mesh.device_type)
+    found = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(found, mine, group=mesh.get_group())
+    return found

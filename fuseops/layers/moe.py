@@ -18,6 +18,7 @@ from fuseops import ops, torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops.activations import Activation, ScaledActivation
 from fuseops.ops.op import Op
+from fuseops.recipes import Quantized
 from fuseops.run.splice import opaque_reason
 
 from .sequential import Sequential
@@ -161,12 +162,14 @@ class MoE(Sequential):
         return [f"{prefix}{fc}.{name}" for fc, op in own if op for name in op._parameters]
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *args: Any, returns: Iterable[str] = (), **side: Any
+        self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
         """As of a Sequential, over the flattened tokens of x (..., dim)."""
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
         router = self._counting()
         asked = returns if router is None else (*returns, "experts")
+        if isinstance(x, Quantized):  # the router reads high precision
+            x = x.dequantize()
         flat = not isinstance(x, Tensor) or x.dim() in (0, 2)  # what is no input is refused below
         rows = x if flat else x.reshape(-1, x.shape[-1])
         out = super().forward(rows, *args, returns=tuple(dict.fromkeys(asked)), **side)

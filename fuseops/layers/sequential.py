@@ -16,6 +16,7 @@ from fuseops.ops import op as op_module
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of
 from fuseops.ops.structure import Add, Tap
+from fuseops.recipes import Quantized
 from fuseops.run import buffers, compiled, weight_grads
 from fuseops.run.buffers import Buffers
 from fuseops.run.composed import Composed
@@ -82,7 +83,7 @@ class Sequential(Composed):
         except Exception as error:
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
-            elif not isinstance(x, Tensor):
+            elif not isinstance(x, Tensor | Quantized):
                 raise no_tensor(self, runner.pieces[at - 1 : at + 1], x) from error
             raise
         finally:
@@ -121,9 +122,9 @@ def _enter(module: Sequential) -> tuple[str, bool]:
         return "", False
     outermost = naming.thread.outermost
     if outermost is None:
-        naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
+        naming.thread.outermost = naming.Outermost(module)
         return "", True
-    return outermost.get(id(module), ""), False
+    return outermost.prefix(module), False
 
 
 class Residual(Sequential):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,23 +15,26 @@ from .untouched import nothing_waits
 
 @contextmanager
 def faked(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Parameters and buffers are replaced by their fakes, tied ones by one; what waits for backward_dw stays."""
+    """Parameters, buffers and tensors that are plain attributes are replaced by their fakes, tied ones by one; what
+    waits for backward_dw stays.
+    """
     made: dict[int, Tensor] = {}
-    before = []
+    before: list[tuple[Any, str, Tensor]] = []
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers, vars(module))
+        for table in tables:
             for name, t in table.items():
-                if t is not None:
+                if isinstance(t, Tensor):
                     before.append((table, name, t))
                     if id(t) not in made:
                         made[id(t)] = fake(t)
-                    table[name] = made[id(t)]  # type: ignore[assignment]
+                    table[name] = made[id(t)]
     try:
         with nothing_waits(model):
             yield
     finally:
         for table, name, t in before:
-            table[name] = t  # type: ignore[assignment]
+            table[name] = t
 
 
 class LiveBytes:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.globs import matches
 from fuseops.ops import names
 from fuseops.ops.op import Op
 from fuseops.ops.paths import prefix_of, stripped, walk
 from fuseops.run.composed import Composed
 
 from . import modules
-from .globs import matches
 
 ATTENTION = "ScaledDotProductAttentionBackward0"
 
@@ -59,6 +59,9 @@ class Labels:
         """Names a tensor that no op of fuseops saves."""
         running = modules.thread.running
         made_by = "leaf" if t.grad_fn is None else _node_name(t.grad_fn.name())
+        if made_by == torch_private.FSDP_WATCHES:
+            node = torch_private.producer(t)
+            made_by = "leaf" if node is None else _node_name(node.name())
         region = torch_private.compiled_region()
         if region is not None:  # one node for all of it
             running, made_by = region[::-1] or running, "compiled"
@@ -107,7 +110,8 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return ()
     prefix = prefix_of(module)
     if prefix is None:
-        prefix = (names.thread.outermost or {}).get(id(module), "")
+        outermost = names.thread.outermost
+        prefix = "" if outermost is None else outermost.prefix(module)
     children = (_child(module, name.removeprefix(prefix)) for name in saved_names)
     return tuple(child for child in children if child is not None)
 

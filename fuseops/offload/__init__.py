@@ -26,6 +26,7 @@ from .planning.pipeline import Pipeline as Pipeline
 from .planning.pipeline import plan_pipeline as plan_pipeline
 from .planning.plan import OffloadPlan as OffloadPlan
 from .planning.plan import plan as plan
+from .planning.planner import Limits as Limits
 from .policy import Candidate as Candidate
 from .policy import Policy as Policy
 from .report import Entry as Entry
@@ -40,6 +41,7 @@ __all__ = [
     "Candidate",
     "Entry",
     "Hardware",
+    "Limits",
     "OffloadPlan",
     "Pipeline",
     "Policy",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fuseops.errors import FuseOpsError
-from fuseops.observe.globs import as_globs, matches
+from fuseops.globs import as_globs, matches
 
 from .arguments import whole_number
 

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
+from fuseops.globs import as_globs, matches
 from fuseops.observe import modules
-from fuseops.observe.globs import as_globs, matches
 from fuseops.observe.labels import matching
 from fuseops.words import plural
 

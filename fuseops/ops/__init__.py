@@ -1,12 +1,13 @@
 """The op catalogue: one file a family.
 
 the contract      op; scopes (settings of a call), names and paths (of saved tensors)
-families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, collectives
+families          linear, grouped_linear, norms, activations, glu, elementwise, structure, rope, quantize, collectives
 the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights over ranks), linear_loss (one's own)
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
                   what an op computes with), halves (of gated MLPs that are sharded)
-weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps)
+weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps),
+                  stored (those that live in a format)
 """
 
 from .activations import GELU as GELU
@@ -47,6 +48,7 @@ from .norms import RMSNorm as RMSNorm
 from .permute import Combine as Combine
 from .permute import Dispatch as Dispatch
 from .permute import Permute as Permute
+from .quantize import Quantize as Quantize
 from .rope import RoPE as RoPE
 from .router import Router as Router
 from .structure import Add as Add
@@ -78,6 +80,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropy",
     "Permute",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",

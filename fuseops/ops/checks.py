@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.kernels.registry import PLAIN
+from fuseops.recipes import Quantized
 
 from .op import Op, Shape
 
@@ -22,7 +23,7 @@ def check_width(op: nn.Module, shape: Shape, expected: int) -> None:
         )
 
 
-def check_rows(op: Op[Any], x: Tensor) -> None:
+def check_rows(op: Op[Any], x: Tensor | Quantized) -> None:
     """Raise ShapeError unless x has one axis of rows and one of features."""
     if x.dim() != 2:
         raise ShapeError(
@@ -40,7 +41,7 @@ def check_offs(offs: Tensor, groups: int) -> None:
         )
 
 
-def check_probs(op: str, x: Tensor, probs: Tensor) -> None:
+def check_probs(op: str, x: Tensor | Quantized, probs: Tensor) -> None:
     """Raise ShapeError unless there is one probability, a fraction, a row of x."""
     if probs.shape != x.shape[:-1] or not probs.is_floating_point():
         raise ShapeError(

@@ -1,7 +1,8 @@
 """GroupedLinear: one weight a group of rows.   y[rows of e] = x[rows of e] W[e]^T + b[e] (* probs[row]).
 
-Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device, probs (R,)
--> (R, out).
+With `low_rank`, W[e] + up[e] down[e] multiplies, and is never made: x down[e]^T up[e]^T is added to the product.
+Shapes: x (R, in), weight (E, out, in), bias (E, out), offs (E,) int32 cumulative row ends on x's device, probs (R,),
+down (E, r, in), up (E, out, r) -> (R, out).
 Rows at or beyond offs[-1] are padding: y and dx are zero there, and no gradient takes anything from there.
 """
 
@@ -32,6 +33,7 @@ from .splits import check_splits
 from .tiles import tiles_of
 
 PACKED = ("weight", "bias")
+LowRank = tuple[Tensor | None, Tensor | None]  # down and up
 
 
 class GroupedLinearSaved(NamedTuple):
@@ -40,6 +42,8 @@ class GroupedLinearSaved(NamedTuple):
     offs: Tensor | None  # (E,) int32
     bias: Tensor | None  # the parameter itself, where it is scaled
     probs: Tensor | None  # (R,), which scales it
+    down: Tensor | None = None  # parameters themselves
+    up: Tensor | None = None
 
 
 def grouped_linear(
@@ -51,12 +55,34 @@ def grouped_linear(
     call: Call,
     index: Tensor | None = None,
     out: Tensor | None = None,
+    low_rank: LowRank = (None, None),
 ) -> tuple[Tensor, Operand]:
     """The grouped product in the precision of the call, and of x what the weight gradient reads.
 
     index: row r of x is its row index[r].
     out: (R, out), where y is written to if no other kernel comes after the product.
+    low_rank: down and up, whose product is added.
     """
+    y, kept = _whole(x, weight, bias, offs, probs, call, index, out)
+    down, up = low_rank
+    if down is None or up is None:
+        return y, kept
+    tiles = tiles_of(call, offs, y.shape[0])
+    through = _down(x, down, offs, tiles, call, index)
+    return _added(y, K.grouped_mm(through, _as(up, through, call), offs, tiles)), kept
+
+
+def _whole(
+    x: Operand,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    probs: Tensor | None,
+    call: Call,
+    index: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Operand]:
+    """The product with the weight itself."""
     rows = index.shape[0] if index is not None else rows_of(x)
     check_splits(offs, rows, offs.device)
     tiles = tiles_of(call, offs, rows)
@@ -89,7 +115,7 @@ def grouped_linear_bwd(
     dy_index: Tensor | None = None,
 ) -> Grads:
     """The gradients of `grouped_linear` that `call.needs` names. index: as above, of x and of dy."""
-    x, weight, offs, bias, probs = cast("tuple[Operand, Tensor, Tensor, Tensor, Tensor]", saved)
+    x, weight, offs, bias, probs = cast("tuple[Operand, Tensor, Tensor, Tensor, Tensor]", saved[:5])
     needs, roles = call.needs, call.precision.roles
     params: dict[str, Tensor | None] = {}
     side: dict[str, Tensor | None] = {}
@@ -109,7 +135,55 @@ def grouped_linear_bwd(
         if roles is not None and roles.high_wgrad:
             q, index = dy, dy_index
         params["weight"] = weight_gradient(q, x, offs, call, x_index, index)
+    if saved.down is not None or saved.up is not None:
+        dx = _low_rank_bwd(saved, high(dy), call, params, dx, x_index, dy_index)
     return Grads(dx, params, side)
+
+
+def _low_rank_bwd(
+    saved: GroupedLinearSaved,
+    dy: Tensor,
+    call: Call,
+    params: dict[str, Tensor | None],
+    dx: Tensor | None,
+    x_index: Tensor | None,
+    dy_index: Tensor | None,
+) -> Tensor | None:
+    """The gradients of down and up, into `params`, and dx with the part that comes through them."""
+    offs: Tensor = saved.offs  # type: ignore[assignment]
+    needs, rows = call.needs, (dy if dy_index is None else dy_index).shape[0]
+    tiles = tiles_of(call, offs, rows)
+    if "up" in needs:
+        through = _down(saved.x, saved.down, offs, tiles, call, x_index)  # type: ignore[arg-type]
+        params["up"] = K.grouped_wgrad(dy, through, offs, tiles, dy_index)
+    if needs.isdisjoint(("x", "down")):
+        return dx
+    up: Tensor = saved.up  # type: ignore[assignment]
+    back = K.grouped_mm(dy, _as(up, dy, call).transpose(1, 2), offs, tiles, index=dy_index)
+    if "down" in needs:
+        params["down"] = K.grouped_wgrad(back, high(saved.x), offs, tiles, None, x_index)  # type: ignore[arg-type]
+    if dx is None:
+        return None
+    down = _as(saved.down, dy, call).transpose(1, 2)  # type: ignore[arg-type]
+    return _added(dx, K.grouped_mm(back, down, offs, tiles))
+
+
+def _down(
+    x: Operand, down: Tensor, offs: Tensor, tiles: Tensor | None, call: Call, index: Tensor | None
+) -> Tensor:
+    """x through the lower rank, (R, r)."""
+    rows = high(x)
+    return K.grouped_mm(rows, _as(down, rows, call), offs, tiles, index=index)
+
+
+def _as(factor: Tensor, x: Tensor, call: Call) -> Tensor:
+    """A factor as x is multiplied by it: adapters are often kept in float32."""
+    return call.precision.cast(factor).to(x.dtype)  # type: ignore[union-attr]
+
+
+def _added(y: Tensor, part: Tensor) -> Tensor:
+    """Into y, unless autograd looks on."""
+    return y + part if torch.is_grad_enabled() else y.add_(part)
 
 
 def input_gradient(
@@ -182,6 +256,8 @@ class GroupedLinear(Op[GroupedLinearSaved]):
     packed: False keeps one Parameter a group, `weight0` (out, in) and `bias0` (out,) to the last, over one storage:
     `weight` is then (num_groups, out, in) without a copy. What separates them (`.to`, `deepcopy`, loading) packs them
     again, and counts it in `repacks`. torch.compile copies them in each call.
+    low_rank: r adds `down` (num_groups, r, in_features) and `up` (num_groups, out_features, r), zero at first: a change
+    of each weight (LoRA, arXiv 2106.09685) by two small products beside the large one. Recipes leave them as they are.
     offs, probs: names that the Sequential knows them by, where two ops of one Sequential read different ones.
 
     A state_dict of either form loads into either, TransformerEngine's too.
@@ -194,8 +270,15 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         "bias": ("offs", "probs"),
         "probs": ("offs", "bias"),
     }
+    _saves_for_low_rank = {
+        **saves_for,
+        "x": ("weight", "offs", "down", "up"),
+        "down": ("x", "offs", "up"),
+        "up": ("x", "offs", "down"),
+    }
     autocast = True
     multiplies = True
+    takes_quantized = True
     live_call = True
     floats = True
     weight: Tensor
@@ -212,6 +295,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         packed: bool = True,
+        low_rank: int | None = None,
         offs: str = "offs",
         probs: str = "probs",
         device: torch.device | str | None = None,
@@ -221,6 +305,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             ("num_groups", num_groups),
             ("in_features", in_features),
             ("out_features", out_features),
+            ("low_rank", 1 if low_rank is None else low_rank),
         ):
             if size <= 0:
                 raise FuseOpsError(f"GroupedLinear: {name} must be positive, got {size}.")
@@ -237,6 +322,10 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             # Megatron then hooks its reduction to this op's `backward_dw`, not to the backward
             self._parameters[key].skip_backward_post_hook = True  # type: ignore[union-attr]
         self._register("bias", weight.new_empty(num_groups, out_features) if bias else None)
+        if low_rank is not None:
+            self.down = nn.Parameter(weight.new_empty(num_groups, low_rank, in_features))
+            self.up = nn.Parameter(weight.new_empty(num_groups, out_features, low_rank))
+            self.saves_for = self._saves_for_low_rank
         self.reset_parameters()
 
     @property
@@ -260,6 +349,9 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             self.weight.uniform_(-bound, bound)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)
+            if "down" in self._parameters:
+                self.down.uniform_(-bound, bound)
+                self.up.zero_()
 
     # --- one Parameter a group
 
@@ -285,7 +377,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         return any(moved)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self.repack()
         return self
 
@@ -310,6 +402,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
             f"out_features={self.out_features}, bias={self.bias is not None}"
             + (", scale_bias=True" if self.scale_bias else "")
             + ("" if self.packed else ", packed=False")
+            + (f", low_rank={self.down.shape[1]}" if "down" in self._parameters else "")
             + "".join(f", {name}" for name in self.renamed())
         )
 
@@ -329,22 +422,25 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         bias: Tensor | None,
         offs: Tensor,
         probs: Tensor | None = None,
+        down: Tensor | None = None,
+        up: Tensor | None = None,
         call: Call,
     ) -> Out:
         check_offs(offs, self.num_groups)
-        lead = x.shape[:-1] if isinstance(x, Tensor) else (rows_of(x),)
-        scaled = None
+        lead, scaled = x.shape[:-1], None
         if probs is not None:
-            check_probs("GroupedLinear", x if isinstance(x, Tensor) else x.row.data, probs)  # type: ignore[union-attr]
+            check_probs("GroupedLinear", x, probs)
             probs, scaled = probs.reshape(-1), bias
         rows = _flat(x)
         buffer = (call.out or {}).get("y")
         out = None if buffer is None else _flat(buffer)
-        y, kept = grouped_linear(rows, weight, bias, offs, probs, call, out=out)
-        saved = GroupedLinearSaved(kept, weight, offs, scaled, probs)
+        y, kept = grouped_linear(
+            rows, weight, bias, offs, probs, call, out=out, low_rank=(down, up)
+        )
+        saved = GroupedLinearSaved(kept, weight, offs, scaled, probs, down, up)
         if buffer is not None and y is out:
             return Out(buffer, saved)
-        return Out(y if rows is x else y.view(*lead, y.shape[-1]), saved)
+        return Out(y if len(lead) == 1 else y.view(*lead, y.shape[-1]), saved)
 
     def bwd(self, saved: GroupedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
         rows = _flat(dy)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,18 @@ from torch import Tensor, nn
 
 from fuseops import kernels as K
 from fuseops import torch_private
-from fuseops.recipes import Operand, Quantized, Roles, Scaling, gemm, operand, weight_operand
+from fuseops.recipes import (
+    Operand,
+    Quantized,
+    Roles,
+    Scaling,
+    columns_follow,
+    gemm,
+    operand,
+    weight_operand,
+)
 from fuseops.recipes.numbers import watching
+from fuseops.recipes.operands import check_codes, columns_fit
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -44,7 +54,7 @@ def linear_bwd(saved: LinearSaved, dy: Operand, call: Call) -> Grads:
     if "x" in needs:
         dx = torch.mm(rows, weight if compute is None else weight.to(compute))  # type: ignore[arg-type, union-attr]
         if rows is not dy:
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if "weight" in needs:
         params["weight"] = torch.mm(rows.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))  # type: ignore[arg-type, union-attr]
     if "bias" in needs:
@@ -62,9 +72,7 @@ def _quantized(
     q = input_operand(x, call, roles)
     y = gemm.fprop(q, weight_rows(weight, call), name=call.name)
     y = y if bias is None else y + bias.to(y.dtype)
-    if (
-        isinstance(x, Tensor) and x.dim() != 2
-    ):  # no view: FSDP2 warns of those that leave its modules
+    if x.dim() != 2:  # no view: FSDP2 warns of those that leave its modules
         y = torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
     return y, saved_operand(x, q, roles)
 
@@ -113,7 +121,7 @@ def grad_operand(
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
     wgrad = "weight" in call.needs and not roles.high_wgrad
     row = "x" in call.needs or (wgrad and not roles.columns)
-    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index)
+    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed)
     if (seen := watching()) is not None:
         seen.measure(call.name, "grad_output", q)
     return q
@@ -133,27 +141,32 @@ def _operand(
     row: bool,
     col: bool,
     index: Tensor | None,
+    seed: Tensor | None = None,
 ) -> Operand:
     if scaling is not None:
-        return operand(x, scaling, offs, row=row, col=col, index=index)
+        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
 
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
     """A weight as the forward reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "row", "x" in call.needs)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    return _weight(weight, call, "row", "x" in call.needs and roles.backward is None)
 
 
 def weight_columns(weight: Tensor, call: Call) -> Operand:
     """A weight as the input gradient reads it, from the store of the call where it has one."""
-    return _weight(weight, call, "col", False)
+    roles: Roles = call.precision.roles  # type: ignore[assignment]
+    if roles.backward == "high_precision":
+        return call.precision.cast(weight)  # type: ignore[return-value]
+    return _weight(weight, call, "row" if roles.backward == "dequantized" else "col", False)
 
 
 def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     roles: Roles = call.precision.roles  # type: ignore[assignment]
     if roles.weight is None:
-        return weight
+        return call.precision.cast(weight)  # type: ignore[return-value]
     seen = watching()
     if call.store is None or seen is not None:
         q = weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")
@@ -170,10 +183,30 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
 def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:
     """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it."""
     if roles.high_wgrad or not isinstance(q, Quantized):
-        return x
+        return replace(x, col=None) if isinstance(x, Quantized) else x
     if not roles.columns:
         return q
     return x if q.col is None else replace(q, row=None)
+
+
+def saved_input(
+    x: Operand, call: Call, offs: Tensor | None = None, by_index: bool = False, again: bool = False
+) -> Operand:
+    """What a fused op saves of an x whose columns its backward makes: x, or of codes that arrived what is read again.
+
+    by_index: rows of x, by an index.  again: its forward product is made again.
+    Raises FuseOpsError for codes that the backward could not read.
+    """
+    if not isinstance(x, Quantized):
+        return x
+    roles = cast("Roles", call.precision.roles)
+    scaling = cast("Scaling", roles.input)
+    columns = "weight" in call.needs and roles.columns
+    check_codes(x, scaling, offs, True, columns, by_index)
+    given = columns and not by_index and columns_fit(x, scaling, offs)
+    row = again or not given
+    col = given and not (row and columns_follow(scaling))
+    return replace(x, row=x.row if row else None, col=x.col if col else None)
 
 
 def high(x: Operand) -> Tensor:
@@ -196,6 +229,7 @@ class Linear(Op[LinearSaved], nn.Linear):
     floats = True
     autocast = True
     multiplies = True
+    takes_quantized = True
 
     def reset_parameters(self) -> None:
         """As `torch.nn.Linear` draws them; of a part or of two halves by the inputs of all ranks together."""

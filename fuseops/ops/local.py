@@ -30,18 +30,11 @@ class Ranks:
                 f"a collective runs over one dimension of a mesh, got {group}: slice it, mesh['tp']."
             )
         self.group = group
-
-    @property
-    def size(self) -> int:
-        return 1 if self.group is None else int(self.group.size())
-
-    @property
-    def rank(self) -> int:
-        """Of this process among them."""
-        if self.group is None:
-            return 0
-        get = getattr(self.group, "get_local_rank", None)
-        return int(self.group.rank() if get is None else get())
+        self.size = 1 if group is None else int(group.size())
+        is_mesh = hasattr(group, "get_local_rank")
+        self.rank = 0  # of this process among them
+        if group is not None:
+            self.rank = int(group.get_local_rank() if is_mesh else group.rank())
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self

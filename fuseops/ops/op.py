@@ -10,13 +10,13 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, e
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops import scopes
+from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
@@ -80,6 +80,7 @@ class Call(NamedTuple):
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
     name       of the op, by its path in the model where that is known
+    seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -94,6 +95,7 @@ class Call(NamedTuple):
     training: bool = True
     store: WeightStore | None = None
     name: str = ""
+    seed: Tensor | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
@@ -157,6 +159,10 @@ class Op(nn.Module, Generic[S]):
     cut_before   a segment (one autograd node) may end before this op: norms, Tap
     autocast     its input is cast to the autocast dtype, as torch does for GEMMs
     multiplies   it has GEMMs that a recipe quantizes the operands of: through `fuseops.ops.linear` and its like
+    quantizes    it has none, and is told the formats of a recipe all the same
+    sends        it multiplies nothing, and is told the formats of the next op that does
+    takes_quantized   its fwd takes an x that is a `Quantized`, where it multiplies in the formats of a recipe, or does
+                 not multiply. Any other op gets what that stands for. A class with a fwd of its own says so anew
     live_call    wants call.out and call.scratch
     floats       takes an x of a real float dtype only
     delays       parameters whose gradients wait for `backward_dw()`
@@ -174,6 +180,9 @@ class Op(nn.Module, Generic[S]):
     cut_before: ClassVar[bool] = False
     autocast: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
+    sends: ClassVar[bool] = False
+    takes_quantized: ClassVar[bool] = False
     live_call: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     apart_when_compiled: ClassVar[bool] = False
@@ -196,6 +205,8 @@ class Op(nn.Module, Generic[S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "fwd" in cls.__dict__ and "takes_quantized" not in cls.__dict__:
+            cls.takes_quantized = False
         declares = not cls.__dict__.keys().isdisjoint(("fwd", "bwd", "saves_for"))
         if not declares and hasattr(cls, "signature"):
             return
@@ -333,13 +344,29 @@ class Op(nn.Module, Generic[S]):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
         fit_all(self, state_dict, prefix)
+        taken = stored.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
+        missing: list[str] = args[-3]
+        missing[:] = [key for key in missing if key not in taken]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored.save(self, destination, prefix, keep_vars)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if (weight := stored.stored_in(self)) is not None:
+            weight.emptied()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
+        if (weight := stored.stored_in(self)) is not None:
+            weight.emptied()
+            weight.listen()
 
 
 def _check_methods(cls: type["Op[Any]"]) -> None:
@@ -416,6 +443,7 @@ class FusedOp:
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
+    takes_quantized: as of an op.
     """
 
     Saved: ClassVar[type[Any]]
@@ -425,6 +453,7 @@ class FusedOp:
     recomputes: tuple[str, ...] = ()
     takes_saved: ClassVar[bool] = False
     recipes: bool = False
+    takes_quantized: bool = False
 
     def __init__(self, *members: Op[Any]) -> None:
         self.members = members

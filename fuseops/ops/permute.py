@@ -58,6 +58,7 @@ class Dispatch(Op[DispatchSaved]):
     writes = ("offs", "probs", "index", "pos")
     integers = frozenset({"offs", "index", "pos"})
     saves_for = {"x": (), "weights": ("pos", "offs")}
+    takes_quantized = True
 
     def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
         super().__init__()

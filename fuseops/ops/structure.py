@@ -28,6 +28,8 @@ class Alias(Op[NothingSaved]):
 class Identity(Alias, nn.Identity):
     """y = x."""
 
+    takes_quantized = True
+
     def fwd(self, x: Tensor) -> Out:
         return Out(x, NothingSaved())
 
@@ -39,6 +41,7 @@ class Tap(Alias):
     """y = x, and x is published as a side tensor under `name`, for an `Add` (or any reader) further down."""
 
     cut_before = True
+    takes_quantized = True
 
     def __init__(self, name: str = "residual") -> None:
         super().__init__()
@@ -106,6 +109,7 @@ class Swap(Alias):
     """
 
     cut_before = True
+    takes_quantized = True  # and publishes it
 
     def __init__(self, read: str, write: str) -> None:
         super().__init__()

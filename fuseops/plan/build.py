@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.ops.paths import path_of
+from fuseops.ops.stored import stored_in
 from fuseops.ops.weights import store_of
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain
@@ -223,6 +224,7 @@ class _Builder:
             keep=self._joint_keep(u) if u.kind == "joint" else NOTHING,
             cast=self.facts.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
+            codes=self._takes_quantized(u),
             takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
@@ -252,7 +254,7 @@ class _Builder:
             keywords={"call": calls[0]} if last.signature.bwd_call else {},
             takes_dside=last.signature.bwd_dside,
             dx="x" in calls[0].needs,
-            live=any(op.live_call for op in self.ops[u.start : u.stop]),
+            live=any(self.ops[i].live_call or self._random(i) for i in members),
             scopes=self.chain.scopes[u.start : u.stop],
             rule=u.rule or "",
             writes=self._writes(u, position),
@@ -290,6 +292,7 @@ class _Builder:
     def _call(self, i: int) -> Call:
         op, needs = self.ops[i], self.needs[i]
         keep, roles = self._keep(op, needs), self._roles(i)
+        self._check_stored(i, roles)
         return Call(
             needs=needs,
             keep=keep,
@@ -299,8 +302,24 @@ class _Builder:
             name="" if roles is None else path_of(op) or self.names[i],
         )
 
+    def _check_stored(self, i: int, roles: Roles | None) -> None:
+        """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
+        weight = stored_in(self.ops[i])
+        given = None if roles is None else roles.weight
+        if weight is None or (given == weight.scaling and not self.facts.compiling):
+            return
+        wanted = "high precision" if given is None else str(given)
+        wanted = f"{wanted} under torch.compile" if self.facts.compiling else wanted
+        raise FuseOpsError(
+            f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
+            f"(fo.quantized_init), and this call multiplies it as {wanted}. Run it under the recipe that it was made "
+            "with: fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
+        )
+
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
         """Where the op keeps its quantized weight: not in compiled code, which quantizes it each call."""
+        if stored_in(op) is not None:
+            return store_of(op)
         if roles.weights == "none" or roles.weight is None or self.facts.compiling:
             return None
         return store_of(op)
@@ -324,14 +343,28 @@ class _Builder:
 
     # --- formats of operands
 
+    def _takes_quantized(self, u: _Unit) -> bool:
+        """Whether x reaches the target as it is quantized: of the GEMMs in it, the first one reads x."""
+        if not u.target.takes_quantized:
+            return False
+        reading = [i for i in range(u.start, u.stop) if self.ops[i].multiplies]
+        roles = self._roles(reading[0]) if reading else None
+        return not reading or (roles is not None and roles.input is not None)
+
     def _roles(self, i: int) -> Roles | None:
+        if self.ops[i].sends:
+            i = next((k for k in range(i, len(self.ops)) if self.ops[k].multiplies), i)
         return None if i in self.high else self.facts.roles[i]
+
+    def _random(self, i: int) -> bool:
+        roles = self._roles(i)
+        return roles is not None and roles.random
 
     def operands(self) -> Iterator[Operand]:
         """What every GEMM of the run reads under the recipe."""
         for i, (name, needs) in enumerate(zip(self.names, self.needs, strict=True)):
             roles = self._roles(i)
-            if roles is not None:
+            if roles is not None and self.ops[i].multiplies:
                 backward = not needs.isdisjoint(("x", "weight"))
                 for role in ("input", "weight", *["grad_output"] * backward):
                     scaling = getattr(roles, role)
@@ -344,10 +377,17 @@ class _Builder:
         """What of the weights is kept from call to call."""
         for i, (op, needs) in enumerate(zip(self.ops, self.needs, strict=True)):
             roles = self._roles(i)
-            if roles is None or self._store(op, roles) is None or "weight" not in op._parameters:
+            if (
+                roles is None
+                or not op.multiplies
+                or self._store(op, roles) is None
+                or stored_in(op) is not None
+                or "weight" not in op._parameters
+            ):
                 continue
             shape = tuple(op.sample("weight").shape)
-            nbytes = kept_bytes(shape, roles.weight, 1 + ("x" in needs))  # type: ignore[arg-type]
+            layouts = 1 + ("x" in needs and roles.backward is None)
+            nbytes = kept_bytes(shape, roles.weight, layouts)  # type: ignore[arg-type]
             yield KeptWeight(f"{self.names[i]}.weight", roles.weights, nbytes)
 
     # --- what is saved

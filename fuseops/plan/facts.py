@@ -32,11 +32,11 @@ class Facts(NamedTuple):
 
 
 def roles_of(chain: Chain, recipe: Recipe | None, modes: Sequence[str]) -> tuple[Roles | None, ...]:
-    """What a recipe says of every op that multiplies in a node."""
+    """What a recipe says of every op that multiplies, or quantizes, in a node."""
     found: list[Roles | None] = []
     for op, name, mode in zip(chain.ops, chain.names, modes, strict=True):
         given = None
-        if recipe is not None and op.multiplies and not mode:
+        if recipe is not None and (op.multiplies or op.quantizes) and not mode:
             given = recipe.roles_of(op, path_of(op) or name)
         found.append(None if given is None or given.high else given)
     return tuple(found)

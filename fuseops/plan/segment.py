@@ -44,6 +44,7 @@ class Step:
     keep: frozenset[str] = frozenset()  # joint: fields to save
     cast: Any = None  # forward: autocast dtype of the input, or None
     pure: bool = False  # a level-1 op
+    codes: bool = False  # forward: x may be a Quantized; what that stands for, otherwise
     # backward: the Saved of each member, or that of a joint target, with every field None
     empty: tuple[Any, ...] = ()
     takes_call: bool = False
@@ -145,6 +146,7 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
+    random: bool = field(init=False)  # its backward rounds at random
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
     quiet: bool = field(init=False)  # and none of them changes what kernels depend on
     inputs: int = field(init=False)  # how many tensors the node takes besides x
@@ -160,6 +162,8 @@ class Segment:
 
     def __post_init__(self) -> None:
         self.elsewhere = any(step.main or step.later is not None for step in self.backward)
+        roles = [call.precision.roles for step in self.backward for call in step.calls]
+        self.random = any(of is not None and of.random for of in roles)
         self.kept = tuple((slot.owner, k) for slot in self.slots for k in slot.kept)
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]

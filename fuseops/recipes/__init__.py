@@ -1,11 +1,16 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), operands (from tensors), store (weights that are kept), gemm (their
-products), recipe (who gets what; mxfp8), gain (where that pays), numbers (what it does to them).
+scaling (a format), quantized (a tensor in one), carrier (of its gradient), operands (from tensors), store (weights that
+are kept), gemm (their products), recipe (who gets what; mxfp8, nvfp4, by_role), gain (where that pays), numbers (what
+it does to them).
 """
 
+from .by_role import ByName as ByName
+from .by_role import ByRole as ByRole
 from .mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
+from .nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from .operands import Operand as Operand
+from .operands import columns_follow as columns_follow
 from .operands import operand as operand
 from .operands import quantize as quantize
 from .operands import weight_operand as weight_operand
@@ -18,15 +23,19 @@ from .recipe import Roles as Roles
 from .scaling import Scaling as Scaling
 
 __all__ = [
+    "ByName",
+    "ByRole",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Layout",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Operand",
     "Quantized",
     "Recipe",
     "Roles",
     "Scaling",
+    "columns_follow",
     "operand",
     "quantize",
     "weight_operand",

@@ -17,7 +17,7 @@ from fuseops import kernels as K
 
 from .numbers import watching
 from .operands import Operand
-from .quantized import Quantized, values
+from .quantized import Quantized, features, values
 from .scaling import SQUARE
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,9 +72,7 @@ def _multiplied(
         kind = _kernel(a, weight)
         if kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
-    turn = layout == "col" and not isinstance(weight, Quantized)
     left, right = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
-    right = right.mT if turn else right
     y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
     return y.to(a.dtype)
 
@@ -145,15 +143,20 @@ def _tokens_first(
     """What the columns of both stand for, tokens first, and where their groups end; of one operand in high precision
     and one quantized, the rows.
     """
-    if isinstance(dy, Quantized) and isinstance(x, Quantized):
-        left, right = _meet(values(dy, "col"), values(x, "col"))
+    if isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col:
+        turned = dy.scaling.hadamard == x.scaling.hadamard  # by both, which cancels
+        left, right = _meet(*(values(q, "col") if turned else features(q) for q in (dy, x)))
         return left.t(), right.t(), None if offs is None else K.column_offs(offs)
     return *_meet(_stands_for(dy, "row"), _stands_for(x, "row")), offs
 
 
 def _stands_for(t: Operand, layout: str) -> Tensor:
-    """What an operand, or a weight, stands for; a tensor is its own layout."""
-    return values(t, layout) if isinstance(t, Quantized) else t
+    """What an operand, or a weight, stands for: of another layout where that one is not there."""
+    if not isinstance(t, Quantized):
+        return t if layout == "row" else t.mT
+    if getattr(t, layout) is None and layout == "col":
+        return values(t, "row").mT
+    return values(t, layout)
 
 
 def _meet(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .recipe import Recipe, Roles, check_choices, check_formats
+from .recipe import BACKWARDS, Recipe, Roles, check_choices, check_formats
 from .scaling import E4M3, E8M0, Scaling
 from .store import POLICIES
 
@@ -28,20 +28,23 @@ class MXFP8BlockScaling(Recipe):
     exact in bfloat16, and where no tensor cores take the format that is what GEMMs multiply.
 
     square_weights: one scale for 32 x 32 of a weight, so that forward and input gradient read the same numbers.
-    weights: how long quantized weights are kept, as of `Float8BlockScaling`.
+    weights: how long quantized weights are kept, and backward: what the gradients' GEMMs multiply, as of
+        `Float8BlockScaling`.
     fwd: format of inputs and weights; bwd: of gradients.
     Raises FuseOpsError for another value of any of them.
     """
 
     square_weights: bool = False
     weights: str = "none"
+    backward: str | None = None
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E4M3
 
     def __post_init__(self) -> None:
         check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES, square_weights=(False, True))
+        check_choices(self, weights=POLICIES, backward=BACKWARDS, square_weights=(False, True))
 
     def roles(self) -> Roles:
         weight = mxfp8(self.fwd, self.square_weights)
-        return Roles(mxfp8(self.fwd), weight, mxfp8(self.bwd), weights=self.weights)
+        forward, grad = mxfp8(self.fwd), mxfp8(self.bwd)
+        return Roles(forward, weight, grad, weights=self.weights, backward=self.backward)

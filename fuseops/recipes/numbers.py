@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
@@ -92,7 +93,9 @@ class Numbers:
         if x is None or not isinstance(q, Quantized) or (q.row is None and role != "weight"):
             return
         layout = "col" if q.row is None else "row"
-        codes, stands = getattr(q, layout).data.float().abs(), values(q, layout).float().abs()
+        stands = values(q, layout).float().abs()
+        codes = K.codes_values(getattr(q, layout).data, q.scaling.data).abs()
+        codes = codes[..., : stands.shape[-1]]
         if layout == "col":
             codes, stands = codes.mT, stands.mT
         size = x.float().abs().reshape(codes.shape)
@@ -101,12 +104,10 @@ class Numbers:
             rows = torch.arange(len(size), device=size.device)
             there &= (rows < q.offs[-1])[:, None]
         size, count = size.where(there, 0.0), there.sum().clamp(min=1)
-        form = torch.finfo(q.scaling.data)
-        nearest = (
-            1 + form.eps * 2 / 7
-        )  # the last code stands for what is up to half a step beyond it
+        # the last code stands for what is up to half a step beyond it
+        largest, nearest = q.scaling.largest
         flushed = there & (codes == 0) & (size != 0)
-        saturated = there & (codes == form.max) & ((size / nearest > stands) | size.isinf())
+        saturated = there & (codes == largest) & ((size / nearest > stands) | size.isinf())
         amax = size.amax() if size.numel() else size.sum()
         measured = torch.stack([amax, flushed.sum() / count, saturated.sum() / count])
         _largest(self.of_operands, (op, role), measured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,27 +11,51 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
+from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized
-from .scaling import SQUARE, Scaling
+from .quantized import Layout, Quantized, layout_of, tokens_of
+from .scaling import E4M3, SQUARE, Scaling
 
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
-"""What a GEMM reads: a tensor, or one that is quantized already."""
 
 
-def quantize(x: Operand, scaling: Scaling, offs: Tensor | None = None) -> Quantized:
-    """x in the format of `scaling`, in both layouts.   (..., K) -> Quantized over (R, K)
+def quantize(
+    x: Operand,
+    scaling: Scaling,
+    offs: Tensor | None = None,
+    *,
+    row: bool = True,
+    col: bool = True,
+) -> Quantized:
+    """x in the format of `scaling`: a value that a Sequential takes for x.   (..., K) -> Quantized over R rows
 
+    Its gradient goes to x as it comes, in high precision.
     offs: (E,) int32 cumulative row ends of groups: columns (and scales a group) begin anew in each.
+    row, col: which layouts are made. Rows are what forward and input gradient read, columns what a weight gradient
+    does; where its columns follow from rows (`columns_follow`), rows are enough.
     With a block of several rows x is a weight, (N, K) or (E, N, K), and its columns are those of its transpose.
-    Raises FuseOpsError for an x without floating-point values.
+    Raises FuseOpsError for an x without rows of floating-point values, and where no layout is asked for.
     """
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        raise FuseOpsError(f"fo.quantize: x is {x.dtype}, expected a floating-point tensor.")
-    if scaling.square:
-        return weight_operand(x, scaling, row=True, col=True)
-    return operand(x, scaling, offs, col=True)
+    if isinstance(x, Tensor) and (not x.is_floating_point() or x.itemsize < 2 or x.dim() == 0):
+        raise FuseOpsError(
+            f"fo.quantize: x is {x.dtype} of shape {tuple(x.shape)}, expected floating-point rows (..., K)."
+        )
+    if not (row or col):
+        raise FuseOpsError("fo.quantize: neither rows nor columns are asked for.")
+    source = x.carrier if isinstance(x, Quantized) else x
+    with torch.no_grad():
+        x = x.detach()
+        if scaling.square:
+            q = weight_operand(x, scaling, row=row, col=col)
+        else:
+            q = operand(x, scaling, offs, row=row, col=col)
+    return q if source is None else replace(q, carrier=carrier_of(source))
+
+
+def columns_follow(scaling: Scaling) -> bool:
+    """Whether columns are made of the codes of rows: shifted to one exponent a square, or with the rows' one scale."""
+    return scaling.block is None or scaling.columns == SQUARE
 
 
 # --- of rows
@@ -44,12 +69,16 @@ def operand(
     row: bool = True,
     col: bool = False,
     index: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
+    seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     """
-    q = _operand(x, scaling, offs, row, col, index)
+    if scaling.stochastic and seed is None and isinstance(x, Tensor):
+        seed = torch.randint(2**62, (1,), device=x.device)
+    q = _operand(x, scaling, offs, row, col, index, seed)
     if (seen := watching()) is not None:
         source = seen.original(x)
         if source is not None and index is not None:
@@ -65,6 +94,7 @@ def _operand(
     row: bool,
     col: bool,
     index: Tensor | None,
+    seed: Tensor | None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -74,8 +104,9 @@ def _operand(
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    make = _by_format if not scaling.family.codes else _by_vector
-    make = _by_tensor if scaling.block is None else make
+    if not scaling.family.codes:
+        return _by_format(x, scaling, offs, row, col, seed)
+    make = _by_tensor if scaling.block is None else _by_vector
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
 
@@ -106,17 +137,54 @@ def _by_tensor(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     return Layout(data, scale) if row else None, Layout(columns, scale) if col else None
 
 
-def _by_format(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col: bool) -> Layouts:
-    """Both layouts from high precision."""
-    columns = _by_matrix(K.turned_in_groups(x, offs), scaling, True) if col else None
-    return _by_matrix(x, scaling, row), columns
+def _by_format(
+    x: Tensor,
+    scaling: Scaling,
+    offs: Tensor | None,
+    row: bool,
+    col: bool,
+    seed: Tensor | None,
+) -> Quantized:
+    """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
+    rows, columns = None, None
+    if row:
+        rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
+    if col:
+        turned = K.turned_in_groups(x, offs)
+        if scaling.hadamard:
+            turned = K.hadamard(turned.float() * K.signs(turned.shape[1], turned))
+        ends = None if offs is None else K.column_offs(offs)
+        other = None if seed is None else seed + 1
+        columns = _coded(turned, scaling, _by_group(turned, scaling, ends, 0), other)
+    odd = ("row",) if x.shape[-1] % scaling.packs else ()
+    return Quantized(rows, columns, scaling, offs, x.dtype, odd=odd)
 
 
-def _by_matrix(x: Tensor, scaling: Scaling, wanted: bool) -> Layout | None:
-    """Matrices in blocks along their last axis."""
-    if not wanted:
+Whole = tuple[
+    Tensor, Tensor
+]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
+
+
+def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Whole | None:
+    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
+    if scaling.scale is not E4M3:
         return None
-    return Layout(*K.quantize_format(x, scaling.data, scaling.scale, scaling.grain))
+    by_token = K.magnitude(x).amax(axis) if x.shape[axis] else x.new_zeros(x.shape[1 - axis])
+    found = K.amax_of_groups(by_token.float(), ends)
+    spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
+    if not spread.dim():
+        return spread[None, None], found
+    return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
+
+
+def _coded(
+    x: Tensor, scaling: Scaling, whole: Whole | None = None, seed: Tensor | None = None
+) -> Layout:
+    """Matrices in blocks along their last axis."""
+    spread, amax = (None, None) if whole is None else whole
+    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed)
+    found: Layout = layout_of(*parts, None if amax is None else 1 / K.whole_inverse(amax))
+    return found
 
 
 def _from_codes(
@@ -127,20 +195,96 @@ def _from_codes(
     col: bool,
     index: Tensor | None,
 ) -> Quantized:
-    """What is quantized already: its layouts as they are, columns by the exponent shift of its rows."""
-    if replace(x.scaling, columns=scaling.columns) != scaling:
-        raise FuseOpsError(f"an operand arrived as {x.scaling}, and this GEMM reads {scaling}.")
-    if index is None and (x.row or not row) and (x.col or not col):
-        return replace(x, row=x.row if row else None, col=x.col if col else None)
-    if x.row is None or not scaling.family.codes or (col and scaling.columns != SQUARE):
-        raise FuseOpsError(
-            f"an operand arrived as {x.scaling} without a layout that this GEMM reads: quantize both "
-            "where the values are (fo.quantize)."
-        )
-    parts = K.permute_operand(*x.row, index, offs, row and index is not None, col)
+    """What is quantized already: its layouts as they are, columns from its rows."""
+    check_codes(x, scaling, offs, row, col, index is not None)
+    as_given = index is None and (not col or columns_fit(x, scaling, offs))
+    if as_given and scaling.block is not None:
+        return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
+    if scaling.block is None:
+        return _by_scale(x, scaling, offs, row, col, index)
+    if not scaling.family.codes:  # rows alone, by check_codes
+        taken = _rows_at(x, cast("Tensor", index), offs)
+        return Quantized(taken, None, scaling, offs, x.dtype, odd=x.odd)
+    parts = K.permute_operand(*cast("Layout", x.row), index, offs, row and index is not None, col)
     rows = x.row if index is None else Layout(*parts[:2])
     columns = Layout(*parts[2:]) if col else None
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype)
+
+
+def _by_scale(
+    x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, index: Tensor | None
+) -> Quantized:
+    """Of one scale a tensor or a group, which all layouts share."""
+    _, scale = cast("Layout", x.row or x.col)
+    if offs is not None and scale.dim() == 0:
+        scale = scale.expand(len(offs)).contiguous()
+    rows = None if x.row is None else x.row.data
+    if rows is not None and index is not None:
+        rows = _rows_at(x, index, offs).data
+    columns = (
+        x.col.data
+        if x.col is not None and index is None and columns_fit(x, scaling, offs)
+        else None
+    )
+    if col and columns is None:
+        columns = K.reference.columns_in_groups(rows, offs)  # type: ignore[arg-type]
+    return Quantized(
+        Layout(rows, scale) if row else None,  # type: ignore[arg-type]
+        Layout(columns, scale) if col else None,  # type: ignore[arg-type]
+        scaling,
+        offs,
+        x.dtype,
+    )
+
+
+def _rows_at(x: Quantized, index: Tensor, offs: Tensor | None) -> Layout:
+    """Rows of codes by index, with their scales where each row has its own; padding is zeros."""
+    ends = offs if offs is not None else index.new_full((1,), len(index), dtype=torch.int32)
+    layout = cast("Layout", x.row)
+    (data, scale), whole = layout[:2], cast("tuple[Tensor, ...]", layout[2:])
+    codes = K.reference.gather_rows(data.view(torch.uint8), index, ends).view(data.dtype)
+    if x.scaling.block is None:
+        return Layout(codes, scale)
+    axis, _ = tokens_of(x.scaling, "row")
+    by_row = scale.transpose(0, axis)
+    raw = by_row.view(torch.uint8) if scale.itemsize == 1 else by_row
+    taken = K.reference.gather_rows(raw, index, ends).view(scale.dtype)
+    found: Layout = layout_of(codes, taken.transpose(0, axis).contiguous(), *whole)
+    return found
+
+
+def columns_fit(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
+    """Whether the columns of x are those that a weight gradient over these groups reads."""
+    if x.col is None or x.scaling.columns != scaling.columns:
+        return False
+    return (x.offs is None) == (offs is None) and (offs is None or len(offs) == len(x.offs))  # type: ignore[arg-type]
+
+
+def check_codes(
+    x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, by_index: bool
+) -> None:
+    """Raise FuseOpsError unless these layouts of x, in this format and over these groups, can be had.
+
+    by_index: of other rows than those of x, in another order.
+    """
+    wanted = [name for name, asked in (("row", row), ("col", col)) if asked]
+    groups = "" if offs is None else f" of {len(offs)} groups"
+    given = (
+        f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
+    )
+    if replace(x.scaling, columns=scaling.columns) != scaling:
+        raise FuseOpsError(f"{given}: quantize it in that format.")
+    one = x.scaling.block is None or x.scaling.scale is E4M3
+    if one and by_index and x.offs is not None:
+        raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
+    missing = row and x.row is None
+    if col and (by_index or not columns_fit(x, scaling, offs)):
+        missing = missing or x.row is None or not columns_follow(scaling)
+    if missing:
+        raise FuseOpsError(
+            f"{given}, which does not follow from it: quantize both layouts where the values are, with the same offs "
+            "(fo.quantize)" + (", and after they are permuted." if by_index else ".")
+        )
 
 
 # --- of a weight
@@ -149,21 +293,38 @@ def _from_codes(
 def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -> Quantized:
     """A weight (N, K) or (E, N, K) as `row`, which the forward reads, and its transpose as `col`, for dx."""
     if isinstance(weight, Quantized):
-        return weight
+        return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     matrices = weight.reshape(-1, *weight.shape[-2:])
     rows, columns = _of_matrices(matrices, scaling, row, col)
     if weight.dim() == 2:
-        rows, columns = (t and Layout(*[part[0] for part in t]) for t in (rows, columns))
-    q = Quantized(rows, columns, scaling, None, weight.dtype)
+        rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
+    odd = odd_layouts(weight, scaling)
+    q = Quantized(rows, columns, scaling, None, weight.dtype, odd=odd)
     if (seen := watching()) is not None:
         seen.quantized(q, weight)
     return q
 
 
+def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
+    """`Quantized.odd` of a weight (..., N, K)."""
+    n, k = weight.shape[-2:]
+    return tuple([name for name, width in (("row", k), ("col", n)) if width % scaling.packs])
+
+
 def _of_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
     if not scaling.family.codes:
-        return _by_matrix(matrices, scaling, row), _by_matrix(matrices.mT, scaling, col)
+        whole = None
+        if scaling.scale is E4M3:
+            amax = (
+                K.magnitude(matrices).amax((1, 2))
+                if matrices.numel()
+                else matrices.new_zeros(len(matrices))
+            )
+            whole = amax[:, None, None], amax
+        both = (matrices, row), (matrices.mT, col)
+        rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
+        return rows, columns
     if scaling.block is None:
         data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
         rows, columns = Layout(data, scale), Layout(turned, scale)

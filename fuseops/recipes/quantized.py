@@ -1,21 +1,26 @@
 """Quantized tensors: plain dataclasses of component tensors, never a `torch.Tensor` subclass.
 
 So checkpointing, saved-tensor hooks and offload see real storages, and a component can be freed or moved alone.
+Outside of ops one is a value like a tensor: it goes into a Sequential and comes out of one, and its gradient, in high
+precision, goes through its `carrier`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
-from .scaling import SQUARE, Scaling
+from .carrier import carrier_of, through
+from .scaling import E4M3, SQUARE, Block, Scaling
 
 BLOCK = 128
 
@@ -27,9 +32,17 @@ class Layout(NamedTuple):
     scale: Tensor
 
 
-@dataclass(frozen=True)
+class WholeLayout(NamedTuple):
+    """A layout whose scales of blocks stand over one float32 scale of the whole tensor, or one a group."""
+
+    data: Tensor
+    scale: Tensor
+    whole: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Quantized:
-    """A tensor of shape (R, K) in a quantized format.
+    """A tensor of shape (..., K), R rows, in a quantized format.
 
     row      codes (R, K), as forward and input gradient read them, or None.
              scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,)
@@ -40,6 +53,8 @@ class Quantized:
     scaling  the format
     offs     (E,) int32 row ends of the groups, or None
     dtype    of the tensor that it stands for
+    carrier  of its gradient, (..., K) without values; None of one that lives inside an op, whose rows are its shape
+    odd      layouts whose last byte of a row holds one code, where two are in a byte
     """
 
     row: Layout | None
@@ -47,35 +62,243 @@ class Quantized:
     scaling: Scaling
     offs: Tensor | None
     dtype: torch.dtype
+    carrier: Tensor | None = None
+    odd: tuple[str, ...] = ()
+
+    # --- as a tensor has them
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that it stands for; of columns alone, C rows."""
+        if self.carrier is not None:
+            return self.carrier.shape
+        found = self.row.data.shape if self.row is not None else self.col.data.shape  # type: ignore[union-attr]
+        width = found[-1] * self.scaling.packs - (("row" if self.row else "col") in self.odd)
+        return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def _any(self) -> Tensor:
+        """Some component."""
+        return (self.row or self.col).data  # type: ignore[union-attr]
+
+    @property
+    def device(self) -> torch.device:
+        return self._any().device
+
+    @property
+    def is_meta(self) -> bool:
+        return self._any().is_meta
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.carrier is not None and self.carrier.requires_grad
+
+    @property
+    def nbytes(self) -> int:
+        """Of all components."""
+        return sum(t.nbytes for t in self.components().values())
+
+    def __str__(self) -> str:
+        found = [name for name in ("row", "col") if getattr(self, name) is not None]
+        groups = "" if self.offs is None else f" of {len(self.offs)} groups"
+        return f"{self.scaling} by {' and '.join(found)}{groups}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise FuseOpsError(
+            f"torch.{getattr(func, '__name__', func)} got a Quantized: ops of fuseops take it as it is, for anything "
+            "else pass what it stands for, q.dequantize()."
+        )
+
+    # --- its components
 
     def components(self) -> Mapping[str, Tensor]:
         """The component tensors that are present, by name."""
         found: dict[str, Tensor] = {}
         for name, layout in (("row", self.row), ("col", self.col)):
             if layout is not None:
-                found |= {name: layout.data, f"{name}_scale": layout.scale}
+                found[name] = layout.data
+                found |= {
+                    f"{name}_{part}": t
+                    for part, t in zip(layout._fields[1:], layout[1:], strict=True)
+                }
         return found if self.offs is None else {**found, "offs": self.offs}
 
     def of(self, components: Mapping[str, Tensor]) -> Quantized:
         """The same with other component tensors by name (those brought back after saving)."""
         row, col = (
-            Layout(components[name], components[f"{name}_scale"]) if name in components else None
-            for name in ("row", "col")
+            layout_of(components[n], components[f"{n}_scale"], components.get(f"{n}_whole"))
+            if n in components
+            else None
+            for n in ("row", "col")
         )
         return replace(self, row=row, col=col, offs=components.get("offs"))
 
-    def dequantize(self) -> Tensor:
-        """The values, rows first: from the rows where they are there, else from the columns.
+    @property
+    def form(self) -> Quantized:
+        """It without tensors, for `of`."""
+        return replace(self, row=None, col=None, offs=None, carrier=None)
 
-        -> (R, K), or (C, K) with groups at multiples of 128, in the dtype that it stands for; of a weight its shape
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        return self.of({name: change(t) for name, t in self.components().items()})
+
+    # --- other tensors of the same values
+
+    def dequantize(self) -> Tensor:
+        """The values, in the dtype that it stands for; their gradient is its own.   -> (..., K)
+
+        From the rows where they are there, else from the columns: (C, K) with groups at multiples of 128 then. Of a
+        weight its shape.
         """
-        found = values(self, "row") if self.row is not None else values(self, "col").mT
-        return found.to(self.dtype)
+        found = values(self, "row") if self.row is not None else features(self).mT
+        found = found.to(self.dtype)
+        if self.carrier is None or self.row is None:
+            return found
+        return through(self.carrier, found.view(self.carrier.shape))
+
+    def detach(self) -> Quantized:
+        """The same, with no gradient."""
+        return replace(self, carrier=None if self.carrier is None else self.carrier.detach())
+
+    def clone(self) -> Quantized:
+        """The same in memory of its own; gradients go to this one."""
+        return self._each(Tensor.clone)
+
+    def to(self, *where: torch.device | str | torch.dtype, non_blocking: bool = False) -> Quantized:
+        """On a device, standing for a tensor of a dtype, or both; gradients go to this one.
+
+        The codes stay as they are. Raises FuseOpsError for a dtype that has no fractions.
+        """
+        dtype, device = self.dtype, self.device
+        for wanted in where:
+            if isinstance(wanted, torch.dtype):
+                dtype = wanted
+            else:
+                device = torch.device(wanted)
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise FuseOpsError(f"Quantized.to({dtype}): it stands for a floating-point tensor.")
+        found = replace(self, dtype=dtype)
+        if device != self.device:
+            found = found._each(lambda t: t.to(device, non_blocking=non_blocking))
+        if self.carrier is None or (dtype, device) == (self.dtype, self.device):
+            return found
+        return replace(found, carrier=carrier_of(self.carrier, dtype, device))
+
+    def groups(self, first: int, last: int) -> Quantized:
+        """The rows of the groups from `first` up to `last`, which is not among them.   -> over (rows, K)
+
+        Reads the ends of the groups, for which it waits for the device. Gradients go to this one.
+        Raises FuseOpsError for one without groups, or for groups that it does not have.
+        """
+        if self.offs is None or not 0 <= first <= last <= len(self.offs):
+            raise FuseOpsError(
+                f"Quantized.groups({first}, {last}): this one has {'no' if self.offs is None else len(self.offs)} "
+                "groups; fo.quantize(x, scaling, offs) gives it some."
+            )
+        ends = [0, *self.offs.tolist()][first : last + 1]
+        begin, end = ends[0], ends[-1]
+        row = None if self.row is None else self._rows_of(begin, end, first, last)
+        col = None if self.col is None else self._columns_of(ends, first)
+        carrier = None if self.carrier is None else self.carrier.flatten(0, -2)[begin:end]
+        offs = self.offs[first:last] - begin
+        return Quantized(row, col, self.scaling, offs, self.dtype, carrier, self.odd)
+
+    def _rows_of(self, begin: int, end: int, first: int, last: int) -> Layout:
+        """Rows of consecutive groups."""
+        data, scale, *whole = self.row  # type: ignore[misc]
+        one = [t[first:last] if t.dim() else t for t in whole]
+        if self.scaling.block is None:
+            return Layout(data[begin:end], scale[first:last] if scale.dim() else scale)
+        axis, _ = tokens_of(self.scaling, "row")
+        parts = data[begin:end], scale.narrow(axis, begin, end - begin).contiguous()
+        return layout_of(*parts, *one)
+
+    def _columns_of(self, ends: list[int], first: int) -> Layout:
+        """Columns of consecutive groups, which begin anew at multiples of 128."""
+        data, scale, *whole = self.col  # type: ignore[misc]
+        groups, rows = len(ends) - 1, ends[-1] - ends[0]
+        one = [t[first : first + groups] if t.dim() else t for t in whole]
+        blocks = rows // BLOCK + groups
+        moves = []  # in blocks of 128: from where, to where, how many
+        for k, (begin, end) in enumerate(itertools.pairwise(ends)):
+            source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
+            moves.append((source, target, -(-(end - begin) // BLOCK)))
+        codes = _moved(data, 1, BLOCK // self.scaling.packs, blocks, moves)
+        if self.scaling.block is None:
+            return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
+        axis, step = tokens_of(self.scaling, "col")
+        return layout_of(codes, _moved(scale, axis, BLOCK // step, blocks, moves), *one)
+
+
+def layout_of(data: Tensor, scale: Tensor, whole: Tensor | None = None) -> Any:
+    """The layout of these parts. What knows of kernels that multiply codes takes it for a Layout."""
+    return Layout(data, scale) if whole is None else WholeLayout(data, scale, whole)
+
+
+def tokens_of(scaling: Scaling, layout: str) -> tuple[int, int]:
+    """Of the scales of blocks, the axis that goes over tokens, and how many tokens share one."""
+    if layout == "row":
+        return (1 if scaling.family.codes else 0), 1
+    high, wide = cast("Block", scaling.columns)
+    return (0 if scaling.family.codes and wide == 1 else 1), high
+
+
+def _moved(
+    t: Tensor, axis: int, width: int, blocks: int, moves: list[tuple[int, int, int]]
+) -> Tensor:
+    """A tensor of so many blocks along an axis, some of them those of t: from where, to where, how many. What belongs
+    to no group is zero, as a code and as a scale.
+    """
+    shape = list(t.shape)
+    shape[axis] = blocks * width
+    raw = t.view(torch.uint8) if t.itemsize == 1 else t
+    made = raw.new_zeros(shape)
+    for source, target, count in moves:
+        taken = raw.narrow(axis, source * width, count * width)
+        made.narrow(axis, target * width, count * width).copy_(taken)
+    return made.view(t.dtype)
+
+
+# --- as a tree of tensors, which torch and fuseops walk
+
+
+def _flatten(q: Quantized) -> tuple[list[Any], Any]:
+    """Codes and scales as integers, which no policy of mixed precision casts, and the carrier, which one may."""
+    found = q.components()
+    leaves = [_integers(t) for t in found.values()]
+    names = tuple([(name, t.dtype) for name, t in found.items()])
+    return [*leaves, q.carrier], (q.scaling, q.dtype, q.odd, names)
+
+
+def _unflatten(leaves: Any, context: Any) -> Quantized:
+    *parts, carrier = leaves
+    scaling, dtype, odd, names = context
+    found = {
+        name: t.view(own) if isinstance(t, Tensor) else t
+        for (name, own), t in zip(names, parts, strict=True)
+    }
+    dtype = carrier.dtype if isinstance(carrier, Tensor) else dtype
+    return Quantized(None, None, scaling, None, dtype, carrier, odd).of(found)
+
+
+def _integers(t: Any) -> Any:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    return t.view(torch.uint8 if t.itemsize == 1 else torch.int32)
+
+
+pytree.register_pytree_node(Quantized, _flatten, _unflatten)
+
+
+# --- what codes stand for
 
 
 def product_dtype(q: Quantized) -> torch.dtype:
     """In which codes times scales are exact, and none is out of range."""
-    exact = q.scaling.block is not None and q.dtype is torch.bfloat16
+    powers = q.scaling.block is not None and q.scaling.scale is not E4M3
+    exact = powers and q.dtype is torch.bfloat16
     return torch.bfloat16 if exact else torch.float32
 
 
@@ -84,22 +307,43 @@ def values(q: Quantized, layout: str) -> Tensor:
     found: Layout | None = getattr(q, layout)
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
-    data, scale = found
+    data, scale = found[:2]
+    whole: tuple[Tensor, ...] = found[2:]
     if not q.scaling.family.codes:
-        return K.dequantize_format(data, scale, q.scaling.grain).to(product_dtype(q))
+        codes = K.dequantize_format(data, scale, q.scaling.data, q.scaling.grain)
+        codes = codes[..., : codes.shape[-1] - (layout in q.odd)]
+        for of_whole in whole:
+            codes = codes * _spread(q, layout, codes, of_whole)
+        return codes.to(product_dtype(q))
     return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
+
+
+def features(q: Quantized) -> Tensor:
+    """What columns stand for, without the Hadamard transform that they went through."""
+    found = values(q, "col")
+    if not q.scaling.hadamard:
+        return found
+    return K.hadamard(found) * K.signs(found.shape[-1], found)
 
 
 def _spread(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
     """The scale of every code, in a shape that the codes' broadcasts with."""
     *_, rows, width = data.shape
     scaling = q.scaling
+    if not scaling.family.codes:
+        return _of_groups(q, layout, data, scale)
     if scaling.block == SQUARE or (layout == "col" and scaling.columns == SQUARE):
         return _wide(_wide(scale, -2, rows), -1, width)
     if scaling.block is not None and layout == "col":  # (C/128, K) of (K, C)
         return _wide(scale, 0, width).t()
     if scaling.block is not None:  # (K/128, R) of (R, K)
         return _wide(scale, 0, width).t()
+    return _of_groups(q, layout, data, scale)
+
+
+def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
+    """One scale a tensor, a matrix or a group, in a shape that codes broadcast with."""
+    *_, rows, width = data.shape
     if scale.dim() == 0 or q.offs is None:
         return scale[:, None, None] if scale.dim() else scale
     ends = K.column_offs(q.offs) if layout == "col" else q.offs

@@ -14,6 +14,7 @@ from .store import POLICIES
 
 WGRADS = ("square", "block", "bf16")
 HIDDEN = ("bf16", "float8")
+BACKWARDS = (None, "high_precision", "dequantized")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Roles:
     high_wgrad  the weight gradient multiplies x and dy as they are
     hidden      of what a fused MLP saves between its GEMMs
     weights     how long quantized weights are kept: "none", "step", "unshard"
+    backward    what the gradients' GEMMs multiply: None, operands in these formats; "high_precision", all of them as
+                they are; "dequantized", dy as it is, and of x and the weight what their codes in the forward stand for
     """
 
     input: Scaling | None = None
@@ -32,11 +35,31 @@ class Roles:
     high_wgrad: bool = False
     hidden: Scaling | None = None
     weights: str = "none"
+    backward: str | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            self.backward is not None
+        ):  # dy stays as it is, and with "high_precision" all that it meets
+            object.__setattr__(self, "grad_output", None)
+            object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
+        for role in ("input", "weight", "hidden"):
+            scaling = getattr(self, role)
+            if scaling is not None and scaling.stochastic:
+                raise FuseOpsError(
+                    f"{role} is {scaling}: the forward rounds to the nearest, so that a recomputation gives the same "
+                    "numbers. Round gradients alone at random (grad_output)."
+                )
 
     @property
     def high(self) -> bool:
         """Whether no operand is quantized."""
         return self.input is None and self.weight is None and self.grad_output is None
+
+    @property
+    def random(self) -> bool:
+        """Whether gradients are rounded at random."""
+        return self.grad_output is not None and self.grad_output.stochastic
 
     @property
     def kernels(self) -> bool:
@@ -47,7 +70,8 @@ class Roles:
     @property
     def columns(self) -> bool:
         """Whether the weight gradient multiplies two quantized operands; of one alone it reads the rows."""
-        return self.input is not None and self.grad_output is not None and not self.high_wgrad
+        both = self.input is not None and self.grad_output is not None
+        return both and not self.high_wgrad and self.backward is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +96,22 @@ class Float8CurrentScaling(Recipe):
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
     count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
-    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, as of
-    `Float8BlockScaling`.  Raises FuseOpsError for another value of any of them.
+    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, and backward: what
+    the gradients' GEMMs multiply, as of `Float8BlockScaling`.  Raises FuseOpsError for another value of any of them.
     """
 
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E5M2
     weights: str = field(default="none", kw_only=True)
+    backward: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES)
+        check_choices(self, weights=POLICIES, backward=BACKWARDS)
 
     def roles(self) -> Roles:
         forward, backward = Scaling(self.fwd, None, None), Scaling(self.bwd, None, None)
-        return Roles(forward, forward, backward, weights=self.weights)
+        return Roles(forward, forward, backward, weights=self.weights, backward=self.backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +132,8 @@ class Float8BlockScaling(Recipe):
         their transpose in the backward. "step": both are made once, in one pass, and kept for every micro-batch until
         an optimizer steps or `fuseops.weights_changed` says so: 2 bytes a parameter. "unshard": the same, and FSDP2's
         freeing of a gathered weight frees them.
+    backward: what the gradients' GEMMs multiply. None: dy, x and weights in this format. "high_precision": all of them
+        as they are. "dequantized": dy as it is, with what the codes of the forward's x and weight stand for.
     fwd: format of inputs and weights; bwd: of gradients.
     Raises FuseOpsError for another value of any of them.
     """
@@ -114,12 +141,13 @@ class Float8BlockScaling(Recipe):
     wgrad: str = "square"
     hidden: str = "bf16"
     weights: str = "none"
+    backward: str | None = None
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E4M3
 
     def __post_init__(self) -> None:
         check_formats(self, self.fwd, self.bwd)
-        check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES)
+        check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES, backward=BACKWARDS)
 
     def roles(self) -> Roles:
         columns = COLUMN if self.wgrad == "block" else SQUARE
@@ -131,6 +159,7 @@ class Float8BlockScaling(Recipe):
             high_wgrad=self.wgrad == "bf16",
             hidden=forward if self.hidden == "float8" else None,
             weights=self.weights,
+            backward=self.backward,
         )
 
 

@@ -12,6 +12,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.words import dtype_name
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E2M1 = torch.float4_e2m1fn_x2
 VECTOR, SQUARE, COLUMN = (1, 128), (128, 128), (128, 1)  # (rows, columns) that share one scale
 Block = tuple[int, int]
 
@@ -34,6 +35,7 @@ FAMILIES: Mapping[torch.dtype, Family] = {
         (E4M3, E5M2), {VECTOR: (SQUARE, COLUMN), SQUARE: (SQUARE,), None: (None,)}, codes=True
     ),
     E8M0: Family((E4M3, E5M2), {(1, 32): ((32, 1),), (32, 32): ((32, 32),)}),
+    E4M3: Family((E2M1,), {(1, 16): ((16, 1),), (16, 16): ((16, 16),)}),
 }
 
 
@@ -47,7 +49,10 @@ class Scaling:
     columns  those of the transposed copy that a weight gradient reads: (128, 128), the codes of the rows shifted to one
              exponent a square; (128, 1), quantized directly; None: the scales of the rows
     scale    dtype of the scales: torch.float32; torch.float8_e8m0fnu, whose blocks are (1, 32), with columns (32, 1),
-             or (32, 32). Both layouts are quantized directly
+             or (32, 32); torch.float8_e4m3fn under one float32 scale a tensor or a group, with codes float4_e2m1fn_x2,
+             two a byte, and blocks (1, 16), with columns (16, 1), or (16, 16). Both layouts are quantized directly
+    hadamard    columns are those of the random Hadamard transform over 16 tokens; with E4M3 scales alone
+    stochastic  x is rounded at random, up as often as it is far up; with E4M3 scales alone
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -55,12 +60,17 @@ class Scaling:
     block: Block | None = VECTOR
     columns: Block | None = SQUARE
     scale: torch.dtype = torch.float32
+    hadamard: bool = False
+    stochastic: bool = False
 
     def __post_init__(self) -> None:
         self._check("scale", tuple(FAMILIES))
         self._check("data", self.family.data)
         self._check("block", tuple(self.family.columns))
         self._check("columns", self.family.columns[self.block])
+        both = (False, True) if self.scale is E4M3 else (False,)
+        self._check("hadamard", (False,) if self.square else both)
+        self._check("stochastic", both)
 
     def _check(self, name: str, known: tuple[Any, ...]) -> None:
         if getattr(self, name) not in known:
@@ -92,11 +102,24 @@ class Scaling:
     def nbytes(self, rows: int, k: int) -> int:
         """Of codes (rows, k), which are summed along k, and the scales of their blocks."""
         high, wide = self.grain
-        return (
-            rows * k * self.data.itemsize + -(-rows // high) * -(-k // wide) * self.scale.itemsize
-        )
+        scales = -(-rows // high) * -(-k // wide) * self.scale.itemsize
+        return rows * -(-k // self.packs) + scales + 4 * (self.scale is E4M3)
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        """The largest code, and how many times that is still rounded to it."""
+        if self.data is E2M1:
+            return 6.0, 7 / 6
+        form = torch.finfo(self.data)
+        return form.max, 1 + form.eps * 2 / 7
+
+    @property
+    def packs(self) -> int:
+        """How many codes are in a byte."""
+        return 2 if self.data is E2M1 else 1
 
     def __str__(self) -> str:
         grain = "tensor" if self.block is None else "x".join(map(str, self.block))
         scale = "" if self.scale is torch.float32 else f", {dtype_name(self.scale)}"
-        return f"{dtype_name(self.data)}[{grain}{scale}]"
+        how = [name for name in ("hadamard", "stochastic") if getattr(self, name)]
+        return f"{dtype_name(self.data)}[{', '.join([grain + scale, *how])}]"

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fuseops import torch_private
 from fuseops.kernels.registry import PLAIN
 
-from .operands import weight_operand
+from .operands import odd_layouts, weight_operand
 from .quantized import Layout, Quantized
 from .scaling import Scaling
 
@@ -71,6 +71,7 @@ class WeightStore:
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """parameters: of the op, as they are at any time."""
         self.parameters = parameters
+        self.stored: Any = None  # what the weight lives in, instead
         self.source: weakref.ref[nn.Parameter] | None = None  # what the layouts were made of
         self.stamp: tuple[Any, ...] | None = None  # where it was then, and which version of it
         self.place: Any = None  # a WeakStorage, so that no other storage is taken for it
@@ -84,6 +85,8 @@ class WeightStore:
 
         policy: "step" or "unshard".  both: the other layout will be read too, so it is made in the same pass.
         """
+        if self.stored is not None and self._is(weight):
+            return self.stored.read(layout)
         source = self._live(weight)
         if source is None:
             return weight_operand(weight, scaling, row=layout == "row", col=layout == "col")
@@ -99,7 +102,8 @@ class WeightStore:
                 _open[self] = id(source)
         found = kept.here()
         row, col = (found, None) if layout == "row" else (None, found)
-        return Quantized(row, col, scaling, None, weight.dtype)
+        odd = odd_layouts(weight, scaling)
+        return Quantized(row, col, scaling, None, weight.dtype, odd=odd)
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -111,6 +115,10 @@ class WeightStore:
     def nbytes(self) -> int:
         """Of what is kept."""
         return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
+
+    def _is(self, weight: Tensor) -> bool:
+        source = self.parameters["weight"]
+        return weight is source or (type(weight) in PLAIN and _aliases(weight, source))
 
     def _live(self, weight: Tensor) -> nn.Parameter | None:
         """The op's Parameter, if that is what the weight is, and something may be kept of it."""

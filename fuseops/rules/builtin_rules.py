@@ -54,6 +54,7 @@ from .conditions import (
     same_sides,
     same_top_k,
     two_axes,
+    whole_weights,
 )
 from .rule import Rule, Some, maybe
 
@@ -64,7 +65,7 @@ SCALED = (
     | ScaledReGLU | ScaledSReGLU | ScaledSReLU
 )  # fmt: skip
 EXPERTS = (GroupedLinear, SCALED | PLAIN, GroupedLinear)
-FIT = (same_groups, same_sides, act_widths)
+FIT = (same_groups, same_sides, act_widths, whole_weights)
 DENSE = (Linear, maybe(Bias), PLAIN, Linear)
 NORM = RMSNorm | LayerNorm
 NORMED = (maybe(Add), maybe(Tap), NORM)

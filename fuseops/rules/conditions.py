@@ -21,6 +21,12 @@ def same_groups(ops: Ops, c: Conditions) -> str | None:
     )
 
 
+def whole_weights(ops: Ops, c: Conditions) -> str | None:
+    """Under a recipe."""
+    low = any("down" in op.parameter_names() for op in ops if isinstance(op, GroupedLinear))
+    return require(c.recipe is None or not low, "low-rank weights multiply in high precision")
+
+
 def act_widths(ops: Ops, c: Conditions) -> str | None:
     first, last = (i for i, op in enumerate(ops) if isinstance(op, Linear | GroupedLinear))
     fc1, act, fc2 = ops[first], ops[last - 1], ops[last]

@@ -1,6 +1,7 @@
 """The one autograd Function: runs the steps of a segment forward, saves what is kept, runs them backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Call, Grads, Out
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 
 from . import buffers, checks, pure, second_order, weight_grads
 from .buffers import Buffers
@@ -32,19 +34,21 @@ class Once(NamedTuple):
     scratch: dict[str, dict[str, Any]] | None = None  # by the Sequential that an op was written in
     out: Buffers | None = None  # the caller's, of an op that runs alone
     look: FirstCall | None = None  # looks at the first forward and the first backward of a segment
+    seed: Tensor | None = None  # (1,) int64, of a backward that rounds at random
 
 
 class Live:
     """What a node needs at run time only: where it is, what lives for its call, names to publish, ties for second
-    derivatives.
+    derivatives; while it is applied, the quantized tensor whose carrier crosses its border.
     """
 
-    __slots__ = ("frame", "once", "path", "ties")
+    __slots__ = ("crossing", "frame", "once", "path", "ties")
 
     def __init__(self, path: str, once: Once) -> None:
         self.path = path
         self.once = once
         self.ties: Sequence[Tensor] = ()
+        self.crossing: Quantized | None = None
         self.frame: names.Frame | None = None
 
 
@@ -64,6 +68,8 @@ def run_forward(
     for step in seg.forward:
         first = step.members[0]
         entered[first] = x.dtype
+        if type(x) is Quantized and not step.codes:
+            x = x.dequantize()
         if look is not None:
             look.before_fwd(step, x, t)
         if step.plain:  # most are: no call between here and there
@@ -131,6 +137,9 @@ def _calls(
         )
         for call, scope in zip(step.calls, step.scopes, strict=True)
     ]
+    if once.seed is not None:  # numbers of its own for each op, and each of its two layouts
+        first = 2 * step.at
+        calls = [c._replace(seed=once.seed + first + 2 * k) for k, c in enumerate(calls)]
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
@@ -291,6 +300,7 @@ class Node(torch.autograd.Function):
         t = list(inputs)
         if live is None:
             y, saved, ctx.entered = run_forward(seg, x, t, Once())
+            y = y.dequantize() if type(y) is Quantized else y
             # torch 2.11 drops the gradient of a traced output that a no-op `.to` gave
             y = y.view_as(y)
         else:
@@ -298,16 +308,21 @@ class Node(torch.autograd.Function):
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
             before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+            arrived, live.crossing = live.crossing, None
             try:
-                y, saved, ctx.entered = run_forward(seg, x, t, live.once)
+                y, saved, ctx.entered = run_forward(seg, arrived or x, t, live.once)
             finally:
                 here.unseen = before
+            if type(y) is Quantized:
+                live.crossing, y = y, y.carrier
         flat, ctx.rows = pack(seg, saved, traced=live is None)
         ctx.save_for_backward(*flat)
         if live is not None:
             live.ties = second_order.ties_of(x, inputs, flat)
         ctx.set_materialize_grads(False)
         ctx.seg, ctx.live = seg, live
+        # drawn here: a backward that runs twice, or after a recomputation, rounds alike
+        ctx.seed = torch.randint(2**62, (1,), device=x.device) if seg.random else None
         if seg.elsewhere:
             weight_grads.note(seg)
             ctx.given = [i is not None for i in inputs]
@@ -334,30 +349,32 @@ class Node(torch.autograd.Function):
             del tensors
             if live is not None:
                 torch_private.release_saved(ctx)
-            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx.entered, live))
+            return (None, None, *_backward_in(seg, saved, dy, dsides, ctx, live))
         with torch.no_grad():
-            grads = _backward_in(seg, saved, dy, dsides, ctx.entered, live)
+            grads = _backward_in(seg, saved, dy, dsides, ctx, live)
         ties = [*live.ties, *second_order.leaves(ctx), *(d for d in (dy, *dsides) if d is not None)]
         ties += [t for t in tensors if t.requires_grad]
         return (None, None, *second_order.guard(grads, ties, _no_second_derivative(seg, live)))
 
 
 def _backward_in(
-    seg: Segment, saved: list[Any], dy: Any, dsides: Any, entered: Any, live: Live | None
+    seg: Segment, saved: list[Any], dy: Any, dsides: Any, ctx: Any, live: Live | None
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
+    entered = ctx.entered
+    once = (Once() if live is None else live.once)._replace(seed=ctx.seed)
     if live is None:
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
-            return run_backward(seg, saved, dy, dsides, entered, Once())
+            return run_backward(seg, saved, dy, dsides, entered, once)
         with torch_private.compiling():
-            return run_backward(seg, saved, dy, dsides, entered, Once())
+            return run_backward(seg, saved, dy, dsides, entered, once)
     here = registry.thread
     before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
-                return run_backward(seg, saved, dy, dsides, entered, live.once)
-        return run_backward(seg, saved, dy, dsides, entered, live.once)
+                return run_backward(seg, saved, dy, dsides, entered, once)
+        return run_backward(seg, saved, dy, dsides, entered, once)
     except Exception as error:
         unsaved = checks.unsaved(checks.failing_step(error, run_backward.__code__))
         error.add_note(
@@ -383,18 +400,31 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     """
     if torch_private.inside_functorch():
         raise _not_transformed("torch.func", seg, live)
+    if type(x) is Quantized:
+        live.crossing, x = x.detach(), x.carrier
     if torch_private.forward_ad._current_level >= 0 and any(
         map(torch_private.has_tangent, (x, *inputs))
     ):
         raise _not_transformed("forward-mode AD", seg, live)
     if not names.thread.observers:
-        return _apply(seg, live, x, *inputs)
-    live.frame = names.Frame()
-    with names.published(live.frame):
-        try:
-            return _apply(seg, live, x, *inputs)
-        finally:
-            live.frame = None
+        y = _apply(seg, live, x, *inputs)
+        return y if live.crossing is None else _crossed(live, y)
+    here = names.thread
+    before, live.frame = here.frame, names.Frame()
+    here.frame = live.frame
+    try:
+        y = _apply(seg, live, x, *inputs)
+    finally:
+        here.frame, live.frame = before, None
+    return y if live.crossing is None else _crossed(live, y)
+
+
+def _crossed(live: Live, y: Any) -> Any:
+    """What a node gives whose y is quantized: autograd knows of its carrier."""
+    q, live.crossing = live.crossing, None
+    if isinstance(y, tuple):
+        return replace(q, carrier=y[0]), *y[1:]  # type: ignore[type-var]
+    return replace(q, carrier=y)  # type: ignore[type-var]
 
 
 def run_traced_node(number: int, x: Any, inputs: Sequence[Any]) -> Any:

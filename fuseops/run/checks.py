@@ -14,6 +14,7 @@ from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
 from fuseops.plan.key import PlanKey
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 from fuseops.words import dtype_name
 
 Wanted = tuple[tuple[int, str, int], ...]  # (member, name, position)
@@ -23,6 +24,8 @@ def describe(t: Any) -> str:
     """Dtype, shape and device of a tensor."""
     if isinstance(t, Tensor):
         return f"{dtype_name(t.dtype)}{list(t.shape)} on {t.device}"
+    if isinstance(t, Quantized):
+        return f"{dtype_name(t.dtype)}{list(t.shape)} as {t} on {t.device}"
     return type(t).__name__
 
 

@@ -24,6 +24,7 @@ from fuseops.ops.local import unwrapped
 from fuseops.ops.op import OF_EVERY_MODULE
 from fuseops.plan.key import Tokens, key_of, op_facts, parameter_facts
 from fuseops.plan.segment import Segment, is_own
+from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 
 from . import bridge
@@ -53,6 +54,8 @@ def forward(
     if out:
         raise FuseOpsError("out= is eager only: compile around the ops that write to buffers.")
     check_input(module, x)
+    if isinstance(x, Quantized):
+        x = x.dequantize()
     modules = _walked(module, [])
     runner = _prepared(id(module), tuple([_identity(child) for child in modules]))
     reads = _listed(told(runner, "reads"))
@@ -485,7 +488,10 @@ def _kind(value: Any) -> str:
 
 
 def _constant(value: Any) -> bool:
-    """Whether dynamo holds an attribute as a constant, and guards on its value."""
+    """Whether dynamo holds an attribute as a constant, and guards on its value (of a mesh too, whose identity it does
+    not trace in torch 2.11).
+    """
     if isinstance(value, tuple):
         return all(map(_constant, value)) and not any(type(item) is float for item in value)
-    return value is None or type(value) in (bool, int, str) or isinstance(value, torch.dtype)
+    plain = type(value) in (bool, int, str) or type(value).__name__ == "DeviceMesh"
+    return value is None or plain or isinstance(value, torch.dtype)

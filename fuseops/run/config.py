@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
-from fuseops.recipes import Recipe
+from fuseops.recipes import ByName, Recipe
 from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.rules.rule import Rule
 
@@ -36,7 +36,7 @@ def configure(
     model: nn.Module | None = None,
     *,
     fusion: bool = _UNSET,
-    recipe: Recipe | None = _UNSET,
+    recipe: Recipe | Mapping[str, Recipe | None] | None = _UNSET,
     rules: Iterable[Rule] = _UNSET,
     disable: Iterable[str] = _UNSET,
 ) -> None:
@@ -45,11 +45,15 @@ def configure(
     What is set on a model belongs to it: it holds in recomputation, in other threads, and in copies and slices. Each
     call replaces what an earlier one set by the same name. With a model, names of saved tensors become absolute.
     The ops of a Sequential run under its settings: to set some of them apart, put them into a Sequential of their own.
-    fusion: False runs every op by itself.  recipe: precision of GEMM operands, None for high precision.
+    fusion: False runs every op by itself.
+    recipe: precision of GEMM operands, None for high precision. Of a model also {glob: recipe or None} over the dotted
+    names of its ops, of which the first that matches counts; what none matches is high precision.
     rules: tried before the built-in ones; "pointwise" as of `fuseops.rules`.
     disable: names of rules that may not fire.
     Raises FuseOpsError for a value of the wrong kind.
     """
+    if isinstance(recipe, Mapping):
+        recipe = _by_name(model, recipe)
     override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable)
     if model is None:
         scopes.process.token = _replaced(scopes.process.token, override)
@@ -59,6 +63,16 @@ def configure(
     for _, module in walk(model):
         if isinstance(module, (Composed, Op)):
             module.__dict__["_settings"] = _replaced(module._settings, override)
+
+
+def _by_name(model: nn.Module | None, recipe: Mapping[str, Recipe | None]) -> Recipe:
+    if model is None:
+        raise FuseOpsError(
+            "configure(recipe={glob: recipe}) needs the model whose ops the globs name: configure(model, recipe=...)."
+        )
+    check_module("configure(model, ...)", model)
+    ops = (stripped(path) for path, op in walk(model) if isinstance(op, Op) and op.multiplies)
+    return ByName.of(recipe, sorted(ops))
 
 
 def _replaced(token: int, override: Override) -> int:

@@ -17,6 +17,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import PLAIN
 from fuseops.ops.op import Grads, Out
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 
 from . import checks
 from .unfused import unfused
@@ -75,7 +76,7 @@ class FirstCall:
     def after_fwd(self, step: Step, out: Out) -> None:
         if self.seg.checked_forward:
             return
-        if not isinstance(out.y, Tensor):
+        if not isinstance(out.y, Tensor | Quantized):
             raise checks.no_tensor(step, out.y)
         self._check_unwritten(step, "fwd")
         _check_published(self.seg, step, out.side)
@@ -143,7 +144,7 @@ def _check_published(seg: Segment, step: Step, side: Mapping[str, Any] | None) -
                 f"{type(step.target).__name__}.fwd publishes {name!r}, which its writes {sorted(declared)} do not "
                 f"name: set writes = ({name!r},)."
             )
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor | Quantized):
             raise FuseOpsError(
                 f"{type(step.target).__name__}.fwd publishes {name!r} as {type(t).__name__}: side outputs are tensors."
             )

@@ -38,6 +38,7 @@ from fuseops.plan.cover import (
 from fuseops.plan.facts import Facts, needs_of, roles_of
 from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
 from fuseops.plan.segment import Segment
+from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
@@ -306,13 +307,16 @@ class Run:
 
         out: the caller's buffers for "y" and "dx" of an op that is by itself.
         """
-        if type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
-            x = unwrapped(x, self.chain.layout)
+        given = x
+        if type(x) is Quantized:  # planned as the tensor that it stands for
+            x = x.carrier
+        elif type(x) is not Tensor and is_dtensor(type(x)) and self.chain.local:
+            given = x = unwrapped(x, self.chain.layout)
         watchers = scopes.thread.inside.watchers
         if out is None and not watchers:
             repeated = self.repeated(x, env, tokens, live)
             if repeated is not None:
-                return run_segments(repeated.segments, x, env, path, Once(scratch))
+                return run_segments(repeated.segments, given, env, path, Once(scratch))
         parametrized = any(op.__dict__["_modules"] for op in self.ops)
         with parametrize.cached() if parametrized else nullcontext():  # computed once a forward
             plan = self.plan(x, env, tokens, live)
@@ -320,7 +324,7 @@ class Run:
                 watcher(plan)
             if out is not None:
                 self._check_buffers(plan, out, x, env, path)
-            return run_segments(plan.segments, x, env, path, Once(scratch, out))
+            return run_segments(plan.segments, given, env, path, Once(scratch, out))
 
     def _check_buffers(
         self, plan: RunPlan, out: Buffers, x: Tensor, env: dict[str, Any], path: str
@@ -429,12 +433,18 @@ def _inputs(seg: Segment, env: dict[str, Any]) -> list[Any]:
         return inputs_of(seg, env)
     if len(parameters) < len(seg.params):
         return inputs_of(seg, env)
-    return [*[env[name] for name in seg.reads], *parameters] if seg.reads else parameters
+    return [*_sides(seg, env), *parameters] if seg.reads else parameters
+
+
+def _sides(seg: Segment, env: dict[str, Any]) -> list[Any]:
+    """What ops read by name: tensors, of a quantized one what it stands for."""
+    found = [env[name] for name in seg.reads]
+    return [t.dequantize() if type(t) is Quantized else t for t in found]
 
 
 def inputs_of(seg: Segment, env: dict[str, Any]) -> list[Any]:
     """Side inputs and parameters of a segment, as its node takes them."""
-    inputs = [env[name] for name in seg.reads]
+    inputs = _sides(seg, env)
     for position, local in seg.local_reads:
         inputs[position] = local.of(inputs[position])
     for i, name in seg.params:

@@ -6,7 +6,6 @@ quantized tensor takes one slot a component. What is not a tensor (a shape) stay
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ def _place(value: Any, flat: list[Tensor], slots: dict[int, int] | None) -> Any:
         return place
     if isinstance(value, Quantized):
         parts = tuple([(name, _place(c, flat, slots)) for name, c in value.components().items()])
-        return Parts(replace(value, row=None, col=None, offs=None), parts)
+        return Parts(value.form, parts)
     return Const(value)
 
 

@@ -9,6 +9,7 @@ from fuseops.errors import FuseOpsError, SideInputError
 from fuseops.ops.op import Op
 from fuseops.ops.paths import path_of
 from fuseops.ops.routing import Routing
+from fuseops.recipes import Quantized
 
 RESERVED = frozenset({"x", "returns", "call", "out"})  # keywords of forward, fwd and bwd themselves
 
@@ -44,7 +45,12 @@ def check_module(caller: str, model: Any) -> None:
 
 
 def check_input(module: nn.Module, x: Any) -> None:
-    if not isinstance(x, Tensor):
+    if isinstance(x, Quantized):
+        if x.carrier is None or x.row is None:
+            raise FuseOpsError(
+                f"{described(module)} got a Quantized, {x}, that is no value: fo.quantize makes one, with rows."
+            )
+    elif not isinstance(x, Tensor):
         raise TypeError(
             f"{described(module)} expects a tensor as its first argument, got {type(x).__name__}."
         )

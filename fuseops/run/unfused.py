@@ -13,6 +13,7 @@ from fuseops.ops import scopes
 from fuseops.ops.op import Op, Out, Precision
 from fuseops.ops.structure import Add
 from fuseops.plan.segment import Segment, Step
+from fuseops.recipes import Quantized
 from fuseops.torch_private import without_modes
 
 
@@ -25,7 +26,7 @@ def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
     try:
         # nobody who watches the step, its bytes say, sees this
         with without_modes(), unchecked(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            out = Out(meta(x))
+            out = Out(meta(x.carrier if isinstance(x, Quantized) else x))
             for i, args, call in zip(step.members, step.args, step.calls, strict=True):
                 tensors = {name: t[position] for name, position in args if position < len(t)}
                 out = _member(seg.ops[i], out.y, {**meta_of(tensors), **side}, call)

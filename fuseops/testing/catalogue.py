@@ -106,8 +106,12 @@ def _layer_norm(w: Wanted) -> Op[Any]:
 
 def _grouped(w: Wanted) -> Op[Any]:
     bias, scaled = w.choose(False, False, True), w.choose(False, True)
-    packed = w.choose(True, True, False)
-    return ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, scale_bias=scaled, packed=packed)
+    packed, low_rank = w.choose(True, True, False), w.choose(None, None, 2)
+    options = {"scale_bias": scaled, "packed": packed, "low_rank": low_rank}
+    made = ops.GroupedLinear(w.groups, w.width, w.out, bias=bias, **options)
+    if low_rank is not None:
+        torch.nn.init.uniform_(made.up)
+    return made
 
 
 def _cross_entropy(w: Wanted) -> Op[Any]:
@@ -200,6 +204,7 @@ register(ops.Combine,       lambda w: ops.Combine(w.top_k), flat=True, routing="
 register(ops.InjectLoss,    lambda w: ops.InjectLoss())
 register(ops.RoPE,          lambda w: ops.RoPE(w.choose(False, True)), heads=True)
 register(ops.LinearCrossEntropy, _cross_entropy, width="ends")
+register(ops.Quantize,      lambda w: ops.Quantize(w.choose(True, False), w.choose(False, True)))
 register(ops.ConstantScale, lambda w: ops.ConstantScale(w.choose(0.5, -3.0, 0.0)))
 register(ops.Dropout,       _dropout)
 register(ops.Identity,      lambda w: ops.Identity())

@@ -13,8 +13,14 @@ from fuseops.ops.linear import Linear
 from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
-from fuseops.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from fuseops.recipes.recipe import HIDDEN, WGRADS
+from fuseops.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from fuseops.recipes.recipe import BACKWARDS, HIDDEN, WGRADS
 from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
@@ -338,8 +344,9 @@ PLAIN: tuple[Callable[[int], nn.Module], ...] = (
     lambda width: nn.Tanh(),
     lambda width: nn.Dropout(0.3),
 )
-# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice.
-PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss")
+# Only a Residual places these in a chain: a Tap that nobody reads is an error, as is a name that is written twice; and
+# what Quantize gives no plain module takes.
+PLACED = ("Tap", "Add", "Reshape", "Swap", "InjectLoss", "Quantize")
 
 
 def _next(
@@ -396,25 +403,30 @@ def _chain(
         yield from found
 
 
+BY_EIGHT_BITS = (Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling)
+
+
 @st.composite
 def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
     """A built-in recipe with any of its options.
 
     hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
+    None rounds at random, so that what is compared draws nothing.
     """
     formats = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
     options: dict[str, Any] = {
-        "fwd": draw(formats),
-        "bwd": draw(formats),
         "weights": draw(st.sampled_from(POLICIES)),
+        "backward": draw(st.sampled_from(BACKWARDS)),
     }
-    kind = draw(st.sampled_from([Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling]))
-    if kind is Float8CurrentScaling:
-        return Float8CurrentScaling(**options)
-    if kind is MXFP8BlockScaling:
-        return MXFP8BlockScaling(square_weights=draw(st.booleans()), **options)
-    wgrad, saved = draw(st.sampled_from(WGRADS)), draw(st.sampled_from(hidden))
-    return Float8BlockScaling(wgrad=wgrad, hidden=saved, **options)
+    kind = draw(st.sampled_from([*BY_EIGHT_BITS, NVFP4BlockScaling]))
+    if kind is not Float8CurrentScaling and kind is not Float8BlockScaling:
+        options["square_weights"] = draw(st.booleans())
+    if kind is NVFP4BlockScaling:
+        return NVFP4BlockScaling(hadamard=draw(st.booleans()), stochastic=False, **options)
+    if kind is Float8BlockScaling:
+        options |= {"wgrad": draw(st.sampled_from(WGRADS)), "hidden": draw(st.sampled_from(hidden))}
+    made: Recipe = kind(fwd=draw(formats), bwd=draw(formats), **options)
+    return made
 
 
 @st.composite

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuseops.recipes import Quantized
+
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
     if isinstance(tree, Mapping):
@@ -22,7 +24,11 @@ def _children(tree: Any) -> list[tuple[str, Any]]:
 
 
 def tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `tree`, with the name that an expression would have: `output[0].logits`."""
+    """Every tensor in `tree`, with the name that an expression would have: `output[0].logits`. Of a quantized one what
+    it stands for.
+    """
+    if isinstance(tree, Quantized):
+        tree = tree.dequantize()
     if isinstance(tree, Tensor):
         yield name, tree
     for suffix, child in _children(tree):

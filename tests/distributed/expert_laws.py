@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import os
 import pickle
+import signal
+import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
-from fuseops.distributed.dispatch import symmetric
+from fuseops.distributed.dispatch import lost, symmetric
 from fuseops.integrations import hf
 
 D, F, E, TOP = 6, 5, 8, 3
@@ -298,6 +304,59 @@ def law_peer_memory_equals_one_process() -> None:
         by_peer_memory(law)
 
 
+def law_tokens_travel_as_codes_under_a_recipe() -> None:
+    """By either way, with the numbers of high precision that is quantized where it arrives; of a Quantized too."""
+    block = fo.recipes.Float8BlockScaling
+    width, rank = 160, dist.get_rank()
+    torch.manual_seed(3)
+    every = [torch.randn(t, width).to(torch.bfloat16) for t in tokens(17, 0)]
+    for way, recipe, codes in (
+        ("host_counts", block(), True),
+        ("peer_memory", block(), True),
+        ("host_counts", block(wgrad="block"), False),
+        ("host_counts", fo.recipes.MXFP8BlockScaling(), False),
+        ("host_counts", fo.recipes.Float8CurrentScaling(), False),
+    ):
+        results = []
+        for sends in (True, False):
+            torch.manual_seed(0)
+            moe = fo.MoE(width, 64, E, TOP, dtype=torch.bfloat16)
+            parallelize_module(moe, mesh(), ExpertParallel(way=way, average=False, capacity=8.0))
+            dispatch = moe["dispatch"]
+            assert type(dispatch).sends
+            type(dispatch).sends = sends
+            seen = []
+            sent = dispatch.exchange.dispatch
+            dispatch.exchange.dispatch = lambda x, *a, seen=seen, sent=sent: (
+                seen.append((x.dtype, x.shape[1])) or sent(x, *a)
+            )
+            try:
+                x = every[rank].clone().requires_grad_()
+                with fo.recipe(recipe):
+                    y = moe(x)
+                    y.float().square().sum().backward()
+            finally:
+                type(dispatch).sends = True
+            words = (torch.float32, (width + 2 * 4) // 4)
+            assert seen == [words if sends and codes else (torch.bfloat16, width)], seen
+            results.append([y.detach(), x.grad, *(p.grad for p in moe.parameters())])
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(whole(mine), whole(theirs))
+    names = ("dispatch", "permute", "fc1", "act", "fc2", "combine", "collect")
+    experts = fo.Sequential({name: moe[name] for name in names})
+    chosen = torch.stack([torch.randperm(E)[:TOP] for _ in every[rank]] or [torch.zeros(TOP)])
+    side = {"experts": chosen[: len(every[rank])].to(torch.int32)}
+    side["weights"] = torch.rand(len(every[rank]), TOP)
+    found = []
+    for arrives in (True, False):
+        x = every[rank].clone().requires_grad_()
+        with fo.recipe(block()):
+            y = experts(fo.quantize(x, block().roles().input) if arrives else x, **side)
+            y.float().sum().backward()
+        found.append((y, x.grad))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
 def law_an_overflow_is_said() -> None:
     """Sums are NaN, and the check raises, once."""
     WAY[0] = "peer_memory"
@@ -310,6 +369,24 @@ def law_an_overflow_is_said() -> None:
     check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
     WAY[0] = None
+
+
+def the_second_is_killed() -> None:
+    """While the first waits for it, whose error says so wherever it ends the process."""
+    lost.watch(dist.group.WORLD)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+        raise AssertionError("the barrier was passed")
+    except RuntimeError as error:
+        late = time.monotonic() + 10
+        while not [*lost.ended()] and time.monotonic() < late:
+            time.sleep(0.01)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            sys.excepthook(type(error), error, None)
+    assert "rank 1 has ended (process " in said.getvalue(), said.getvalue()
 
 
 def raises(said: str, make: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fuseops.distributed import ExpertParallel, clip_grad_norm_, expert_placement, param_groups
 
 D, TOKENS, STEPS = 6, 5, 3
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Net(nn.Module):
@@ -62,52 +66,65 @@ def trained(model: Net, batches: Any, clip: Any, optimizer: Any) -> list[Tensor]
     return norms
 
 
-def batches() -> list[Tensor]:
+def batches(world: int) -> list[Tensor]:
     """(world, TOKENS, D) of every step."""
     torch.manual_seed(6)
-    return [
-        torch.randn(dist.get_world_size(), TOKENS, D, dtype=torch.float64) for _ in range(STEPS)
-    ]
+    return [torch.randn(world, TOKENS, D, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def trained_alone(world: int) -> tuple[Net, torch.optim.AdamW, list[Tensor]]:
+    """One process that has the tokens of `world`, its optimizer, and the norms of its gradients."""
+    alone = net()
+    one = adamw(alone)
+    rows = [x.flatten(0, 1) for x in batches(world)]
+    return alone, one, trained(alone, rows, nn.utils.clip_grad_norm_, one)
+
+
+def trained_together(dp: int, ep: int) -> tuple[Net, torch.optim.AdamW, list[Tensor]]:
+    model = spread(dp, ep)
+    many = adamw(model)
+    rows = [x[dist.get_rank()] for x in batches(dp * ep)]
+    return model, many, trained(model, rows, clip_grad_norm_, many)
 
 
 def adamw(model: Net) -> torch.optim.AdamW:
     return torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=0.01, fused=True)
 
 
-def law_steps_and_checkpoints_equal_one_process() -> None:
-    alone, model = net(), spread(2, 2)
-    one, many = adamw(alone), adamw(model)
-    want = trained(alone, [x.flatten(0, 1) for x in batches()], nn.utils.clip_grad_norm_, one)
-    got = trained(model, [x[dist.get_rank()] for x in batches()], clip_grad_norm_, many)
+def law_steps_equal_one_process() -> None:
+    alone, one, want = trained_alone(4)
+    model, many, got = trained_together(2, 2)
     for mine, theirs in zip(got, want, strict=True):
         close(mine, theirs, "norm")
-    same_weights(model, alone)
-    with SharedFolder() as folder:
-        weights, state = get_state_dict(model, many)
-        dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
-        for other in (spread(1, 4), spread(2, 2)):
-            optimizer = adamw(other)
-            weights, state = get_state_dict(other, optimizer)
-            dcp.load(loaded := {"model": weights, "optim": state}, checkpoint_id=folder)
-            set_state_dict(
-                other,
-                optimizer,
-                model_state_dict=loaded["model"],
-                optim_state_dict=loaded["optim"],
-            )
-            same_weights(other, alone)
-            same_states(other, optimizer, alone, one)
-        if dist.get_rank() == 0:
-            plain = {n: torch.full_like(t, float("nan")) for n, t in alone.state_dict().items()}
-            dcp.load(read := {"model": plain}, checkpoint_id=folder, no_dist=True)
-            for name, t in alone.state_dict().items():
-                close(read["model"][name], t, name)
-        dist.barrier()
+    same(model, many, alone, one)
+
+
+def saves(folder: str) -> None:
+    """A checkpoint of experts over all ranks, after some steps."""
+    model, optimizer, _ = trained_together(1, dist.get_world_size())
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+
+
+def reads(folder: str, of: int) -> None:
+    """Every weight and every state of the optimizer of a checkpoint that `of` ranks have written, on several meshes."""
+    alone, one, _ = trained_alone(of)
+    for other in (spread(1, 4), spread(2, 2)):
+        finds(folder, other, alone, one)
+
+
+def finds(folder: str, model: Net, alone: Net, one: torch.optim.AdamW) -> None:
+    optimizer = adamw(model)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load(found := {"model": weights, "optim": state}, checkpoint_id=folder)
+    model_state, optim_state = found["model"], found["optim"]
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+    same(model, optimizer, alone, one)
 
 
 def law_pretraining_resumes_bit_for_bit() -> None:
     """From a checkpoint in the middle, on the same mesh; on another mesh, within rounding."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "pretrain.py"
+    path = ROOT / "examples" / "pretrain.py"
     spec: Any = importlib.util.spec_from_file_location("pretrain", path)
     spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
     cpu = torch.device("cpu")
@@ -124,19 +141,46 @@ def law_pretraining_resumes_bit_for_bit() -> None:
         assert losses("--ep", "2", "--steps", "3", *out) == whole[2:3]
         other = losses("--ep", "4", "--steps", "4", *out)
         assert len(other) == 1 and abs(other[0] - whole[3]) < 1e-5
+    with SharedFolder() as folder:
+        out = ["--out", str(folder), "--pp", "2", "--layers", "4", "--dense-every", "2"]
+        out += ["--batch", "4", "--micro-batches", "4"]
+        whole = losses("--chunks", "2", "--steps", "5", "--every", "2", *out)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "step-00000005")
+            shutil.rmtree(folder / "step-00000004")
+        dist.barrier()
+        assert losses("--chunks", "2", "--steps", "3", "--memory", "0.001", *out) == whole[2:3]
+        dist.barrier()
+        other = losses("--ep", "1", "--steps", "5", *out)  # one stage a rank, experts by FSDP2
+        assert len(other) == 2
+        assert max(abs(a - b) for a, b in zip(other, whole[3:], strict=True)) < 1e-5
 
 
-def same_weights(model: Net, alone: Net) -> None:
+def law_the_reference_layout_moves_what_its_plans_say() -> None:
+    """`benchmarks/distributed.py --layout reference` on half the ranks: gradients to the bit, all that was planned."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import distributed_layout
+
+    options = argparse.Namespace(small=True, steps=1, seconds=0)
+    rank = distributed_layout.Rank(None, options, torch.device("cpu"))
+    assert rank.run.mesh.shape == (2, 1, 2)
+    found = rank.found()
+    assert found["not_as_planned"] == [], found["not_as_planned"]
+    assert 0.95 < found["moves_over_planned"] < 1.05, (
+        found
+    )  # tokens that come here are as many as come
+    assert found["repeats_bit_equal"] and found["gradients_bit_equal"], found
+    assert all(found["leave"].values()), found["leave"]
+
+
+def same(model: Net, optimizer: Any, alone: Net, one: Any) -> None:
+    """Weights and states of the optimizer."""
     for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
         close(whole(p).detach(), q.detach(), name)
-
-
-def same_states(model: Net, optimizer: Any, alone: Net, one: Any) -> None:
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            close(
-                whole(optimizer.state[p][key]).float(), one.state[q][key].float(), f"{name} {key}"
-            )
+            mine, theirs = whole(optimizer.state[p][key]), one.state[q][key]
+            close(mine.float(), theirs.float(), f"{name} {key}")
 
 
 class SharedFolder:

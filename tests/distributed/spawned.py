@@ -20,7 +20,7 @@ LAW = 120  # seconds in which a law must answer
 
 
 class Ranks:
-    """`world` processes; a law is a function of a module, called on every rank with no arguments."""
+    """`world` processes; a law is a function of a module, called on every rank."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -47,12 +47,12 @@ class Ranks:
             process.join()
         self._pipes, self._processes = [], []
 
-    def run(self, module: str, law: str) -> None:
+    def run(self, module: str, law: str, *args: Any) -> None:
         """Raises AssertionError with what a rank raised."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((module, law))
+            pipe.send((module, law, args))
         said = [_answer(rank, pipe) for rank, pipe in enumerate(self._pipes)]
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
         if wrong:
@@ -75,10 +75,10 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         "gloo", init_method=init, rank=rank, world_size=world, timeout=COLLECTIVE
     )
     while (given := pipe.recv()) is not None:
-        module, law = given
+        module, law, args = given
         try:
             torch.manual_seed(0)
-            getattr(importlib.import_module(module), law)()
+            getattr(importlib.import_module(module), law)(*args)
             pipe.send("")
         except Exception:
             pipe.send(traceback.format_exc())

@@ -274,7 +274,9 @@ def law_delayed_weight_gradients() -> None:
     model(x).square().sum().backward()
     parts = x.chunk(2)[dist.get_rank()]
     parallel(parts).square().sum().backward()
-    assert parallel[1].weight.grad is None and parallel[1].bias.grad is not None
+    early = parallel[1].weight.grad  # zeros, where torch's DTensor makes them of nothing (2.11)
+    assert early is None or not early.full_tensor().any()
+    assert parallel[1].bias.grad is not None
     assert parallel.backward_dw() == 3
     same_gradients(parallel, model)
 

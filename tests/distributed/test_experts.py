@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import expert_laws
 import fsdp_laws
@@ -27,3 +28,21 @@ def test_law(ranks: Ranks, law: str) -> None:
 @pytest.mark.parametrize("law", [n for n in vars(fsdp_laws) if n.startswith("law_")])
 def test_beside_fsdp(four: Ranks, law: str) -> None:
     four.run("fsdp_laws", law)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_two_ranks_is_read_by_others(
+    ranks: Ranks, four: Ranks, tmp_path: Path
+) -> None:
+    ranks.run("fsdp_laws", "saves", str(tmp_path))
+    four.run("fsdp_laws", "reads", str(tmp_path), 2)
+    alone, one, _ = fsdp_laws.trained_alone(2)
+    fsdp_laws.finds(str(tmp_path), fsdp_laws.net(), alone, one)
+
+
+def test_a_rank_that_was_killed_is_named_by_the_one_that_waited() -> None:
+    both = Ranks(2)
+    with pytest.raises(AssertionError) as raised:
+        both.run("expert_laws", "the_second_is_killed")
+    both.stop()
+    assert str(raised.value) == "rank 1: died"

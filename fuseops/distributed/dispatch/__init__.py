@@ -3,6 +3,8 @@
 exchange.py      the interface, and what all ways share: which token goes to which ranks
 host_counts.py   (a) `all_to_all_single` with counts that the host reads
 symmetric.py     (c) written into the memory of the other GPUs of a host
+lost.py          the rank that has ended, named in the errors of those that wait for it
+codes.py         quantized tokens as words
 choose.py        which of them, by a vote of all ranks
 compiled.py      what torch.compile sees of them
 ops.py           the two ops of a Sequential over an exchange

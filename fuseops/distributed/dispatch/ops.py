@@ -15,10 +15,13 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
+from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.permute import ON_DX
+from fuseops.recipes import Operand, Quantized, quantize
 
 from . import compiled
+from .codes import packed, travelling, travels, unpacked
 from .exchange import Arrived, Exchange, within_capacity
 
 BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what waits for what they give at home
@@ -44,6 +47,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     Publishes, as `ops.Dispatch`, the rows of the experts that are here over what arrived, and `slots` and `arrivals`,
     by which `ExpertCollect` sends the sums back. num_experts: of this rank.
     capacity_factor: as of `ops.Dispatch`, over the tokens of all ranks in their order.
+    Under a recipe tokens travel as the codes that the experts read, where those say all that these need: with scales of
+    blocks, and weight gradients of squares. What arrives is a `Quantized` then.
     """
 
     reads = ("experts", "weights")
@@ -54,6 +59,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
+    sends = True
+    takes_quantized = True
     live_call = True
     apart_when_compiled = True
 
@@ -74,14 +81,26 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         )
         return f"{e.num_experts} over {e.world} ranks{limit}"
 
-    def fwd(self, x: Tensor, *, experts: Tensor, weights: Tensor, call: Call) -> Out:
-        if experts.dim() != 2 or experts.shape != weights.shape or len(experts) != len(x):
+    def fwd(self, x: Operand, *, experts: Tensor, weights: Tensor, call: Call) -> Out:
+        if experts.dim() != 2 or experts.shape != weights.shape or len(experts) != x.shape[0]:
             raise ShapeError(
-                f"ExpertDispatch expects experts and weights of shape ({len(x)}, k), got {tuple(experts.shape)} and "
-                f"{tuple(weights.shape)}."
+                f"ExpertDispatch expects experts and weights of shape ({x.shape[0]}, k), got {tuple(experts.shape)} "
+                f"and {tuple(weights.shape)}."
             )
         if weights.element_size() < 4:  # as `Routing` has them
             weights = weights.float()
+        scaling = travelling(call.precision.roles)
+        if isinstance(x, Quantized) and not travels(x.scaling):
+            x = x.dequantize()
+        if isinstance(x, Tensor) and scaling is not None:
+            x = quantize(x, scaling, col=False)
+        plain = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+        if isinstance(x, Quantized) and not plain:
+            out = self._sent(packed(x), experts, weights, call)
+            return out._replace(y=unpacked(out.y, x))
+        return self._sent(high(x), experts, weights, call)
+
+    def _sent(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
         if torch.compiler.is_compiling():
             return self._compiled(x, experts, weights)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):

@@ -21,6 +21,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
+from . import lost
 from .exchange import Arrived, Exchange
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
 def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    lost.watch(group)
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
     inside = (

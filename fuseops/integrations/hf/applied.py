@@ -11,7 +11,7 @@ from torch import nn
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
-from . import experts, lent, loss, mlp, norm, recognise, rope, router
+from . import adapters, experts, lent, loss, mlp, norm, recognise, rope, router
 from .report import ApplyReport, ReportEntry
 
 
@@ -89,6 +89,7 @@ def bound(module: nn.Module) -> bool:
 def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]]:
     """Every module that looks like one of the parts, parents first."""
     angles = rope.tables(model)
+    inside = {id(m._modules["base_layer"]) for m in model.modules() if adapters.wraps(m)}
     for path, module in model.named_modules():
         said, children, own = vars(module), module._modules, module._parameters
         if loss.HEAD in children and hasattr(module, "loss_function"):
@@ -97,6 +98,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
             yield path, EXPERTS, module
         elif "up_proj" in children and "down_proj" in children:
             yield path, MLP, module
+        elif adapters.wraps(module):
+            if id(module) not in inside:  # of adapters around each other, the outermost
+                yield path, EXPERT_ADAPTER if hasattr(module, "parameter_name") else ADAPTER, module
         elif "top_k" in said and own.get("weight") is not None and not children:
             yield path, ROUTER, module
         elif "Norm" in type(module).__name__ and {*own} == {"weight"} and not children:
@@ -200,6 +204,19 @@ ROPE = AppliedPart(
     lambda module: "does not say how wide a head is",
     lambda op: f"q and k in one launch, {op.width} columns",
 )
+ADAPTER = AppliedPart(
+    "adapter",
+    adapters.forward,
+    adapters.build,
+    adapters.refused,
+    lambda module: "is none that fuseops knows",
+    lambda op: "one op with the Linear",
+)
+EXPERT_ADAPTER = ADAPTER._replace(
+    forward=experts.forward_adapted,
+    build=lambda wrapper: nn.Identity(),  # experts read the factors themselves
+    by=lambda op: "low-rank products in the rule of the experts",
+)
 LOSS = AppliedPart(
     "loss",
     loss.forward,
@@ -208,4 +225,6 @@ LOSS = AppliedPart(
     lambda module: "the loss reads something else than the head's logits",
     _by_loss,
 )
-FORWARDS = {part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, LOSS)}
+FORWARDS = {
+    part.forward for part in (EXPERTS, ROUTER, MLP, NORM, ROPE, ADAPTER, EXPERT_ADAPTER, LOSS)
+}

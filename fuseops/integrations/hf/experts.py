@@ -9,6 +9,7 @@ parallelism writes for experts of other ranks, takes no product and gives no gra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from fuseops.layers.sequential import Sequential
 from fuseops.ops.paths import LENT, SPREAD
 from fuseops.torch_private import assume_constant_result
 
+from . import adapters as peft
 from . import lent, recognise
 
 NAME = "fuseops"
@@ -29,8 +31,12 @@ NAME = "fuseops"
 class Projection(ops.GroupedLinear):
     """A GroupedLinear over the weight and bias of a module of experts."""
 
+    saves_for = ops.GroupedLinear._saves_for_low_rank
+
     weight = lent.lent("weight")
     bias = lent.lent("bias")
+    down = lent.lent("down")
+    up = lent.lent("up")
 
 
 class Written(nn.Module):
@@ -49,12 +55,17 @@ class Written(nn.Module):
 
 
 def forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: peft.Factors | None = None,
 ) -> Tensor:
     """The sum of each token's experts, times their weights.
 
     hidden_states (T, D), top_k_index (T, K) int, top_k_weights (T, K) -> (T, D) in the dtype of hidden_states.
     Weights are read from `self` at each call. What `refused` names runs as transformers' grouped_mm.
+    adapters: low-rank factors beside them; those that PEFT has put in their place are found.
     """
     if torch.compiler.is_compiling():
         _build_outside(id(self), top_k_index.shape[-1])
@@ -74,9 +85,30 @@ def forward(
     device = hidden_states.device.type
     x = hidden_states
     if not torch.is_autocast_enabled(device):
-        x = x.to(experts.down_proj.dtype)
-    y = stand_in(x, experts=top_k_index, weights=top_k_weights)
+        x = x.to(_registered(experts, "down_proj").dtype)  # type: ignore[union-attr]
+    if adapters is None and not torch.compiler.is_compiling():
+        adapters = peft.in_place(self)
+    if not adapters:
+        y = stand_in(x, experts=top_k_index, weights=top_k_weights)
+        return y.to(hidden_states.dtype)
+    self.__dict__[peft.READ] = adapters
+    try:
+        y = stand_in(x, experts=top_k_index, weights=top_k_weights)
+    finally:
+        del self.__dict__[peft.READ]
     return y.to(hidden_states.dtype)
+
+
+def forward_adapted(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """As PEFT's, of adapters around experts that run here."""
+    inner = peft.adapted(self)
+    own = inner.__dict__.get("forward")
+    here = getattr(own, "func", None) is forward and not lent.hooked(inner)
+    plain = "adapter_names" not in keywords and not torch.compiler.is_compiling()
+    found = peft.factors(self) if here and plain and not lent.sharded(inner) else None
+    if found is None:
+        return type(self).forward(self, x, *args, **keywords)
+    return functools.partial(forward, inner, x, adapters=found)(*args, **keywords)
 
 
 def _stock() -> Callable[..., Tensor]:
@@ -177,6 +209,7 @@ def _projection(experts: Any, name: str, scale_bias: bool = False) -> Projection
     sources: dict[str, lent.Source] = {
         "weight": Transposed(name) if experts.is_transposed else NamedExperts(name)
     }
+    sources |= {part: peft.Factor(name, i) for i, part in enumerate(("down", "up"))}
     if bias:
         sources["bias"] = NamedExperts(f"{name}_bias")
     lent.lend(op, experts, sources)
@@ -190,6 +223,8 @@ class NamedExperts:
         self.name = name
 
     def __call__(self, owner: Any) -> Any:
+        if self.name in owner.__dict__.get(peft.READ, ()):  # beneath what PEFT has put in its place
+            return _registered(owner, self.name)
         return getattr(owner, self.name)
 
 
@@ -197,7 +232,7 @@ class Transposed(NamedExperts):
     """Reads a parameter (E, in, out) as (E, out, in)."""
 
     def __call__(self, owner: Any) -> Any:
-        return getattr(owner, self.name).transpose(1, 2)
+        return super().__call__(owner).transpose(1, 2)
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ class ReportEntry(NamedTuple):
     """One module that fuseops might run.
 
     path    where it stands in the model
-    part    "experts", "router", "mlp", "norm", "rope" or "loss"
+    part    "experts", "router", "mlp", "norm", "rope", "adapter" or "loss"
     module  the name of its class
     by      what runs it now, in words; None where its own forward does
     why     the reason, where nothing was replaced

@@ -8,6 +8,7 @@ planned like any other step: the schedule knows micro-batches by the number of a
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,9 @@ FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHT = "input", "weight"  # the halves of a backward
 _WAYS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}  # in torch's schedules
 PRODUCTS = ("Linear", "GroupedLinear")  # whose weight gradients a stage may delay
+MADE_BY = re.compile(
+    r"\.\w+Backward\d*\.(\d+)$"
+)  # a name of torch's own: what a stage received is a leaf to it
 HELD = "held until its weight gradient is computed"
 
 
@@ -319,7 +323,9 @@ class _Copy(NamedTuple):
 
     def _saved(self, s: Saved) -> Saved:
         before = s.made < self.part.forward.start
+        received = before and self.part.forward.start > 0
         return s._replace(
+            name=MADE_BY.sub(r".leaf.\1", s.name) if received else s.name,
             call=self.number(s.call),
             at=self.place(s.at),
             held=self.place(s.held),

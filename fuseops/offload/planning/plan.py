@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.observe.globs import as_globs
+from fuseops.globs import as_globs
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
 from fuseops.words import size

@@ -283,8 +283,10 @@ def _untouched(step: ProfiledStep, cuda: bool) -> Iterator[None]:
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     if t.is_meta:  # a model that was never given memory: kernels of the CPU tell what it saves
+        mine: Any = t  # of a DTensor what this rank has, which its op computes with
+        mine = mine.to_local() if torch_private.is_dtensor(type(t)) else mine
         with mode:
-            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            fake = torch.empty_strided(mine.shape, mine.stride(), dtype=t.dtype, device="cpu")
     else:
         fake = mode.from_tensor(t.detach())
     if isinstance(t, nn.Parameter):

@@ -19,6 +19,7 @@ from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
 from fuseops.ops.grouped_linear import GroupedLinearSaved, grouped_linear, grouped_linear_bwd
+from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
@@ -30,8 +31,8 @@ from . import dswiglu, quantized_mlp
 Tensors = Mapping[str, Tensor]
 Params = Mapping[str, Tensor | None]
 # a tensor, and the index of its rows: None for all, in order
-Rows = tuple[Tensor | None, Tensor | None]
-WEIGHT = frozenset({"weight"})
+Rows = tuple[Operand | None, Tensor | None]
+WEIGHTS = frozenset({"weight", "down", "up"})
 Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
@@ -47,7 +48,7 @@ EPILOGUE = Space(
 
 
 class GroupedMLPSaved(NamedTuple):
-    x: Tensor | None
+    x: Operand | None
     h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
@@ -56,6 +57,10 @@ class GroupedMLPSaved(NamedTuple):
     bias1: Tensor | None
     bias2: Tensor | None
     form: Form | None  # of the activation in the forward
+    down1: Tensor | None = None  # parameters themselves
+    up1: Tensor | None = None
+    down2: Tensor | None = None
+    up2: Tensor | None = None
 
 
 class GroupedMLP(FusedOp):
@@ -64,6 +69,7 @@ class GroupedMLP(FusedOp):
     Saved = GroupedMLPSaved
     takes_saved = True
     recipes = True
+    takes_quantized = True
     recomputes = ("h",)
     names = {
         "x": "0.x",
@@ -75,6 +81,10 @@ class GroupedMLP(FusedOp):
         "bias1": "0.bias",
         "bias2": "2.bias",
         "form": "1.form",
+        "down1": "0.down",
+        "up1": "0.up",
+        "down2": "2.down",
+        "up2": "2.up",
     }
 
     def __init__(self, *members: Op[Any]) -> None:
@@ -82,24 +92,33 @@ class GroupedMLP(FusedOp):
         fc1, act, fc2 = members
         self.scaled, self.scale1, self.scale2 = ("probs" in op.reads for op in (act, fc1, fc2))
         a = ("h", "offs", "form", "probs") if self.scaled else ("h", "offs", "form")
-        dh = (*a, "fc2")
-        self.saves_for: Mapping[str, tuple[str, ...]] = {
-            "x": (*dh, "fc1"),
+        low1, low2 = (
+            tuple(f"{name}{i}" for name in ("down", "up") if name in op.parameter_names())
+            for i, op in ((1, fc1), (2, fc2))
+        )
+        dh = (*a, "fc2", *low2)
+        self.saves_for: dict[str, tuple[str, ...]] = {
+            "x": (*dh, "fc1", *low1),
             "0.weight": (*dh, "x"),
             "0.bias": (*dh, *(("probs",) if self.scale1 else ())),
             "0.probs": (*dh, "bias1"),
-            "1.probs": ("h", "offs", "form", "fc2"),
+            "1.probs": ("h", "offs", "form", "fc2", *low2),
             "2.weight": a,
             "2.bias": ("offs", "probs") if self.scale2 else ("offs",),
             "2.probs": ("offs", "bias2"),
         }
+        if low1:
+            self.saves_for |= {"0.down": (*dh, "x", "up1"), "0.up": (*dh, "x", "down1")}
+        if low2:
+            self.saves_for |= {"2.down": (*a, "up2"), "2.up": (*a, "down2")}
 
     def fwd(
-        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         saved = self.inputs(x, t)
         h, a = self.activated(saved, calls, "h" in keep)
-        return Out(self.output(saved, a, calls[2]), replaced(saved, h=h))
+        y = self.output(saved, a, calls[2])
+        return Out(y, replaced(saved, h=h, x=saved_input(x, calls[0], saved.offs, again=h is None)))
 
     def bwd(
         self,
@@ -120,7 +139,7 @@ class GroupedMLP(FusedOp):
 
     # --- the parts, which ops that route rows use as well: with an index, row r of x or of dy is its row index[r]
 
-    def inputs(self, x: Tensor, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
+    def inputs(self, x: Operand, t: tuple[Tensors, ...]) -> GroupedMLPSaved:
         """What there is to save, but for h."""
         fc1, _, fc2 = t
         check_offs(fc1["offs"], fc1["weight"].shape[0])
@@ -128,6 +147,7 @@ class GroupedMLP(FusedOp):
         return GroupedMLPSaved(
             *(x, None, probs, fc1["offs"], fc1["weight"], fc2["weight"]),
             *(fc1.get("bias"), fc2.get("bias"), form_of(self.members[1])),
+            *(fc1.get("down"), fc1.get("up"), fc2.get("down"), fc2.get("up")),
         )
 
     def operands(self, s: GroupedMLPSaved) -> dswiglu.Operands:
@@ -139,7 +159,10 @@ class GroupedMLP(FusedOp):
         """fc1."""
         scale = s.probs if self.scale1 else None
         forward = _without(call, "weight")  # whose columns the backward makes
-        return grouped_linear(s.x, s.fc1, s.bias1, s.offs, scale, forward, index)[0]  # type: ignore[arg-type]
+        low_rank = s.down1, s.up1
+        return grouped_linear(
+            s.x, s.fc1, s.bias1, s.offs, scale, forward, index, low_rank=low_rank  # type: ignore[arg-type]
+        )[0]  # fmt: skip
 
     def activated(
         self,
@@ -172,9 +195,9 @@ class GroupedMLP(FusedOp):
         rows: int,
         need_h: bool,
     ) -> bool:
-        """Whether fc1's GEMM ends in the activation: [gate | up], no bias, a kernel for it, and data that says so."""
+        """Whether fc1's GEMM ends in the activation: [gate | up], nothing added, a kernel for it, data that says so."""
         kind, *options = s.form  # type: ignore[misc]
-        if kind != "swiglu" or any(options) or s.bias1 is not None:
+        if kind != "swiglu" or any(options) or s.bias1 is not None or s.down1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
@@ -189,7 +212,10 @@ class GroupedMLP(FusedOp):
         """fc2."""
         scale = s.probs if self.scale2 else None
         forward = _without(call, "weight")
-        return grouped_linear(a, s.fc2, s.bias2, s.offs, scale, forward)[0]  # type: ignore[arg-type]
+        low_rank = s.down2, s.up2
+        return grouped_linear(
+            a, s.fc2, s.bias2, s.offs, scale, forward, low_rank=low_rank  # type: ignore[arg-type]
+        )[0]  # fmt: skip
 
     def activation(self, h: Tensor, s: GroupedMLPSaved) -> Tensor:
         form: Form = s.form  # type: ignore[assignment]
@@ -216,42 +242,44 @@ class GroupedMLP(FusedOp):
         first, act, last = calls
         if first.precision.roles is not None:
             return quantized_mlp.gradients(self, s, held, calls, source, dy_index, finish)
-        fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if self.scale1 else None)
-        fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if self.scale2 else None)
+        scale1, scale2 = (s.probs if scaled else None for scaled in (self.scale1, self.scale2))
+        fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, scale1, s.down1, s.up1)
+        fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, scale2, s.down2, s.up2)
         dw1: Params = {}
         dw2: Params = {}
         below = Grads()
         dy: Tensor = held.pop()
         h, a, dh, dprobs = held.pop(), None, None, None
-        if h is None and not last.needs.isdisjoint(("x", "weight")):
+        if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
             h = self.hidden(replaced(s, x=x), first, x_index)
             del x
         rows = (dy if dy_index is None else dy_index).shape[0]
         operands = self.operands(s)
-        fused = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows) is None
+        why = dswiglu.why_apart(operands, dy, h, dy_index, calls, rows)
+        fused = why is None and s.down2 is None
         above = grouped_linear_bwd(
-            fc2, dy, _without(last, "weight", *["x"] * fused), dy_index=dy_index
+            fc2, dy, _without(last, *WEIGHTS, *["x"] * fused), dy_index=dy_index
         )
         da, above = above.x, replaced(above, x=None)
         if fused:
             dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)
         elif da is not None:
-            wanted = bool(first.needs), "probs" in act.needs, "weight" in last.needs
+            wanted = bool(first.needs), "probs" in act.needs, not last.needs.isdisjoint(WEIGHTS)
             dh, dprobs, a = self.activation_bwd(da, h, s, *wanted)
             del da
-        if "weight" in last.needs and a is None:
+        if not last.needs.isdisjoint(WEIGHTS) and a is None:
             a = self.activation(h, s)
         del h
-        if "weight" in last.needs:
+        if not last.needs.isdisjoint(WEIGHTS):
             dw2 = _weight(replaced(fc2, x=a), dy, last, None, dy_index)
             del a
         del dy
         if dh is not None:
-            below = grouped_linear_bwd(fc1, dh, _without(first, "weight"))
+            below = grouped_linear_bwd(fc1, dh, _without(first, *WEIGHTS))
             if below.x is not None:
                 below = replaced(below, x=finish(below.x, dprobs))
-            if "weight" in first.needs:
+            if not first.needs.isdisjoint(WEIGHTS):
                 x, x_index = source(dh.shape[1])
                 dw1 = _weight(replaced(fc1, x=x), dh, first, x_index, None)
         side = {"probs": dprobs} if "probs" in act.needs else None
@@ -297,8 +325,8 @@ def _weight(
     x_index: Tensor | None,
     dy_index: Tensor | None,
 ) -> Params:
-    """The gradient of the weight alone."""
-    only = replaced(call, needs=WEIGHT)
+    """The gradients of what multiplies."""
+    only = replaced(call, needs=call.needs & WEIGHTS)
     return grouped_linear_bwd(saved, dy, only, x_index, dy_index).params or {}
 
 

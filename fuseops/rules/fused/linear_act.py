@@ -15,6 +15,7 @@ class LinearAct(FusedOp):
     """y = act(x W^T + b), b of the Linear or of a Bias.   Forward only; saves what its members save."""
 
     recipes = True
+    takes_quantized = True
 
     def fwd(self, x: Any, t: tuple[Mapping[str, Tensor], ...], calls: tuple[Call, ...]) -> Out:
         form = form_of(self.members[-1])

@@ -19,7 +19,7 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, linear
+from fuseops.ops.linear import Linear, linear, saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -74,6 +74,7 @@ class DenseMLP(FusedOp):
         super().__init__(*members)
         self.at = next(i for i, op in enumerate(members) if isinstance(op, Linear))
         self.front = Front(members[: self.at])
+        self.takes_quantized = not self.front.ops
         self.last = len(members) - 1
         self.act = members[-2]
         self.biased = self.last - self.at == 3  # by a Bias
@@ -105,6 +106,8 @@ class DenseMLP(FusedOp):
         del y
         s = replaced(s, h=h if "h" in keep else None)
         del h
+        if self.takes_quantized:
+            s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
         return Out(linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0], s, side)
 
     def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Tensor:

@@ -33,7 +33,7 @@ from fuseops.recipes.quantized import BLOCK
 from fuseops.recipes.scaling import SQUARE
 
 Params = Mapping[str, Tensor | None]
-Source = Callable[..., tuple[Tensor | None, Tensor | None]]
+Source = Callable[..., tuple[Operand | None, Tensor | None]]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 

@@ -18,6 +18,7 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
+from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.permute import ON_DX, Combine
 from fuseops.recipes import Operand
@@ -27,7 +28,7 @@ from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
 
 
 class RoutedMLPSaved(NamedTuple):
-    x: Tensor | None  # (T, D)
+    x: Operand | None  # (T, D)
     h: Operand | None
     probs: Tensor | None
     offs: Tensor | None
@@ -36,6 +37,10 @@ class RoutedMLPSaved(NamedTuple):
     bias1: Tensor | None
     bias2: Tensor | None
     form: Form | None  # of the activation in the forward
+    down1: Tensor | None  # parameters themselves
+    up1: Tensor | None
+    down2: Tensor | None
+    up2: Tensor | None
     index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     pos: Tensor | None
 
@@ -72,6 +77,7 @@ class RoutedMLP(FusedOp):
     Saved = RoutedMLPSaved
     takes_saved = True
     recipes = True
+    takes_quantized = True
     recomputes = GroupedMLP.recomputes
     names = {
         **{field: _moved(name) for field, name in GroupedMLP.names.items()},
@@ -87,17 +93,18 @@ class RoutedMLP(FusedOp):
 
     def _fields(self, need: str) -> tuple[str, ...]:
         """What the gradient reads: the MLP's fields, and how the rows of x and dy are found."""
-        routed = self.combines or need in ("x", "0.weight")
+        routed = self.combines or need in ("x", "0.weight", "0.down", "0.up")
         return (*self.mlp.saves_for[need], *(("index", "pos") if routed else ()))
 
     def fwd(
-        self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
+        self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         check_rows(self.members[0], x)
         index, pos = t[0]["index"], t[0]["pos"]
         check_pos("Permute", pos, x.shape[0])
         s = self.mlp.inputs(x, t[1:4])
         offs: Tensor = s.offs  # type: ignore[assignment]
+        x = saved_input(x, calls[1], offs, by_index=True)
         features = s.fc1.shape[1]  # type: ignore[union-attr]
         copies = calls[1].precision.roles is None and _copies(FC1, x, index, features)
         rows, by = _rows(x, index, pos, offs, copies)
@@ -107,7 +114,7 @@ class RoutedMLP(FusedOp):
         del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs)
-        return Out(y, RoutedMLPSaved(*replaced(s, h=h), index, pos))
+        return Out(y, RoutedMLPSaved(*replaced(s, x=x, h=h), index, pos))
 
     def bwd(
         self,
@@ -167,14 +174,14 @@ class RoutedMLP(FusedOp):
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
-def _copies(space: Space, x: Tensor, index: Tensor | None, width: int) -> bool:
+def _copies(space: Space, x: Operand, index: Tensor | None, width: int) -> bool:
     """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
     if index is None or torch.compiler.is_compiling():
         return False
-    return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])
+    return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])  # type: ignore[arg-type]
 
 
-def _rows(x: Tensor, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:
+def _rows(x: Operand, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:
     """Rows of tokens, and the index to read them by: None for a copy."""
     if copies:
         return K.scatter_rows(x, pos, offs, index.shape[0]), None  # type: ignore[arg-type, union-attr]

@@ -1,0 +1,365 @@
+"""The layout in which the reference system reports its offload: data parallel 4, experts over 4 ranks, a pipeline of 2
+with 2 virtual stages, mixed dense and MoE layers, several modules offloaded at once; one plan a rank.
+
+    python benchmarks/distributed.py --layout reference --out FILE                        (eight CUDA devices)
+    python benchmarks/distributed.py --layout reference --backend gloo --ranks 8 --small  (eight CPU processes)
+
+Built with `examples/pretrain.py`: whole steps, optimizer included, in turn without offload and with the Scheduler that
+follows the rank's plan of `offload.plan_pipeline`. What was to leave is the decrease of the peak that it predicts.
+With NCCL each way of the dispatch runs: what `host_counts` takes longer than `peer_memory` is what its host
+synchronisation costs. A step of each kind is traced: the time without a kernel that offload adds, beside the stalls
+that the plan predicts, and the rates of copies while all ranks copy. `examples/pretrain.py` on 1, 2, 4 and 8 ranks, as
+many tokens on each, is the weak scaling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import fuseops as fo
+from fuseops import offload
+
+ROOT = Path(__file__).resolve().parent.parent
+PRETRAIN = ROOT / "examples" / "pretrain.py"
+GIB = 2**30
+LARGE = {
+    "dim": 2048, "heads": 16, "layers": 16, "ffn": 768, "experts": 64, "top-k": 8, "context": 4096,
+    "batch": 16, "micro-batches": 8, "dense-every": 2,
+}  # fmt: skip
+SMALL = {
+    "dim": 16, "heads": 2, "layers": 4, "ffn": 8, "experts": 8, "top-k": 2, "context": 16,
+    "batch": 8, "micro-batches": 4, "dense-every": 2,
+}  # fmt: skip
+MODULES = {  # what may leave, by module
+    "attention": "blocks.*.attention.**",
+    "norms": "blocks.*.norm.**",
+    "activations of experts and of dense layers": "blocks.*.mlp.**",
+}
+BARS = {
+    "decrease_over_planned": {"at least": 0.997},
+    "step_ratio": {"at most": 1.0033},
+    "peak_error_over_moved": {"at most": 0.02},
+    "stall_not_predicted_ms": {"at most": 1.0},
+    "rate_over_planned": {"at least": 1.0},
+}
+
+
+def pretrain() -> Any:
+    """`examples/pretrain.py` as a module."""
+    spec: Any = importlib.util.spec_from_file_location("pretrain", PRETRAIN)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def words(sizes: dict[str, int], **more: Any) -> list[str]:
+    return [w for k, v in {**sizes, **more}.items() for w in (f"--{k}", str(v))]
+
+
+# --- what a rank does
+
+
+class Rank:
+    """A rank of the layout under one way of the dispatch, with its plan."""
+
+    def __init__(self, way: str | None, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.cuda = options, device.type == "cuda"
+        sizes = SMALL if options.small else LARGE
+        stages = {"pp": 2, "chunks": 2} | ({} if way is None else {"way": way})
+        self.run = pretrain().Run(pretrain().parsed(words(sizes, **stages)), device)
+        least = 1 if options.small else 1 << 20
+        policy = offload.Policy(offload=tuple(MODULES.values()), min_bytes=least)
+        plans = self.run.plans(policy=policy)
+        self.plan = plans[self.run.mesh.get_local_rank("pp")]
+        self.scheduler = offload.Scheduler(self.run.model, "blocks.*", plan=self.plan)
+
+    def way(self, name: str) -> Any:
+        return self.scheduler if name == "offload" else contextlib.nullcontext()
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def visit(self, name: str) -> dict[str, float]:
+        """A step to get in, and some that count: ms of one, bytes at the peak (CUDA), bytes moved in one."""
+        with self.way(name):
+            self.run.train()
+            self.sync()
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            moved, begun = self.moved(), time.perf_counter()
+            for _ in range(self.options.steps):
+                self.run.train()
+            self.sync()
+            ms = (time.perf_counter() - begun) * 1e3 / self.options.steps
+            peak = torch.cuda.memory_stats()["active_bytes.all.peak"] if self.cuda else 0
+            return {
+                "ms": ms,
+                "peak": peak,
+                "moved": (self.moved() - moved) / self.options.steps,
+            }
+
+    def moved(self) -> int:
+        return int(dict(self.scheduler.report().schedule)["out_bytes"])
+
+    def gradients(self, name: str) -> list[torch.Tensor]:
+        """Of one batch, from the weights as they are."""
+        c = self.run.c
+        torch.manual_seed(dist.get_rank() % self.run.every.size())
+        text = torch.randint(0, 256, (c.batch, c.context), device=self.run.device)
+        self.run.optimizer.zero_grad()
+        with self.way(name):
+            self.run.backward(text, text)
+        found = [p.grad for p in self.run.model.parameters()]
+        return [g.to_local().clone() if hasattr(g, "to_local") else g.clone() for g in found]
+
+    def exact(self) -> dict[str, bool]:
+        """Whether gradients repeat to the bit, and with offload too: under deterministic kernels."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        first, again, moved = (self.gradients(n) for n in ("nothing", "nothing", "offload"))
+        torch.use_deterministic_algorithms(False)
+        self.run.optimizer.zero_grad()
+        same = lambda a, b: all(map(torch.equal, a, b))  # noqa: E731
+        return {
+            "repeats_bit_equal": same(first, again),
+            "gradients_bit_equal": same(first, moved),
+        }
+
+    def rounds(self) -> dict[str, list[dict[str, float]]]:
+        found: dict[str, list[dict[str, float]]] = {"nothing": [], "offload": []}
+        orders, end, go = measure.orders(found), time.perf_counter() + self.options.seconds, True
+        while go:
+            for name in next(orders):
+                found[name].append(self.visit(name))
+            more = torch.tensor([time.perf_counter() < end], device=self.run.device).int()
+            dist.broadcast(more, 0)
+            go = bool(more)
+        return found
+
+    def trace(self, name: str) -> dict[str, float]:
+        """Of one step: ms of it, ms without any kernel, GB/s of copies out and back."""
+        with self.way(name), tempfile.TemporaryDirectory() as folder:
+            self.run.train()
+            self.sync()
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                self.run.train()
+                self.sync()
+            seen.export_chrome_trace(path := str(Path(folder) / "trace.json"))
+            return of_trace(json.loads(Path(path).read_text())["traceEvents"])
+
+    def found(self) -> dict[str, Any]:
+        """Everything that this rank measured."""
+        record = summary(self.rounds(), self.plan) | self.exact()
+        if self.cuda:
+            traces = {name: self.trace(name) for name in ("nothing", "offload")}
+            idle = traces["offload"]["idle_ms"] - traces["nothing"]["idle_ms"]
+            link = self.plan.hardware.both.peak / 2
+            record |= {
+                "traces": traces,
+                "stall_not_predicted_ms": idle - self.plan.after.stall * 1e3,
+                "planned_rate_gb_s": link,
+                "rate_over_planned": traces["offload"]["out_gb_s"] / link,
+            }
+        record["schedule"] = dict(self.scheduler.report().schedule)
+        record["not_as_planned"] = self.differences()
+        return record
+
+    def differences(self) -> list[str]:
+        try:
+            self.scheduler.assert_matched()
+        except fo.FuseOpsError as error:
+            return str(error).splitlines()[1:]
+        return []
+
+
+def of_trace(events: list[dict[str, Any]]) -> dict[str, float]:
+    kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
+    span, busy, end = kernels and max(b for _, b in kernels) - min(a for a, _ in kernels), 0.0, 0.0
+    for a, b in sorted(kernels):
+        busy, end = busy + max(b - max(a, end), 0.0), max(end, b)
+    found = {"ms": span / 1e3, "idle_ms": (span - busy) / 1e3}
+    for name, kind in (("out", "DtoH"), ("back", "HtoD")):
+        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and kind in e["name"]]
+        large = [e for e in copies if e["args"].get("bytes", 0) >= 1 << 20]
+        took = sum(e["dur"] for e in large)
+        found[f"{name}_gb_s"] = sum(e["args"]["bytes"] for e in large) / took / 1e3 if took else 0.0
+    return found
+
+
+def summary(rounds: dict[str, list[dict[str, float]]], plan: Any) -> dict[str, Any]:
+    base, moved = rounds["nothing"], rounds["offload"]
+    before, after = (max(r["peak"] for r in rows) for rows in (base, moved))
+    planned, to_move = plan.before.peak - plan.after.peak, plan.bytes_of("offload")
+    ratios = [b["ms"] / a["ms"] for a, b in zip(base, moved, strict=True)]
+    row = {
+        "ms": statistics.median(r["ms"] for r in base),
+        "ms_with_offload": statistics.median(r["ms"] for r in moved),
+        "step_ratio": statistics.median(ratios),
+        "step_ratio_interval": measure.median_interval(ratios),
+        "rounds": len(ratios),
+        "planned_decrease_gib": planned / GIB,
+        "planned_moves_gib": to_move / GIB,
+        "moves_over_planned": statistics.median(r["moved"] for r in moved) / max(to_move, 1),
+        "planned_peak_gib": plan.before.peak / GIB,
+        "planned_ms": plan.before.seconds * 1e3,
+        "planned_stall_ms": plan.after.stall * 1e3,
+        "leave": {name: leaving(plan, glob) / GIB for name, glob in MODULES.items()},
+    }
+    if before:
+        row |= {
+            "peak_gib": before / GIB,
+            "peak_with_offload_gib": after / GIB,
+            "decrease_over_planned": (before - after) / max(planned, 1),
+            "peak_error_over_moved": abs(before - after - planned) / max(to_move, 1),
+        }
+    return row
+
+
+def leaving(plan: Any, glob: str) -> int:
+    """Bytes that a plan moves of the modules of a glob."""
+    part = glob.split(".")[2]
+    return sum(
+        t.nbytes
+        for t in plan.tensors
+        if t.decision == "offload" and t.name.split(".")[2:3] == [part]
+    )
+
+
+def on_every_rank(options: argparse.Namespace) -> None:
+    """What torchrun starts: all ranks run the layout, the first one writes what all have found."""
+    cuda = options.backend == "nccl"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group(options.backend, device_id=device if cuda else None)
+    ways: list[str | None] = ["peer_memory", "host_counts"] if cuda else [None]
+    if dist.get_world_size() == 2:  # a pipeline, and nobody to send tokens to
+        ways = [None]
+    found: dict[str, Any] = {}
+    for way in ways:
+        mine = Rank(way, options, device)
+        layout = {"mesh": dict(zip(("pp", "dp", "ep"), mine.run.mesh.shape, strict=True))}
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, mine.found())
+        found[way or "host_counts"] = rows
+        if mine.cuda and dist.get_rank() == 0:
+            print(f"{way}\n{mine.plan.explain()}", flush=True)
+        del mine
+        if cuda:
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps({**layout, "ways": found}))
+    dist.destroy_process_group()
+
+
+# --- the command
+
+
+def torchrun(ranks: int, *command: str) -> str:
+    """Run it on so many ranks.   -> what it printed"""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    env |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
+    }
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ran = subprocess.run(
+        [sys.executable, *launch, *command], env=env, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        sys.exit(f"{' '.join(command)} on {ranks} ranks failed:\n{ran.stderr[-4000:]}")
+    return ran.stdout
+
+
+def weak_scaling(ranks: int, small: bool) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of `examples/pretrain.py`, experts over all ranks."""
+    sizes = {k: v for k, v in (SMALL if small else LARGE).items() if k != "micro-batches"}
+    if not small:
+        sizes |= {"batch": 4, "layers": 8}
+    for n in (n for n in (1, 2, 4, 8) if n <= ranks):
+        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6))
+        rates = [float(r.replace(",", "")) for r in re.findall(r"([\d,]+) tokens/s", said)]
+        yield str(n), {"tokens_s_a_rank": statistics.median(rates[2:])}
+
+
+def shares(found: dict[str, Any]) -> dict[str, Any]:
+    """Of all ranks: the worst of each figure beside its bar, and what host synchronisation costs."""
+    first = next(iter(found["ways"].values()))
+    bars = {}
+    for name, bar in BARS.items():
+        values = [row[name] for row in first if name in row]
+        if values:
+            least = "at least" in bar
+            worst = min(values) if least else max(values)
+            met = worst >= bar["at least"] if least else worst <= bar["at most"]
+            bars[name] = {"found": worst, **bar, "met": met}
+    ms = {way: max(row["ms"] for row in rows) for way, rows in found["ways"].items()}
+    cost = ms["host_counts"] / ms["peer_memory"] - 1 if len(ms) == 2 else None
+    return {"bars": bars, "host_synchronisation_over_step": cost}
+
+
+def run(options: argparse.Namespace) -> None:
+    """The whole of it, on `options.ranks` processes."""
+    count = options.ranks or torch.cuda.device_count()
+    if count % 2:
+        sys.exit(f"--layout reference has a pipeline of 2: {count} ranks are none.")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        same = ["--backend", options.backend, "--seconds", str(options.seconds)]
+        same += ["--steps", str(options.steps), *["--small"] * options.small, "--out", str(out)]
+        print(torchrun(count, __file__, *same), end="")
+        found = json.loads(out.read_text())
+    result = {
+        "environment": {**measure.environment(), "backend": options.backend, "ranks": count},
+        "model": SMALL if options.small else LARGE,
+        "pipeline": "ScheduleInterleaved1F1B, 2 ranks, 2 chunks",
+        "may_leave": MODULES,
+        **found,
+        **shares(found),
+        "weak_scaling": dict(weak_scaling(count, options.small)),
+    }
+    for way, rows in result["ways"].items():
+        for rank, row in enumerate(rows):
+            print(
+                f"{way}, rank {rank}: {json.dumps({k: v for k, v in row.items() if k != 'schedule'})}"
+            )
+    for name in ("mesh", "bars", "host_synchronisation_over_step", "weak_scaling"):
+        print(f"{name}: {json.dumps(result[name])}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """What the layout takes besides `--out`."""
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    parser.add_argument("--ranks", type=int, default=0, help="all GPUs unless it is given")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--steps", type=int, default=2, help="of a visit")
+    parser.add_argument("--seconds", type=float, default=60, help="of rounds, of each way")
+    return parser
+
+
+if __name__ == "__main__":
+    whole = options_of(argparse.ArgumentParser())
+    whole.add_argument("--out", type=Path)
+    on_every_rank(whole.parse_args())

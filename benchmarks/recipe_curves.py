@@ -1,0 +1,113 @@
+"""Training under every recipe beside bf16: the demo's model, some seeds, held-out loss on the way.
+
+    python benchmarks/recipe_curves.py --out FILE [--steps 1000] [--seeds 3] [--jobs 8] [--only mxfp8 ...]
+
+Every run is a process of its own; one that is in the file already is not run again, so a run that was cut short goes on
+where it stopped. Stem and head stay in high precision, as is usual. On a GPU GEMMs are in bf16 under autocast, and the
+recipe quantizes their operands however small they are; on a CPU the rest is in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+
+import fuseops as fo
+from fuseops.demo.data import read_corpus, windows
+from fuseops.demo.model import ByteModel, Config
+from fuseops.demo.train import LearningRate, evaluate, train
+from fuseops.ops import scopes
+
+KEPT = {"stem.**": None, "head.**": None}
+RECIPES: dict[str, Any] = {
+    "bf16": None,
+    "float8_block": fo.recipes.Float8BlockScaling(),
+    "float8_current": fo.recipes.Float8CurrentScaling(),
+    "mxfp8": fo.recipes.MXFP8BlockScaling(),
+}
+
+
+def run(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """One training run: held-out losses on the way, and at the end over all windows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    corpus, config = read_corpus(), Config()
+    judged = windows(corpus.held_out, config.context)
+    torch.manual_seed(seed)
+    model = ByteModel(config).to(device)
+    recipe = RECIPES[name]
+    if recipe is not None:
+        fo.configure(model, recipe={**KEPT, "**": recipe})
+    start = time.perf_counter()
+    with strict(recipe):
+        schedule = LearningRate(steps, glances=20)
+        history = train(model, corpus.train, judged[:64], schedule, seed, lambda step, seen: None)
+        end = evaluate(model, judged)
+    seconds = round(time.perf_counter() - start, 1)
+    return {"held_out": history.held_out, "end": end, "seconds": seconds}
+
+
+def strict(recipe: Any) -> Any:
+    """Quantize small layers too, which a recipe leaves alone where FP8 does not pay."""
+    return scopes.scope((("strict_recipe", recipe is not None),))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--only", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(run(given.one[0], int(given.one[1]), given.steps)))
+        return
+    found = json.loads(given.out.read_text()) if given.out.exists() else measure.environment()
+    found |= {"steps": given.steps, "runs": found.get("runs", {})}
+    todo = [(name, seed) for seed in range(given.seeds) for name in given.only]
+    todo = [job for job in todo if "/".join(map(str, job)) not in found["runs"]]
+    running: dict[str, subprocess.Popen[str]] = {}
+    while todo or running:
+        while todo and len(running) < given.jobs:
+            name, seed = todo.pop(0)
+            command = [
+                sys.executable,
+                __file__,
+                "--out",
+                str(given.out),
+                "--steps",
+                str(given.steps),
+            ]
+            command += ["--one", name, str(seed)]
+            running[f"{name}/{seed}"] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        time.sleep(0.2)
+        for key in [key for key, process in running.items() if process.poll() is not None]:
+            process = running.pop(key)
+            out = process.stdout.read() if process.stdout else ""
+            if process.returncode:
+                print(f"{key} failed", file=sys.stderr)
+                continue
+            found["runs"][key] = json.loads(out.splitlines()[-1])
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
+            print(
+                key,
+                f"{found['runs'][key]['end']:.4f}",
+                f"{found['runs'][key]['seconds']} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

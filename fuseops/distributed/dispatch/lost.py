@@ -1,0 +1,64 @@
+"""Names the rank that has ended, in the error of one that waited for it in vain.
+
+A kernel that waits too long for another rank traps, and the CUDA error that follows comes up wherever the host is then.
+Ranks that write to each other's memory are processes of one host: each knows those of the others, and an exception that
+ends this one says which of them are gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+_processes: dict[Any, list[int]] = {}
+"""By group: the process of every rank."""
+
+
+def watch(group: Any) -> None:
+    """Know the processes of a group. A collective, the first time."""
+    if group not in _processes:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, os.getpid(), group=group)
+        _processes[group] = found
+        _install()
+
+
+def ended() -> Iterator[str]:
+    """A sentence for every rank of a watched group whose process is gone."""
+    for group, processes in _processes.items():
+        for rank, process in enumerate(processes):
+            if not runs(process):
+                where = dist.get_global_rank(group, rank)
+                yield f"rank {where} has ended (process {process}), and this one waited for it."
+
+
+def runs(process: int) -> bool:
+    """Whether a process of this host is there and no zombie."""
+    try:
+        os.kill(process, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's, or no /proc
+        return True
+
+
+@functools.cache
+def _install() -> None:
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        for sentence in ended():
+            error.add_note(sentence)
+        before(kind, error, traceback)
+
+    sys.excepthook = hook

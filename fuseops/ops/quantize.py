@@ -1,0 +1,54 @@
+"""Quantize: y in the format of the recipe's inputs.   (..., K) -> (..., K)"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fuseops.recipes import Operand, Quantized, columns_follow, quantize
+
+from .op import Call, Grads, Op, Out
+
+
+class QuantizeSaved(NamedTuple):
+    pass
+
+
+class Quantize(Op[QuantizeSaved]):
+    """y is x as a `Quantized`, in the format that the recipe has for inputs of GEMMs.   (..., K) -> (..., K)
+
+    A GEMM behind it reads the codes; any other op, what they stand for. At the end of a Sequential y comes out as it
+    is, and so does what a Tap behind it publishes. Gradients pass in high precision.
+    forward: False leaves x as it is.
+    backward: the gradient is rounded to the format that the recipe has for gradients, and travels in high precision.
+    Without a recipe, and under torch.compile at the end of a Sequential, y is a tensor.
+    Columns are made too where they do not follow from rows: of one group, which no grouped op takes
+    (`fo.quantize(x, scaling, offs)` makes those of groups).
+    """
+
+    saves_for = {"x": ()}
+    floats = True
+    quantizes = True
+    takes_quantized = True
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self.in_forward, self.in_backward = forward, backward
+
+    def extra_repr(self) -> str:
+        return f"forward={self.in_forward}, backward={self.in_backward}"
+
+    def fwd(self, x: Operand, *, call: Call) -> Out:
+        roles = call.precision.roles
+        scaling = None if roles is None else roles.input
+        if not self.in_forward or scaling is None or isinstance(x, Quantized):
+            return Out(x, QuantizeSaved())
+        return Out(quantize(x, scaling, col=not columns_follow(scaling)), QuantizeSaved())
+
+    def bwd(self, saved: QuantizeSaved, dy: Tensor, *, call: Call) -> Grads:
+        roles = call.precision.roles
+        scaling = None if roles is None else roles.grad_output
+        if not self.in_backward or scaling is None:
+            return Grads(dy)
+        return Grads(quantize(dy, scaling, col=False).dequantize())

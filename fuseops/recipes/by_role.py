@@ -1,0 +1,85 @@
+"""Recipes that differ from op to op: by a function of op, name and role, or by globs over names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fuseops.errors import FuseOpsError
+from fuseops.globs import as_globs, matches
+
+from .recipe import BACKWARDS, Recipe, Roles, check_choices
+from .scaling import Scaling
+from .store import POLICIES
+
+ROLES = ("input", "weight", "grad_output")
+Choose = Callable[[Any, str, str], Scaling | None]
+
+
+@dataclass(frozen=True)
+class ByRole(Recipe):
+    """The format that `choose(op, name, role)` gives for each operand of each op; None is high precision.
+
+    role: "input", "weight" or "grad_output".  name: the dotted name of the op in the model that `fuseops.configure` was
+    given, `fo.configure(model, recipe=ByRole(choose))`; elsewhere that in the Sequential that runs.
+    choose is asked when a call is planned, and has to answer alike each time: for other formats pass another function.
+    weights, backward: as of `Float8BlockScaling`.
+    Raises FuseOpsError, when a call is planned, where it gives something else than a Scaling or None.
+    """
+
+    choose: Choose
+    weights: str = "none"
+    backward: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.choose):
+            raise FuseOpsError(
+                f"ByRole expects a function of (op, name, role), got {self.choose!r}."
+            )
+        check_choices(self, weights=POLICIES, backward=BACKWARDS)
+
+    def roles_of(self, op: Any, name: str) -> Roles:
+        x, weight, dy = (self._scaling(op, name, role) for role in ROLES)
+        return Roles(x, weight, dy, weights=self.weights, backward=self.backward)
+
+    def _scaling(self, op: Any, name: str, role: str) -> Scaling | None:
+        given = self.choose(op, name, role)
+        if given is None or isinstance(given, Scaling):
+            return given
+        raise FuseOpsError(
+            f"ByRole: {name!r} ({type(op).__name__}), {role}: the function gave {given!r:.80}, expected a "
+            "fuseops.recipes.Scaling, or None for high precision."
+        )
+
+
+@dataclass(frozen=True)
+class ByName(Recipe):
+    """The recipe of the first glob that matches an op's dotted name; None, or no match, is high precision.
+
+    `fo.configure(model, recipe={"head.**": None, "**": MXFP8BlockScaling()})` makes one: names need a root.
+    """
+
+    choices: tuple[tuple[str, Recipe | None], ...]
+
+    @classmethod
+    def of(cls, given: Mapping[Any, Any], names: list[str]) -> ByName:
+        """The recipe of a mapping over a model whose ops have these names.
+
+        Raises FuseOpsError for a key that is no glob, a value that is no recipe, and a glob that matches no name.
+        """
+        for glob, recipe in given.items():
+            as_globs(glob, "configure(model, recipe={...})")
+            if not isinstance(recipe, Recipe | None):
+                raise FuseOpsError(
+                    f"recipe[{glob!r}] must be a fuseops.recipes.Recipe or None, got {recipe!r:.80}."
+                )
+            if not any(matches(glob, name) for name in names):
+                raise FuseOpsError(
+                    f"recipe[{glob!r}] matches no op that multiplies; those of the model are {names}."
+                )
+        return cls(tuple(given.items()))
+
+    def roles_of(self, op: Any, name: str) -> Roles:
+        found = next((recipe for glob, recipe in self.choices if matches(glob, name)), None)
+        return Roles() if found is None else found.roles_of(op, name)

@@ -1,0 +1,59 @@
+"""NVFP4: codes of four bits, an E4M3 scale for 16 of them, a float32 scale a tensor (arXiv:2509.25149)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .recipe import BACKWARDS, Recipe, Roles, check_choices
+from .scaling import E2M1, E4M3, Scaling
+from .store import POLICIES
+
+WIDTH = 16
+
+
+def nvfp4(square: bool = False, hadamard: bool = False, stochastic: bool = False) -> Scaling:
+    """The format of an operand: a scale for 16 elements along the axis that is summed, or for 16 x 16 of a weight."""
+    rows = WIDTH if square else 1
+    return Scaling(E2M1, (rows, WIDTH), (WIDTH, rows), E4M3, hadamard, stochastic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """Codes of four bits (E2M1) with an E4M3 scale for every 16 elements along the axis that a GEMM sums, over
+    one float32 scale a tensor (a group, when grouped).
+
+    With S = 448 * 6 / amax of the tensor, a block's scale is E4M3(amax of the block * S / 6), and data = x * S / scale,
+    rounded to the nearest code. Rows and columns are quantized from high precision, each along its own axis. A NaN
+    makes the scale of its block NaN. Where no tensor cores take the format, GEMMs multiply what codes stand for, in
+    float32.
+
+    hadamard: columns of x and of gradients, which the weight gradient multiplies, are turned first by a Hadamard matrix
+        over every 16 tokens, with fixed signs. It cancels in the product, and spreads outliers.
+    stochastic: gradients are rounded at random, up as often as they are far up, so that the mean stays. The seed is
+        drawn from torch's generator in the forward, so a backward that runs twice gives the same bits, and a replayed
+        CUDA graph new ones.
+    square_weights: one scale for 16 x 16 of a weight, so that forward and input gradient read the same numbers.
+    weights: how long quantized weights are kept, and backward: what the gradients' GEMMs multiply, as of
+        `Float8BlockScaling`.
+    Raises FuseOpsError for another value of any of them.
+    """
+
+    hadamard: bool = True
+    stochastic: bool = True
+    square_weights: bool = True
+    weights: str = "none"
+    backward: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, weights=POLICIES, backward=BACKWARDS)
+        switches = ("hadamard", "stochastic", "square_weights")
+        check_choices(self, **dict.fromkeys(switches, (False, True)))
+
+    def roles(self) -> Roles:
+        return Roles(
+            nvfp4(hadamard=self.hadamard),
+            nvfp4(self.square_weights),
+            nvfp4(hadamard=self.hadamard, stochastic=self.stochastic),
+            weights=self.weights,
+            backward=self.backward,
+        )

@@ -1,0 +1,380 @@
+"""Quantized tensors as values: into Sequentials, out of them and through them, with the gradient in high precision."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.recipes import Quantized
+from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.testing.catalogue import catalogue
+from fuseops.testing.strategies import Case, filled, op_cases, rule_cases
+
+BLOCK = fo.recipes.Float8BlockScaling
+CURRENT = fo.recipes.Float8CurrentScaling()
+MX = fo.recipes.MXFP8BlockScaling()
+RECIPES = [
+    BLOCK(),
+    BLOCK(wgrad="block"),
+    BLOCK(wgrad="bf16"),
+    BLOCK(fwd=torch.float8_e5m2),
+    CURRENT,
+    MX,
+]
+D, F, E, K, T = 128, 128, 3, 2, 200
+BF16 = torch.bfloat16
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    x = filled(shape or (T, D), BF16, "normal", seed).float()
+    scale = torch.exp2(torch.arange(x.shape[-2]) % 9 - 4.0)[:, None]  # from row to row
+    return (x * scale).to(BF16).requires_grad_()
+
+
+def input_of(recipe: Any) -> Any:
+    return recipe.roles().input
+
+
+def step(model: Any, x: Any, leaf: Tensor, **side: Any) -> list[Tensor | None]:
+    """Outputs and gradients of a call, that of the leaf first."""
+    torch.manual_seed(0)
+    leaf.grad = None
+    for p in model.parameters():
+        p.grad = None
+    out = model(x, **side)
+    ys = [
+        y.dequantize() if isinstance(y, Quantized) else y
+        for y in (out if isinstance(out, tuple) else (out,))
+    ]
+    asking = [y for y in ys if y.requires_grad]
+    if asking:
+        dys = [filled(y.shape, y.dtype, "normal", 7) for y in asking]
+        torch.autograd.backward(asking, dys)
+    return [leaf.grad, *(y.detach() for y in ys), *(p.grad for p in model.parameters())]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) is (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+# --- into ops and rules
+
+
+def check_case(case: Case, recipe: Any, takes: bool) -> None:
+    """Codes that arrive are those that the op would make, or stand for what any other op gets."""
+    scaling = input_of(recipe)
+    offs = (
+        case.side["offs"]
+        if isinstance(next(iter(case.model.modules())), fo.ops.GroupedLinear)
+        else None
+    )
+    x = case.x.detach().contiguous().requires_grad_()
+    with fo.recipe(recipe):
+        q = fo.quantize(x, scaling, offs)
+        found = step(case.model, q, x, **case.side)
+        other = x if takes else q.dequantize().detach().requires_grad_()
+        expected = step(case.model, other, other, **case.side)
+    assert_same(found, expected)
+
+
+OPS = [
+    op
+    for op, e in catalogue().items()
+    if (not e.heads and e.width != "ends") or op is fo.ops.LinearCrossEntropy
+]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@settings(max_examples=4)
+@given(data=st.data(), recipe=st.sampled_from([BLOCK(), BLOCK(wgrad="block"), CURRENT, MX]))
+def test_any_op_takes_codes_or_what_they_stand_for(op: Any, recipe: Any, data: Any) -> None:
+    case = data.draw(op_cases(op, torch.float32, ["normal", "zeros"], ["contiguous"]))
+    check_case(case, recipe, op.takes_quantized and op.multiplies)
+
+
+@pytest.mark.parametrize("rule", BUILTIN_RULES, ids=lambda rule: rule.name)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_any_rule_takes_codes_or_what_they_stand_for(rule: fo.Rule, data: Any) -> None:
+    case = data.draw(rule_cases(rule, torch.float32, ["normal"]))
+    first = next(iter(case.model))
+    takes = first.multiplies or (isinstance(first, fo.ops.Permute) and len(case.model) > 1)
+    check_case(case, BLOCK(), takes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_the_rows_of_a_linear_may_have_any_shape(recipe: Any, lead: tuple[int, ...]) -> None:
+    op, x = fo.ops.Linear(D, F, dtype=BF16), tokens(*lead, 10, D)
+    with fo.recipe(recipe):
+        q = fo.quantize(x, input_of(recipe))
+        high = recipe.roles().high_wgrad
+        leaf = q.dequantize().detach().requires_grad_() if high else x
+        assert_same(step(op, q, x), step(op, leaf, leaf))
+
+
+def experts() -> tuple[fo.Sequential, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    layer = fo.MoE(D, F, E, K, dtype=BF16)
+    weights, chosen = torch.rand(T, K), torch.randint(0, E, (T, K), dtype=torch.int32)
+    routing = fo.Routing.from_topk(chosen, weights, num_experts=E)
+    side = {n: getattr(routing, n) for n in ("offs", "probs", "index", "pos")}
+    return fo.Sequential({n: layer[n] for n in ("permute", "fc1", "act", "fc2", "combine")}), side
+
+
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(hidden="float8"), BLOCK(wgrad="bf16")], ids=str)
+def test_tokens_in_fp8_go_through_the_experts_and_their_rows_are_saved(recipe: Any) -> None:
+    model, side = experts()
+    x = tokens()
+    with fo.recipe(recipe):
+        q = fo.quantize(x, input_of(recipe), col=False)
+        leaf = q.dequantize().detach().requires_grad_() if recipe.wgrad == "bf16" else x
+        assert_same(step(model, q, x, **side), step(model, leaf, leaf, **side))
+        saved = {t.name: t for t in model.plan(q, **side).saved}
+    assert saved["fc1.x.row"].dtype is torch.float8_e4m3fn and "fc1.x" not in saved
+
+
+# --- the gradient
+
+
+def test_the_gradient_is_that_of_high_precision_and_the_carrier_has_no_bytes() -> None:
+    x = tokens()
+    q = fo.quantize(x, fo.recipes.Scaling())
+    assert q.requires_grad and q.carrier is not None and q.carrier.untyped_storage().nbytes() == 2
+    assert q.carrier.isnan().all() and q.shape == x.shape and q.dtype is BF16
+    dy = tokens(seed=2).detach()
+    q.dequantize().backward(dy)
+    assert torch.equal(x.grad, dy)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert not fo.quantize(x, fo.recipes.Scaling()).requires_grad
+    assert not q.detach().requires_grad and not q.detach().dequantize().requires_grad
+
+
+def test_to_clone_and_groups_keep_values_and_gradients() -> None:
+    offs = torch.tensor([0, 70, 70, 190], dtype=torch.int32)
+    x = tokens()
+    for recipe in RECIPES:
+        q = fo.quantize(x, input_of(recipe), offs)
+        assert q.clone().components()["row"].data_ptr() != q.components()["row"].data_ptr()
+        assert torch.equal(q.clone().dequantize(), q.dequantize())
+        wide = q.to(torch.float32)
+        assert wide.dtype is torch.float32 and torch.equal(
+            wide.dequantize().to(BF16), q.dequantize()
+        )
+        part = q.groups(1, 4)
+        assert torch.equal(part.dequantize(), q.dequantize()[0:190])
+        tail = q.groups(2, 4)
+        assert tail.offs.tolist() == [0, 120] and torch.equal(
+            tail.dequantize(), q.dequantize()[70:190]
+        )  # type: ignore[union-attr]
+        again = fo.quantize(x[70:190], input_of(recipe), tail.offs)
+        for name, t in again.components().items():
+            mine = tail.components()[name]
+            live = [(0, 120)] if name.startswith("row") else None
+            assert mine.shape == t.shape and (
+                live is None or torch.equal(mine.view(torch.uint8), t.view(torch.uint8))
+            )
+        assert torch.equal(values_of_columns(tail), values_of_columns(again))
+        x.grad = None
+        (wide.dequantize().sum() + tail.dequantize().sum()).backward()
+        assert torch.equal(
+            x.grad,
+            1 + ((torch.arange(T) >= 70) & (torch.arange(T) < 190)).to(BF16)[:, None].expand(T, D),
+        )  # type: ignore[arg-type]
+
+
+def values_of_columns(q: Quantized) -> Tensor:
+    from dataclasses import replace
+
+    return replace(q, row=None, carrier=None).dequantize()
+
+
+def test_what_is_no_value_is_refused_in_words() -> None:
+    x, scaling = tokens(), fo.recipes.Scaling()
+    q = fo.quantize(x, scaling)
+    op = fo.ops.Linear(D, F, dtype=BF16)
+    with pytest.raises(
+        fo.FuseOpsError, match=r"arrived as float8_e5m2\[1x128\] by row and col; .*float8_e4m3fn"
+    ):
+        with fo.recipe(BLOCK()):
+            op(fo.quantize(x, fo.recipes.Scaling(torch.float8_e5m2)))
+    with pytest.raises(fo.FuseOpsError, match=r"by row; .* by row and col.*both layouts"):
+        with fo.recipe(BLOCK(wgrad="block")):
+            op(fo.quantize(x, input_of(BLOCK(wgrad="block")), col=False))
+    grouped = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16)
+    with pytest.raises(fo.FuseOpsError, match=r"of 2 groups.*same offs"):
+        with fo.recipe(BLOCK(wgrad="block")):
+            scaling = input_of(BLOCK(wgrad="block"))
+            grouped(fo.quantize(x, scaling), offs=torch.tensor([100, T], dtype=torch.int32))
+    model, side = experts()
+    with (
+        pytest.raises(fo.FuseOpsError, match="after they are permuted"),
+        fo.recipe(BLOCK(wgrad="block")),
+    ):
+        model(fo.quantize(x, scaling), **side)
+    with pytest.raises(fo.FuseOpsError, match=r"torch\.linear got a Quantized.*dequantize"):
+        nn.functional.linear(q, op.weight)  # type: ignore[arg-type]
+    with pytest.raises(fo.FuseOpsError, match="with rows"):
+        op(fo.quantize(x, scaling, row=False))
+    with pytest.raises(fo.FuseOpsError, match="neither rows nor columns"):
+        fo.quantize(x, scaling, row=False, col=False)
+    with pytest.raises(fo.FuseOpsError, match="has no groups"):
+        q.groups(0, 1)
+    with pytest.raises(fo.FuseOpsError, match="floating-point"):
+        q.to(torch.int32)
+
+
+# --- Quantize
+
+
+def mlp() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    where: dict[str, Any] = {"bias": False, "dtype": BF16}
+    return {
+        "fc1": fo.ops.Linear(D, 2 * F, **where),
+        "act": fo.ops.SwiGLU(),
+        "fc2": fo.ops.Linear(F, D, **where),
+    }
+
+
+class Passes(nn.Module):
+    """A plain module that has a Sequential."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+AROUND = {
+    "one": lambda ops: fo.Sequential({"q": fo.ops.Quantize(), **ops}),
+    "nested": lambda ops: fo.Sequential(fo.Sequential(fo.ops.Quantize()), fo.Sequential(ops)),
+    "plain": lambda ops: fo.Sequential(fo.ops.Quantize(), Passes(fo.Sequential(ops))),
+    "bordered": lambda ops: nn.Sequential(fo.Sequential(fo.ops.Quantize()), fo.Sequential(ops)),
+    "behind": lambda ops: fo.Sequential(
+        fo.ops.Identity(), fo.ops.Quantize(), fo.ops.Identity(), *ops.values()
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT, MX], ids=str)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_quantize_changes_nothing_but_who_quantizes(around: Any, recipe: Any) -> None:
+    x = tokens()
+    with fo.recipe(recipe):
+        plain = step(fo.Sequential(mlp()), x, x)
+        assert_same(step(around(mlp()), x, x), plain)
+    with fo.fusion(False):
+        exact = step(fo.Sequential(mlp()), x, x)
+        assert_same(step(around(mlp()), x, x), exact)  # no recipe: y is x
+
+
+@pytest.mark.parametrize("recipe", [BLOCK(), CURRENT], ids=str)
+def test_a_quantize_rounds_the_gradient_where_it_is_asked(recipe: Any) -> None:
+    x = tokens()
+    dy = tokens(seed=3).detach()
+    with fo.recipe(recipe):
+        fo.Sequential(fo.ops.Quantize(forward=False, backward=True))(x).backward(dy)
+        expected = fo.quantize(dy, recipe.roles().grad_output).dequantize()
+    assert torch.equal(x.grad, expected) and not torch.equal(x.grad, dy)  # type: ignore[arg-type]
+
+
+def test_a_quantized_comes_out_as_y_and_by_name() -> None:
+    x = tokens()
+    seq = fo.Sequential(fo.ops.SiLU(), fo.ops.Quantize(), fo.ops.Tap("q"), *mlp().values())
+    with fo.recipe(BLOCK()):
+        for _ in range(2):  # planned, and from the cache
+            y, q = seq(x, returns=("q",))
+            assert isinstance(q, Quantized) and q.requires_grad and isinstance(y, Tensor)
+        q.dequantize().sum().backward()
+        grad = torch.nn.functional.silu(x.detach().float().requires_grad_())
+        assert x.grad is not None and grad.shape == x.grad.shape
+        out = fo.Sequential(fo.ops.SiLU(), fo.ops.Quantize())(x)
+        assert isinstance(out, Quantized) and torch.equal(out.dequantize(), q.dequantize())
+        with torch.no_grad():
+            assert isinstance(fo.Sequential(fo.ops.SiLU(), fo.ops.Quantize())(x), Quantized)
+        added = fo.Sequential(fo.ops.Quantize(), fo.ops.Tap("q"), fo.ops.SiLU(), fo.ops.Add("q"))
+        wanted = (
+            torch.nn.functional.silu(q := fo.quantize(x, fo.recipes.Scaling()).dequantize()) + q
+        )
+        torch.testing.assert_close(added(x), wanted)
+
+
+# --- what holds of any call
+
+
+def kept(model: Any, q: Any) -> Any:
+    return model(q)
+
+
+def recomputed(model: Any, q: Any) -> Any:
+    return checkpoint(model, q, use_reentrant=False, context_fn=fo.checkpoint_contexts)
+
+
+def on_the_host(model: Any, q: Any) -> Any:
+    with offload.to_host(min_bytes=0):
+        return model(q)
+
+
+def marked(model: Any, q: Any) -> Any:
+    offload.mark_offload(q)
+    offload.start_offload(q)
+    with offload.to_host(min_bytes=1 << 40) as scope:
+        y = model(q)
+    moved = [e.name for e in scope.report().entries if e.decision == "moved"]
+    assert any(".row" in name or ".col" in name for name in moved), scope.report()
+    return y
+
+
+def without_hidden(model: Any, q: Any) -> Any:
+    with offload.recompute():
+        return model(q)
+
+
+@pytest.mark.parametrize("call", [recomputed, on_the_host, marked, without_hidden])
+@pytest.mark.parametrize("recipe", [BLOCK(), BLOCK(wgrad="block"), CURRENT, MX], ids=str)
+def test_codes_are_saved_by_component_and_may_go_and_come_back(call: Any, recipe: Any) -> None:
+    model, x = fo.Sequential(mlp()), tokens()
+    with fo.recipe(recipe):
+        expected = step(lambda_of(kept, model), fo.quantize(x, input_of(recipe)), x)
+        found = step(lambda_of(call, model), fo.quantize(x, input_of(recipe)), x)
+    assert_same(found, expected)
+
+
+def lambda_of(call: Any, model: nn.Module) -> nn.Module:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, q: Any) -> Any:
+            return call(self.model, q)
+
+    return Called()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_code_takes_what_a_quantized_stands_for() -> None:
+    model, x = fo.Sequential(mlp()), tokens()
+    with fo.recipe(BLOCK()):
+        q = fo.quantize(x, fo.recipes.Scaling())
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert_same(step(compiled, q, x), step(model, q, x))
+
+
+def test_autocast_casts_what_it_stands_for() -> None:
+    model, x = fo.Sequential(mlp()).float(), tokens().detach().float().requires_grad_()
+    with fo.recipe(BLOCK()), torch.autocast("cpu", BF16):
+        found = step(model, fo.quantize(x, fo.recipes.Scaling()), x)
+        assert_same(found, step(model, x, x))
