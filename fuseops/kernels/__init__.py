@@ -10,6 +10,7 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
+    by inductor     generated (of elementwise functions, for any number of rows)
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 
