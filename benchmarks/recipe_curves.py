@@ -32,6 +32,7 @@ RECIPES: dict[str, Any] = {
     "float8_block": fo.recipes.Float8BlockScaling(),
     "float8_current": fo.recipes.Float8CurrentScaling(),
     "mxfp8": fo.recipes.MXFP8BlockScaling(),
+    "nvfp4": fo.recipes.NVFP4BlockScaling(),
 }
 
 
