@@ -31,6 +31,7 @@ RECIPES: dict[str, Any] = {
     "bf16": None,
     "float8_block": fo.recipes.Float8BlockScaling(),
     "float8_current": fo.recipes.Float8CurrentScaling(),
+    "float8_delayed": fo.recipes.DelayedScaling(amax_history_len=16),
     "mxfp8": fo.recipes.MXFP8BlockScaling(),
     "nvfp4": fo.recipes.NVFP4BlockScaling(),
 }

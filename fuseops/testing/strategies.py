@@ -14,6 +14,7 @@ from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
 from fuseops.recipes import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -403,7 +404,7 @@ def _chain(
         yield from found
 
 
-BY_EIGHT_BITS = (Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling)
+BY_EIGHT_BITS = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling)
 
 
 @st.composite
@@ -419,7 +420,9 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
         "backward": draw(st.sampled_from(BACKWARDS)),
     }
     kind = draw(st.sampled_from([*BY_EIGHT_BITS, NVFP4BlockScaling]))
-    if kind is not Float8CurrentScaling and kind is not Float8BlockScaling:
+    if kind is DelayedScaling:
+        options = {"weights": options["weights"], "amax_history_len": draw(st.sampled_from([1, 4]))}
+    if kind in (MXFP8BlockScaling, NVFP4BlockScaling):
         options["square_weights"] = draw(st.booleans())
     if kind is NVFP4BlockScaling:
         return NVFP4BlockScaling(hadamard=draw(st.booleans()), stochastic=False, **options)
