@@ -89,7 +89,7 @@ def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) ->
     if "weight" in needs and roles.high_wgrad:
         params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
     elif "weight" in needs:
-        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, call, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
     if "bias" in needs:
         params["bias"] = K.bias_bwd(_rows(high(dy)))
     return Grads(dx, params)
@@ -130,10 +130,15 @@ def grad_operand(
 
 
 def columns_of(
-    x: Operand, roles: Roles, offs: Tensor | None = None, index: Tensor | None = None
+    x: Operand,
+    call: Call,
+    roles: Roles,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Operand:
     """x as the weight gradient reads it."""
-    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index)
+    see = _see(call, "input")
+    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index, see=see)
 
 
 def _operand(

@@ -112,8 +112,8 @@ def _operand(
         return _by_format(x, scaling, offs, row, col, seed)
     if see is not None:
         data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
-        pair = (None if t is None else Layout(t, scale) for t in (data, turned))
-        return Quantized(*pair, scaling, offs, x.dtype)
+        rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
+        return Quantized(rows, columns, scaling, offs, x.dtype)
     make = _by_tensor if scaling.block is None else _by_vector
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)

@@ -33,7 +33,7 @@ See = Callable[[Tensor], Tensor]
 """From the amax of a tensor, or of groups, to what it is multiplied by."""
 
 
-class Delayed(Protocol):
+class KeepsScales(Protocol):
     """What is asked of a recipe that keeps a state: see `DelayedScaling`."""
 
     @property
@@ -54,16 +54,16 @@ class ScaleState:
 
     def __init__(self, buffers: dict[str, Tensor | None]) -> None:
         self.buffers = buffers
-        self.recipe: Delayed | None = None  # that it was used under last
+        self.recipe: KeepsScales | None = None  # that it was used under last
         self.number = next(_numbers)
         _states.add(self)
         _watch_optimizers()
 
-    def see(self, recipe: Delayed, role: str, note: bool) -> See:
+    def see(self, recipe: KeepsScales, role: str, note: bool) -> See:
         """What gives the scale of an operand in its role for its amax, () or (G,), which it notes if it is to."""
         return functools.partial(self._see, recipe, ROLES.index(role), note)
 
-    def _see(self, recipe: Delayed, k: int, note: bool, amax: Tensor) -> Tensor:
+    def _see(self, recipe: KeepsScales, k: int, note: bool, amax: Tensor) -> Tensor:
         dtype = recipe.bwd if k == 2 else recipe.fwd
         own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
         if torch_private.is_fake(amax) or amax.is_meta:
@@ -75,7 +75,7 @@ class ScaleState:
         scales = scales.float().view(amax.shape)
         return torch.where(scales == 0, own, scales)
 
-    def _make(self, recipe: Delayed, like: Tensor) -> None:
+    def _make(self, recipe: KeepsScales, like: Tensor) -> None:
         """Buffers for these groups and this length, where they are not there."""
         self.recipe, length, groups = recipe, recipe.amax_history_len, like.numel()
         if self.buffers.get(SCALE) is None:
@@ -98,7 +98,7 @@ class ScaleState:
 
     def advance(self) -> None:
         """What was seen since the last time becomes the latest step of the history."""
-        recipe: Delayed = self.recipe  # type: ignore[assignment]
+        recipe: KeepsScales = self.recipe  # type: ignore[assignment]
         amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
         if amax is None or history is None or scale is None:
             return
@@ -112,7 +112,7 @@ class ScaleState:
         amax.zero_()
 
 
-def _scale(recipe: Delayed, dtype: torch.dtype, amax: Tensor) -> Tensor:
+def _scale(recipe: KeepsScales, dtype: torch.dtype, amax: Tensor) -> Tensor:
     largest = torch.full_like(amax, torch.finfo(dtype).max)
     return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
 
@@ -132,7 +132,8 @@ def advance(states: Iterable[ScaleState]) -> None:
     for name, members in groups.items():
         amaxes: list[Any] = [state.buffers[AMAX] for state in members]
         largest = torch_private.largest_over(torch.cat([t.flatten() for t in amaxes]), name)
-        for amax, part in zip(amaxes, largest.split([t.numel() for t in amaxes]), strict=True):
+        sizes = [t.numel() for t in amaxes]
+        for amax, part in zip(amaxes, torch.split(largest, sizes), strict=True):
             amax.copy_(part.view(amax.shape))
     for state in used:
         state.advance()

@@ -93,8 +93,8 @@ class WeightStore:
         """
         source = self._live(weight)
         if source is None:
-            row, col = layout == "row", layout == "col"
-            return weight_operand(weight, scaling, row=row, col=col, see=see)
+            one = {"row": layout == "row", "col": layout == "col"}
+            return weight_operand(weight, scaling, **one, see=see)
         stamp = _stamp(source, scaling)
         if stamp != self.stamp or self.source is None or self.source() is not source:
             self.drop()
