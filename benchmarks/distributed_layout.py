@@ -191,9 +191,10 @@ class Rank:
 
 
 def of_trace(events: list[dict[str, Any]]) -> dict[str, float]:
-    kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
-    span, busy, end = kernels and max(b for _, b in kernels) - min(a for a, _ in kernels), 0.0, 0.0
-    for a, b in sorted(kernels):
+    """ms from the first kernel to the last, ms without any, and rates of large copies."""
+    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
+    span, busy, end = max(b for _, b in kernels) - kernels[0][0], 0.0, 0.0
+    for a, b in kernels:
         busy, end = busy + max(b - max(a, end), 0.0), max(end, b)
     found = {"ms": span / 1e3, "idle_ms": (span - busy) / 1e3}
     for name, kind in (("out", "DtoH"), ("back", "HtoD")):

@@ -38,6 +38,8 @@ from .ops.op import Grads as Grads
 from .ops.op import Op as Op
 from .ops.op import Out as Out
 from .ops.routing import Routing as Routing
+from .ops.stored import masters as masters
+from .ops.stored import quantized_init as quantized_init
 from .ops.weights import weights_changed as weights_changed
 from .recipes import quantize as quantize
 from . import testing as testing
@@ -69,11 +71,13 @@ __all__ = [
     "kernels",
     "linear_cross_entropy",
     "linear_loss",
+    "masters",
     "maybe",
     "offload",
     "ops",
     "plans",
     "quantize",
+    "quantized_init",
     "recipe",
     "recipes",
     "reference",

@@ -94,6 +94,13 @@ class Draws(fo.Op):
         return self.draw(x) if self.on else x
 
 
+def importing(what: str, factor: str) -> Any:
+    """A fwd of a module that imports nothing itself."""
+    scope: dict[str, Any] = {}
+    exec(f"def fwd(self, x):\n    {what}\n    return x * {factor}\n", scope)
+    return scope["fwd"]
+
+
 def made(closed: random.Random) -> Any:
     return lambda self, x: x * closed.random()
 
@@ -104,6 +111,8 @@ WAYS = {
     "a generator of its own": lambda self, x: x * torch.rand(3, 4, generator=self.generator),
     "a generator of the module": lambda self, x: x * torch.rand(3, 4, generator=own),
     "random": lambda self, x: x * random.random(),
+    "random, imported inside": importing("import random as drawn", "drawn.random()"),
+    "a function of it": importing("from random import uniform", "uniform(1.0, 2.0)"),
     "a method of random": lambda self, x: x * random.choice([1.0, 2.0]),
     "random, in a helper": lambda self, x: helper(x),
     "random, in an inner function": lambda self, x: (lambda: x * random.random())(),

@@ -38,9 +38,9 @@ class ExpertParallel(ParallelStyle):
     comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
     with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
 
-    way: how tokens travel: "host_counts", "peer_memory" (docs/moe.md), or None for the fastest that all ranks can take,
-        which they vote on.
-    capacity, tokens: with "peer_memory", how many times the mean there is room for, and the most tokens of a rank, by
+    way: how tokens travel: "host_counts", "fixed_capacity", "peer_memory" (docs/moe.md), or None for the fastest of the
+        first and the last that all ranks can take, which they vote on.
+    capacity, tokens: with the last two, how many times the mean there is room for, and the most tokens of a rank, by
         default those of the first forward.
     average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
         an expert's is: it sees the tokens of all ranks.

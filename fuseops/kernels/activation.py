@@ -213,9 +213,7 @@ def _forward(x: Tensor, probs: Tensor | None, kind: str, interleave: int, *shape
     return y
 
 
-def _form(
-    x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
-) -> tuple[dict[str, Any], int]:
+def _form(x: Tensor, kind: str, interleave: int, *shape: float) -> tuple[dict[str, Any], int]:
     """(constexprs of the kind, output width), after checking the arguments."""
     require(kind in KINDS, f"unknown activation '{kind}'. Known: {', '.join(KINDS)}.")
     gated, width = kind in GATES, x.shape[-1]
@@ -227,14 +225,10 @@ def _form(
     require(
         gated or not interleave, f"{kind} has no gate, so interleave={interleave} has no meaning."
     )
-    given = {"ALPHA": alpha, "LIMIT": limit, "OFFSET": offset}
-    read = _READ.get(kind, ())
-    shape = {name: value if name in read else 0.0 for name, value in given.items()}
-    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **shape}
+    read = {"clamped_swiglu": 3, "situglu": 2}.get(kind, 0)  # of alpha, limit and offset
+    given = zip(("ALPHA", "LIMIT", "OFFSET"), (*shape[:read], 0.0, 0.0, 0.0), strict=False)
+    form = {"ACT": GATES.get(kind, kind), "GATED": gated, "INTERLEAVE": interleave, **dict(given)}
     return form, width // 2 if gated else width
-
-
-_READ = {"clamped_swiglu": ("ALPHA", "LIMIT", "OFFSET"), "situglu": ("ALPHA", "LIMIT")}
 
 
 def _grad_rows(dy: Tensor, x: Tensor, n: int) -> Tensor:

@@ -10,6 +10,8 @@ Repaired, in triton 3.6 to 3.9:
 * integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
   (hardware: the number), and those along an axis warn where all are NaN;
 * loop bounds fail under numpy >= 2.4 in 3.6;
+* a mask and a truth value are an integer in 3.9;
+* coordinates that are constants plus tensors count as constants, which 3.9 compares with int32's range;
 * ``tl.sort`` takes seconds: its exclusive ors along an axis go element by element.
 Not repaired: arithmetic on bf16 and fp8 values works on their bits, so kernels cast to float32
 first.
@@ -47,6 +49,12 @@ def install() -> None:
     tri.ReduceOps.min_max = functools.partialmethod(_min_max, original=tri.ReduceOps.min_max)
     tri.TritonSemantic.dot_scaled = functools.partialmethod(
         _semantic_dot_scaled, original=tri.TritonSemantic.dot_scaled
+    )
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(builder, name, functools.partialmethod(_masked, original=getattr(builder, name)))
+    semantic = tri.TritonSemantic
+    semantic._convert_elem_to_ir_value = functools.partialmethod(
+        _convert_elem, original=semantic._convert_elem_to_ir_value
     )
     tri._patch_lang_tensor = functools.partial(_patch_lang_tensor, original=tri._patch_lang_tensor)
 
@@ -155,6 +163,19 @@ def _dot_scaled(
     a = _scaled_operand(lhs, lhs_scale, lhs_format, k_axis=-1, k_pack=lhs_k_pack)
     b = _scaled_operand(rhs, rhs_scale, rhs_format, k_axis=-2, k_pack=rhs_k_pack)
     return tri.TensorHandle(np.matmul(a, b, dtype=np.float32) + acc.data, acc.dtype.scalar)
+
+
+def _masked(self: Any, *args: Any, original: Any, **keywords: Any) -> Any:
+    """With a mask of truth values."""
+    at = 1 if original.__name__ == "create_masked_load" else 2
+    mask = tri.TensorHandle(args[at].data.astype(bool), tl.int1)
+    return original(self, *args[:at], mask, *args[at + 1 :], **keywords)
+
+
+def _convert_elem(self: Any, elem: Any, require_i64: bool, *, original: Any) -> Any:
+    """Without the constexpr that Python's arithmetic has put around a tensor."""
+    value = getattr(elem, "value", elem)
+    return original(self, value if isinstance(value, tl.tensor) else elem, require_i64)
 
 
 class _Format(str):

@@ -122,9 +122,9 @@ def _enter(module: Sequential) -> tuple[str, bool]:
         return "", False
     outermost = naming.thread.outermost
     if outermost is None:
-        naming.thread.outermost = {id(m): f"{n}." if n else "" for n, m in module.named_modules()}
+        naming.thread.outermost = naming.Outermost(module)
         return "", True
-    return outermost.get(id(module), ""), False
+    return outermost.prefix(module), False
 
 
 class Residual(Sequential):

@@ -110,7 +110,8 @@ def _owners(saved_names: tuple[str, ...]) -> tuple[nn.Module, ...]:
         return ()
     prefix = prefix_of(module)
     if prefix is None:
-        prefix = (names.thread.outermost or {}).get(id(module), "")
+        outermost = names.thread.outermost
+        prefix = "" if outermost is None else outermost.prefix(module)
     children = (_child(module, name.removeprefix(prefix)) for name in saved_names)
     return tuple(child for child in children if child is not None)
 

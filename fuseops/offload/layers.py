@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from fuseops import torch_private
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named, as_named, promised
+from fuseops.observe.labels import Labels, Named
 from fuseops.ops import names
-from fuseops.ops.names import SavedName
 
 from . import marks, records
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
-from .reasons import HELD_ANYWAY, TensorFacts, mark_on, why_keep
-from .records import Handle, Kept, Label, Moved, Mover, Record, Staying, Watch
-from .report import KEPT, MOVED, SHARED, Entry
+from .reasons import TensorFacts, mark_on, why_keep
+from .records import Handle, Kept, Label, Mover, Record, Staying
+from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
-from .scopes import Scope, recompute
+from .scopes import Judged, Scope, recompute
 from .storages import StorageMap
-
-# saved tensors that differ in name, shape or the like; beyond so many all are judged anew
-REMEMBERED = 1 << 15
 
 
 @dataclass(eq=False, slots=True)
@@ -50,17 +46,6 @@ class Running:
     staying: Staying | None = None
 
 
-class Judged(NamedTuple):
-    """What was found for a saved tensor. It holds for every one of the same name, shape, bytes and
-    the like; what differs from step to step is which tensors share a storage, and whether there is
-    room.
-    """
-
-    label: Label
-    entry: Entry  # for the report: moved, or kept for what reason
-    saved: SavedName | None  # its id stands for it and for the modules that save it
-
-
 class _LayersThread(threading.local):
     def __init__(self) -> None:
         self.running: list[Running] = []
@@ -68,6 +53,8 @@ class _LayersThread(threading.local):
 
 class LayerScope(Scope):
     """Takes what the layers of a scheduler save, and drives its schedule."""
+
+    _goes_along = True
 
     def __init__(
         self,
@@ -78,6 +65,7 @@ class LayerScope(Scope):
     ) -> None:
         super().__init__(model)
         self._policy, self._layers = policy, layers
+        self._lasting = policy is None or policy.lasting
         self._make_mover: Callable[[], Mover] | None = mover
         self._mover: Mover | None = None
         self.paused = False  # a plan is being made
@@ -85,13 +73,10 @@ class LayerScope(Scope):
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
         self._dropping: set[str] = set()  # layers with ops that drop fields
-        self._judged: dict[Any, Judged] = {}
-        self.names: dict[
-            str, str
-        ] = {}  # decision of the last step by name, "offload" if in one of its micro-batches
-        self._left: set[str] = (
-            set()
-        )  # names that left in this step, though the schedule keeps what is read too soon
+        # decision of the last step by name, "offload" if in one of its micro-batches
+        self.names: dict[str, str] = {}
+        # names that left in this step, though the schedule keeps what is read too soon
+        self._left: set[str] = set()
         self._step = 0
         self.called: set[str] = set()  # paths of layers
         self._know_root()
@@ -201,31 +186,8 @@ class LayerScope(Scope):
 
     # --- saving
 
-    def pack(self, t: Tensor) -> Handle:
-        """As every scope; but what is the same in every step is found out once."""
-        known = promised(t) or self._named_by_torch(t)
-        aside = self._aside(t)
-        if aside is not None:
-            return self._keep(t, as_named(known), *aside)
-        record = records.find(t)
-        if record is not None:
-            return self._share(t, as_named(known), record)
-        storage = t.untyped_storage()
-        which: tuple[Any, ...] = (id(known), marks.mark_of(t), marks.changes())
-        if isinstance(known, Named):
-            which = (known.name, mark_on(t, known))
-        facts = (
-            *(which, type(t), t.shape, t.dtype, t.device, storage.nbytes()),
-            *(self._owned.of(storage), self._policy and self._resident.get(storage)),
-        )
-        found = self._judged.get(facts)
-        if found is None:
-            found = self._judge(t, known)
-            if len(self._judged) >= REMEMBERED:
-                self._judged.clear()
-            if self._policy is None or self._policy.lasting:
-                self._judged[facts] = found
-        return self._do(t, storage, found)
+    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        return self._owned.storages.get(storage), self._policy and self._resident.get(storage)
 
     def _named_by_torch(self, t: Tensor) -> Named:
         running = self._now
@@ -250,46 +212,29 @@ class LayerScope(Scope):
             running.staying = Staying(self.mover, running.call)
         return Kept(t, label, self._ledger, running.staying)
 
-    def _share(self, t: Tensor, named: Named, record: Record) -> Handle:
-        call: Any = self._now.call  # the hook pair is there only then
-        self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
-        record.mover.share(call, record.item)
-        return Moved(t, Label(named.name, named.op), record, call, self._ledger)
-
-    def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
-        named = as_named(known)
+    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         mark = mark_on(t, named)
         reason = why_keep(t, named, TensorFacts(self._owned, mark, self.mover.on_gpu))
-        why = "marked offload"
-        if reason is None and mark != marks.OFFLOAD:
-            reason, why = self._by_policy(t, named), "policy"
-        nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
-        decision = MOVED if reason is None else KEPT
-        entry = self._entry(t, named, decision, reason or why, nbytes)
-        label = Label(named.name, named.op)
-        return Judged(label, entry, known if isinstance(known, SavedName) else None)
+        if reason is not None or mark == marks.OFFLOAD:
+            return reason, "marked offload"
+        return self._by_policy(t, named), "policy"
 
-    def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
-        label, entry = found.label, found.entry
-        if entry.decision == MOVED:
-            now: Any = self._now.call
-            call, watch = now, Watch(t, entry, self._ledger)
-            record = self.mover.save(call, t, marks.ready(t), watch)
-            if not isinstance(record, str):
-                self.names[label.name] = "offload"
-                self._left.add(label.name)
-                self._ledger.saw(entry)
-                self._ledger.moved(record)
-                return Moved(t, label, record, call, self._ledger)
-            entry = entry._replace(decision=KEPT, reason=record)
+    def _call_of(self, record: Record) -> LayerRun:
+        call: Any = self._now.call  # the hook pair is there only then
+        return cast(LayerRun, call)
+
+    def _move(self, t: Tensor, found: Judged) -> Handle | str:
+        handle = self._moved(t, found, self.mover, self._now.call)
+        if not isinstance(handle, str):
+            self.names[found.label.name] = "offload"
+            self._left.add(found.label.name)
+        return handle
+
+    def _stays(self, storage: torch.UntypedStorage, label: Label) -> None:
         if label.name not in self._left:
             self.names[label.name] = "keep"
         if self._policy is not None:
             self._resident.set(storage, label.name)
-        if entry.nbytes and not self._counts(storage, entry.reason):
-            entry = entry._replace(nbytes=0)
-        self._ledger.saw(entry)
-        return self._kept(t, label)
 
     def _by_policy(self, t: Tensor, named: Named) -> str | None:
         planned = self.mover.schedule.decisions.get(named.name)

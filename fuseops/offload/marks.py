@@ -22,7 +22,7 @@ from .storages import StorageMap
 OFFLOAD, KEEP = "offload", "keep"
 _ATTRIBUTE = "_offload_mark"
 _marks: StorageMap[str] = StorageMap()
-_changes = 0  # of marks on modules
+module_changes = 0  # how often modules have been marked: as long as that stays, so do their marks
 _ready: StorageMap[tuple[int, Event]] = StorageMap()  # the version that was complete, and when
 
 
@@ -50,7 +50,9 @@ def start_offload(*tensors: Any) -> None:
 
 def ready(t: Tensor) -> Event | None:
     """When the bytes of t were complete, if that was said and nobody wrote it since."""
-    version, event = (_ready.get(t.untyped_storage()) if len(_ready) else None) or (-1, None)
+    if not _ready.entries:
+        return None
+    version, event = _ready.get(t.untyped_storage()) or (-1, None)
     return event if version == t._version else None
 
 
@@ -94,8 +96,8 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
         )
     if mark not in (KEEP, OFFLOAD, None):
         raise FuseOpsError(f"mark_module expects 'keep', 'offload' or None, got {mark!r}.")
-    global _changes
-    _changes += 1
+    global module_changes
+    module_changes += 1
     for _, child in walk(module):
         if mark is None:
             child.__dict__.pop(_ATTRIBUTE, None)
@@ -105,12 +107,7 @@ def mark_module(module: nn.Module, mark: str | None) -> None:
 
 def mark_of(t: Tensor) -> str | None:
     """The mark on the storage of t."""
-    return _marks.get(t.untyped_storage()) if len(_marks) else None
-
-
-def changes() -> int:
-    """How often modules have been marked: as long as that stays, so do their marks."""
-    return _changes
+    return _marks.get(t.untyped_storage()) if _marks.entries else None
 
 
 def mark_of_module(module: nn.Module) -> str | None:

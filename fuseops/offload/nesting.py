@@ -49,7 +49,9 @@ class PackHook:
         return packs
 
     def __call__(self, t: Tensor) -> Handle:
-        return self.scope.pack(t)
+        scope: Any = self._scope()
+        handle: Handle = scope.pack(t)
+        return handle
 
 
 # A compiled region calls the hooks while it runs; dynamo would try to compile them in their turn.

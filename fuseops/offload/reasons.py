@@ -41,29 +41,25 @@ class Owned:
     """
 
     def __init__(self) -> None:
-        self._storages: StorageMap[str] = StorageMap()
+        self.storages: StorageMap[str] = StorageMap()
 
     def note(self, tensors: Iterable[Tensor | None], what: str) -> None:
         for t in tensors:
             if t is not None and why_not_plain(t) is None:
                 storage = t.untyped_storage()
-                if self._storages.get(storage) != what:
-                    self._storages.set(storage, what)
+                if self.storages.get(storage) != what:
+                    self.storages.set(storage, what)
 
     def note_model(self, root: nn.Module) -> None:
         self.note(root.buffers(), BUFFER)
         self.note(root.parameters(), PARAMETER)
-
-    def of(self, storage: torch.UntypedStorage) -> str | None:
-        """What is known of a storage."""
-        return self._storages.get(storage)
 
     def why(self, t: Tensor, is_param: bool) -> str | None:
         """Whether t is a parameter or a buffer, or a view or alias of one."""
         if is_param or isinstance(t, nn.Parameter) or isinstance(base_of(t), nn.Parameter):
             self.note((t,), PARAMETER)  # so that aliases without a base are known too
             return PARAMETER
-        return self._storages.get(t.untyped_storage())
+        return self.storages.get(t.untyped_storage())
 
 
 def is_cast_of_parameter(t: Tensor, owned: Owned) -> bool:

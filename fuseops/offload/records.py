@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from fuseops.errors import InPlaceError
 from fuseops.torch_private import (
@@ -49,19 +49,21 @@ class Label(NamedTuple):
 
 
 class Watch:
-    """Follows one storage that leaves: writes to it, and what the report says of it."""
+    """Follows one storage that leaves: writes to it, and what the report says of it. The schedule has it, and a record
+    the schedule's item: so the record dies with its handles.
+    """
 
-    __slots__ = ("entry", "guard", "ledger", "nbytes", "version", "written")
+    __slots__ = ("entry", "guard", "ledger", "version", "written")
 
     def __init__(self, t: Tensor, entry: Entry, ledger: Ledger) -> None:
         self.guard, self.version = alias_of_no_bytes(t), t._version
-        self.entry, self.ledger, self.nbytes = entry, ledger, entry.nbytes
+        self.entry, self.ledger = entry, ledger
         self.written = ""  # when a write was first seen
 
-    def tell(self, point: str) -> None:
+    def __call__(self, point: str) -> None:
         """The schedule's news of this storage."""
         if point == "reload":
-            self.ledger.came_back(self.nbytes)
+            self.ledger.came_back(self.entry.nbytes)
         elif point not in ("copy", "release"):
             self.ledger.stayed(self.entry, point)
         elif not self.written and self.guard._version != self.version:
@@ -104,17 +106,23 @@ class Mover:
             self.tidy()
             self.schedule.close()
 
-    def save(self, call: LayerRun, t: Tensor, ready: Event | None, watch: Watch) -> "Record | str":
-        """Have the storage of t leave; or why it stays."""
+    def save(
+        self, call: LayerRun | None, t: Tensor, ready: Event | None, entry: Entry, ledger: Ledger
+    ) -> "Record | str":
+        """Have the storage of t leave; or why it stays.  call: of a layer; None: it leaves by itself."""
         with self._lock:
-            storage, lanes = t.untyped_storage(), self.schedule.lanes
-            source = Buf(
-                watch.entry.name, storage.nbytes(), "device", as_bytes(storage), lanes.compute()
-            )
-            item = self.schedule.save(call, source.name, source, ready, watch.tell)
+            schedule, storage = self.schedule, t.untyped_storage()
+            watch, lane = Watch(t, entry, ledger), schedule.lanes.compute()
+            source = Buf(entry.name, storage.nbytes(), "device", as_bytes(storage), lane)
+            if self._dead:
+                self.tidy()
+            if call is None:
+                call, item = schedule.depart(entry.name, source, ready, watch)
+            else:
+                item = schedule.save(call, entry.name, source, ready, watch)
             if item.kept is not None and item.bundle is None and item not in call.small:
                 return item.kept
-            record = Record(t, watch, item, call, self)
+            record = Record(t, storage, watch, item, call, self)
             _thread.records[storage_key(storage)] = record
             return record
 
@@ -134,11 +142,15 @@ class Mover:
             self.tidy()
             getattr(self.schedule, what)(call)
 
-    def read(self, item: Item, again: bool, layout: StridedLayout, record: "Record") -> Tensor:
-        """The tensor, for the current compute stream."""
+    def read(self, call: LayerRun, record: "Record", layout: StridedLayout, again: bool) -> Tensor:
+        """The tensor, for the current compute stream. With the first of a call its backward begins."""
         with self._lock:
-            tensor = record.view(self.schedule, layout)
-            self.schedule.used(item, again=again)
+            schedule = self.schedule
+            if self._dead:
+                self.tidy()
+            schedule.backward(call)
+            tensor = record.view(schedule, layout)
+            schedule.used(record.item, again=again)
             return tensor
 
     def died(self, call: LayerRun, item: Item | None, read: bool) -> None:
@@ -148,9 +160,10 @@ class Mover:
     def tidy(self) -> None:
         """Give back what belonged to handles that are gone."""
         with self._lock:
-            while self._dead:
-                call, item, read = self._dead.popleft()
-                self.schedule.drop(call, item, read=read)
+            dead, drop = self._dead, self.schedule.drop
+            while dead:
+                call, item, read = dead.popleft()
+                drop(call, item, read=read)
 
 
 class Record:
@@ -161,11 +174,19 @@ class Record:
         *("call", "item", "mover", "name", "nbytes", "origin", "watch"),
     )
 
-    def __init__(self, t: Tensor, watch: Watch, item: Item, call: LayerRun, mover: Mover) -> None:
+    def __init__(
+        self,
+        t: Tensor,
+        storage: UntypedStorage,
+        watch: Watch,
+        item: Item,
+        call: LayerRun,
+        mover: Mover,
+    ) -> None:
         self.name, self.nbytes = item.name, item.nbytes
         self.watch, self.item, self.call, self.mover = watch, item, call, mover
         self._base = weakref.ref(base_of(t))
-        self.origin = WeakStorage(t.untyped_storage())
+        self.origin = WeakStorage(storage)
         self._live: WeakStorage | None = None
         self._start = 0
         self._stream: object = None
@@ -234,7 +255,8 @@ class Kept:
 
     def restore(self) -> Tensor:
         self.ledger.backward_began()
-        _check(self.tensor, self.version, self.label, "")
+        if self.tensor._version != self.version:
+            raise _written(self.tensor, self.version, self.label, "")
         return self.tensor
 
 
@@ -254,10 +276,10 @@ class Moved:
         self.ledger.backward_began()
         record, again = self.record, self.read
         watch = record.watch
-        _check(watch.guard, watch.version, self.label, watch.written)
-        record.mover.backward(self.call)
+        if watch.guard._version != watch.version:
+            raise _written(watch.guard, watch.version, self.label, watch.written)
         self.read = True
-        return record.mover.read(record.item, again, self.layout, record)
+        return record.mover.read(self.call, record, self.layout, again)
 
     def __del__(self) -> None:
         self.record.mover.died(self.call, self.record.item, self.read)
@@ -266,13 +288,12 @@ class Moved:
 Handle = Kept | Moved
 
 
-def _check(guard: Tensor, saved_at: int, label: Label, when: str) -> None:
-    if guard._version != saved_at:
-        raise InPlaceError(
-            f"saved tensor {label.name!r} of {label.op} was modified in place{when} before its "
-            f"backward ran: it is at version {guard._version}, and was saved at version "
-            f"{saved_at}. The gradient would be wrong. Write out of place, or into a clone of it."
-        )
+def _written(guard: Tensor, saved_at: int, label: Label, when: str) -> InPlaceError:
+    return InPlaceError(
+        f"saved tensor {label.name!r} of {label.op} was modified in place{when} before its "
+        f"backward ran: it is at version {guard._version}, and was saved at version "
+        f"{saved_at}. The gradient would be wrong. Write out of place, or into a clone of it."
+    )
 
 
 def unpack(handle: Handle) -> Tensor:

@@ -25,6 +25,7 @@ from .transfers import Stats as Stats
 
 SMALL = 4 << 20  # bytes; smaller storages of a call travel together
 BUNDLE = 32 << 20  # ... in transfers of about this size
+ALONE = OrderKey("", 0)  # of what leaves by itself: it is in no order
 LAST_GROUP = "last group before backward begins"
 
 Decision = Literal["keep", "offload", "recompute"]
@@ -105,7 +106,37 @@ class Schedule:
             return
         call.backward = True
         self.stats.misses += self._fetch_ahead(call)  # ahead no more
-        self._pass("backward", call)
+        if call.key is ALONE:
+            self._now += 1
+            self._fetch_before(call)
+            self._release_due()
+        else:
+            self._pass("backward", call)
+
+    def depart(
+        self,
+        name: str,
+        source: Buf,
+        ready: Event | None,
+        tell: Callable[[str], None],
+    ) -> tuple[LayerRun, Item]:
+        """A storage that leaves by itself was saved: a boundary, and a call in no order but that of the chain.
+        If `kept` is set it stays.
+        """
+        self.closed = False
+        last = self._last
+        call = LayerRun(ALONE, last if last is not None and last.handles else None, source.owner)
+        call.running = False
+        item = Item(name, source.nbytes, source, tell)
+        self._now += 1
+        self._release_due()
+        self._send([item], source, ready)
+        if item.kept is None:
+            call.handles, self._last = 1, call
+            call.items.append(item)
+            if self.lag == 0:
+                self._release_due()
+        return call, item
 
     def _pass(self, way: Literal["forward", "backward"], call: LayerRun) -> None:
         self.order.passed(Boundary(way, call.key))
@@ -117,12 +148,16 @@ class Schedule:
             if coming.way == "backward" and other is not None:
                 self._fetch_ahead(other)
         if way == "backward" and not self.order.predicts:
-            previous = call.previous
-            for _ in range(self.ahead):
-                if previous is not None:
-                    self._fetch_ahead(previous)
-                    previous = previous.previous
+            self._fetch_before(call)
         self._release_due()
+
+    def _fetch_before(self, call: LayerRun) -> None:
+        """Bring back what was saved before a call, along the chain."""
+        previous = call.previous
+        for _ in range(self.ahead):
+            if previous is not None:
+                self._fetch_ahead(previous)
+                previous = previous.previous
 
     # --- saving
 
@@ -198,22 +233,20 @@ class Schedule:
         if host.after is not None:
             self.lanes.wait("d2h", host.after)
             host.after = None
-        copy = self.lanes.copying([source], host, [0])
-        self.lanes.op("d2h", [source], [host], nbytes, copy)
+        self.lanes.copy("d2h", (source,), host, (0,))
         due = self._now + self.lag
         bundle = Bundle(items, nbytes, host, source, due, self.lanes.record("d2h"))
         for item, offset in zip(items, offsets, strict=True):
             item.bundle, item.offset = bundle, offset
         self._leaving.append(bundle)
-        self.stats.out_bytes += sum(item.nbytes for item in items)
+        self.stats.out_bytes += sum([item.nbytes for item in items])
         self.stats.out_count += 1
 
     def _gather(self, items: list[Item], nbytes: int, offsets: list[int]) -> Buf:
         """Small storages in one buffer, so that one fast transfer moves them; they are let go."""
         stage = self.lanes.alloc(nbytes, "device", items[0].name)
         sources = [item.source for item in items if item.source is not None]
-        copy = self.lanes.copying(sources, stage, offsets)
-        self.lanes.op("compute", sources, [stage], 0.0, copy)
+        self.lanes.copy("compute", sources, stage, offsets)
         for item in items:
             if item.source is not None:
                 self.lanes.free(item.source)
@@ -260,7 +293,9 @@ class Schedule:
     def _fetch_ahead(self, call: LayerRun) -> int:
         """Bring back what a call will read; -> how many transfers that took."""
         count = 0
-        for bundle in () if self.manual else self._bundles(call):
+        if self.manual or not call.items:
+            return 0
+        for bundle in self._bundles(call):
             if not bundle.released:
                 bundle.wanted = True
             elif bundle.target is None:
@@ -273,12 +308,11 @@ class Schedule:
         # The target may be memory that compute has still to read: copy after all it has been given.
         self.lanes.wait("h2d", self.lanes.record("compute"))
         self.lanes.wait("h2d", bundle.written)
-        copy = self.lanes.copying([bundle.host], target, [0])
-        self.lanes.op("h2d", [bundle.host], [target], bundle.nbytes, copy)
+        self.lanes.copy("h2d", (bundle.host,), target, (0,))
         bundle.target, bundle.arrived = target, self.lanes.record("h2d")
         for item in bundle.items:
             item.tell("reload")
-        self.stats.back_bytes += sum(item.nbytes for item in bundle.items)
+        self.stats.back_bytes += sum([item.nbytes for item in bundle.items])
         self.stats.back_count += 1
         return target
 
@@ -305,7 +339,9 @@ class Schedule:
         """
         item.unread -= 0 if again else 1
         bundle = item.bundle
-        if bundle is not None and not any(i.unread for i in bundle.items):
+        if item.unread or bundle is None:
+            return
+        if not any(i.unread for i in bundle.items):
             self._let_target_go(bundle)
 
     def _let_target_go(self, bundle: Bundle) -> None:
@@ -347,10 +383,12 @@ class Schedule:
         self.lanes.free(bundle.host)
 
     def _forget(self, call: LayerRun) -> None:
-        if not call.alive and self._live.get(call.key) is call:
+        if call.running or call.handles > 0:
+            return
+        call.previous = None
+        if self._live.get(call.key) is call:
             del self._live[call.key]
             self._complete = self._complete and (call.backward or not call.items)
-            call.previous = None
 
     def _keep(self, call: LayerRun | None) -> None:
         """The last group of a micro-batch: its backward may be the next of all."""

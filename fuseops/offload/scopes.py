@@ -10,6 +10,7 @@ refuses to run under saved-tensor hooks; under `disabled()` it runs.
 
 import logging
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named, paths_under
+from fuseops.observe.labels import Labels, Named, as_named, paths_under, promised
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
+from fuseops.ops.names import SavedName
 from fuseops.run.config import set_root
 
 from . import marks, records
@@ -28,18 +30,40 @@ from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
 from .reasons import HELD_ANYWAY, PARAMETER, Owned, TensorFacts, mark_on, why_keep, why_not_plain
-from .records import Handle, Kept, Label, Moved, Mover, Watch
+from .records import Handle, Kept, Label, Moved, Mover, Record
 from .report import KEPT, MISSED, MOVED, SHARED, Entry, Ledger, Report
 from .schedule import LayerRun, Schedule
 from .storages import StorageMap
 
 log = logging.getLogger("fuseops.offload")
 
+# saved tensors that differ in name, shape or the like; beyond so many all are judged anew
+REMEMBERED = 1 << 15
+KINDS_OF_SCOPES = 16  # whose findings are remembered
 IN_FLIGHT = 6  # copies under way before compute waits for the oldest, to reuse its memory (CUDA)
+
+
+class Judged(NamedTuple):
+    """What was found for a saved tensor. It holds for every one of the same name, shape, bytes and
+    the like; what differs from step to step is which tensors share a storage, and whether there is
+    room.
+    """
+
+    label: Label
+    entry: Entry  # for the report: moved, or kept for what reason
+    saved: SavedName | None  # its id stands for it and for the modules that save it
+
+
+# what scopes of one kind found, for the next ones: a step may open a scope of its own
+_promised: dict[tuple[str, bool], dict[Any, Judged]] = {}
 
 
 class Scope(Guarded):
     """What all scopes share: hooks, names, the report, and when they stand aside."""
+
+    _goes_along = (
+        False  # what lies in a storage that leaves goes with it, however it would be judged
+    )
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
@@ -49,7 +73,9 @@ class Scope(Guarded):
         self._ledger = Ledger(str(self))
         self._owned, self._labels = Owned(), Labels(None)
         self._counted: StorageMap[bool] = StorageMap()  # kept storages, each counted once
-        self._observed: AbstractContextManager[None] = names.observe()
+        self._judged: dict[Any, Judged] = {}
+        self._lasting = True  # what was judged holds for the next call
+        self._judged_promised = self._judged  # of tensors that ops of fuseops save
 
     def report(self) -> Report:
         """What this scope, and those inside it, saw and did up to now."""
@@ -58,12 +84,16 @@ class Scope(Guarded):
     # --- entering and leaving
 
     def _open(self) -> None:
+        self._judged.clear()
         self.in_checkpoint = belongs_to_checkpoint(torch_private.top_saved_tensor_hooks())
+        kind = (str(self), self.in_checkpoint)
+        if len(_promised) >= KINDS_OF_SCOPES and kind not in _promised:
+            _promised.clear()
+        self._judged_promised = _promised.setdefault(kind, {})
         self._inherit(next((s for s in enclosing() if isinstance(s, Scope)), None))
         self._know_root()
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)  # torch may refuse it
-        self._observed = names.observe()
-        self._observed.__enter__()
+        names.thread.observers += 1
         modules.watch(self)
 
     def _know_root(self) -> None:
@@ -80,7 +110,7 @@ class Scope(Guarded):
     def _close(self) -> None:
         take_out(self._hook)
         modules.unwatch(self)
-        self._observed.__exit__(None, None, None)
+        names.thread.observers -= 1
         if log.isEnabledFor(logging.INFO):
             log.info("%s", self.report().summary())
 
@@ -100,22 +130,96 @@ class Scope(Guarded):
     # --- saving
 
     def pack(self, t: Tensor) -> Handle:
-        """The pack hook: name the tensor, decide, do it, report it."""
-        named, aside = self._named(t), self._aside(t)
-        return self._decide(t, named) if aside is None else self._keep(t, named, *aside)
+        """The pack hook: name the tensor, decide, do it, report it. What is the same in every step
+        is found out once.
+        """
+        known = promised(t) or self._named_by_torch(t)
+        aside = why_not_plain(t) or self._why_aside(t)
+        if aside is not None:
+            return self._keep(t, as_named(known), aside, _bytes_of(t))
+        record = records.find(t) if self._goes_along else None
+        if record is not None:
+            named = as_named(known)
+            return self._share(t, Label(named.name, named.op), named.also, record)
+        storage = t.untyped_storage()
+        which: tuple[Any, ...] = (id(known), marks.mark_of(t), marks.module_changes)
+        judged = self._judged_promised
+        if isinstance(known, Named):
+            which, judged = (known.name, mark_on(t, known)), self._judged
+        facts = (
+            *(which, type(t), type(t._base), t.shape, t.dtype, t.device, storage.nbytes()),
+            *self._known_of(storage),
+        )
+        found = judged.get(facts)
+        if found is None:
+            found = self._judge(t, known)
+            if len(judged) >= REMEMBERED:
+                judged.clear()
+            if self._lasting:
+                judged[facts] = found
+        return self._do(t, storage, found)
 
-    def _aside(self, t: Tensor) -> tuple[str, int] | None:
-        """Why there is nothing to decide, and the bytes of t."""
-        odd = why_not_plain(t)
-        if odd is not None:
-            return odd, 0
-        why = self._why_aside(t)
-        return None if why is None else (why, t.untyped_storage().nbytes())
-
-    def _named(self, t: Tensor) -> Named:
+    def _named_by_torch(self, t: Tensor) -> Named:
         if self._ledger.take_backward_seen():
             self._labels.start_again()
-        return self._labels.name(t)
+        return self._labels.of_torch(t)
+
+    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        """What the decision depends on, of a storage."""
+        return (self._owned.storages.get(storage),)
+
+    def _judge(self, t: Tensor, known: SavedName | Named) -> Judged:
+        named = as_named(known)
+        reason, why = self._reason(t, named)
+        nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
+        decision = MOVED if reason is None else KEPT
+        entry = self._entry(t, named, decision, reason or why, nbytes)
+        label = Label(named.name, named.op)
+        return Judged(label, entry, known if isinstance(known, SavedName) else None)
+
+    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
+        """Why t stays, or None; and why it is moved then."""
+        raise NotImplementedError
+
+    def _do(self, t: Tensor, storage: torch.UntypedStorage, found: Judged) -> Handle:
+        label, entry = found.label, found.entry
+        if entry.decision == MOVED:
+            handle = self._move(t, found)
+            if not isinstance(handle, str):
+                return handle
+            entry = entry._replace(decision=KEPT, reason=handle)
+        self._stays(storage, label)
+        if entry.nbytes and not self._counts(storage, entry.reason):
+            entry = entry._replace(nbytes=0)
+        self._ledger.saw(entry)
+        return self._kept(t, label)
+
+    def _move(self, t: Tensor, found: Judged) -> Handle | str:
+        """Have its storage leave; or why it stays."""
+        raise NotImplementedError
+
+    def _stays(self, storage: torch.UntypedStorage, label: Label) -> None:
+        """Is told of every storage that was judged and stays."""
+
+    def _moved(self, t: Tensor, found: Judged, mover: Mover, call: LayerRun | None) -> Handle | str:
+        """Have the storage of t leave with a call, or by itself; or why it stays."""
+        record = mover.save(call, t, marks.ready(t), found.entry, self._ledger)
+        if isinstance(record, str):
+            return record
+        self._ledger.saw(found.entry)
+        self._ledger.moved(record)
+        return Moved(t, found.label, record, record.call, self._ledger)
+
+    def _call_of(self, record: Record) -> LayerRun:
+        """The call that saves one more tensor in the storage of a record."""
+        return record.call
+
+    def _share(self, t: Tensor, label: Label, also: tuple[str, ...], record: Record) -> Handle:
+        """One more saved tensor lies in a storage that leaves."""
+        call, why = self._call_of(record), f"in the storage of {record.name}"
+        self._ledger.saw(Entry(*label, tuple(t.shape), t.dtype, 0, SHARED, why, also))
+        record.mover.share(call, record.item)
+        return Moved(t, label, record, call, self._ledger)
 
     def _why_aside(self, t: Tensor) -> str | None:
         if t.is_cuda and torch_private.is_capturing():
@@ -127,16 +231,6 @@ class Scope(Guarded):
     def _why_not_captured(self) -> str | None:
         return "CUDA graph capture"
 
-    def _decide(self, t: Tensor, named: Named) -> Handle:
-        raise NotImplementedError
-
-    def _keep_counted(self, t: Tensor, named: Named, reason: str) -> Handle:
-        """Keep a tensor, whose storage counts once."""
-        storage = t.untyped_storage()
-        return self._keep(
-            t, named, reason, storage.nbytes() if self._counts(storage, reason) else 0
-        )
-
     def _counts(self, storage: torch.UntypedStorage, reason: str) -> bool:
         """Whether bytes that stay are counted now: once, and not when a model holds them anyway."""
         if reason in HELD_ANYWAY or self._counted.get(storage) is not None:
@@ -145,14 +239,11 @@ class Scope(Guarded):
         return True
 
     def _keep(self, t: Tensor, named: Named, reason: str, nbytes: int) -> Handle:
-        self._report(t, named, KEPT, reason, nbytes)
+        self._ledger.saw(self._entry(t, named, KEPT, reason, nbytes))
         return self._kept(t, Label(named.name, named.op))
 
     def _kept(self, t: Tensor, label: Label) -> Kept:
         return Kept(t, label, self._ledger)
-
-    def _report(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> None:
-        self._ledger.saw(self._entry(t, named, decision, reason, nbytes))
 
     def _entry(self, t: Tensor, named: Named, decision: str, reason: str, nbytes: int) -> Entry:
         if self.in_checkpoint and decision == MOVED:
@@ -187,53 +278,40 @@ class _ToHost(Scope):
             self._movers[device] = mover
         return mover
 
-    def _decide(self, t: Tensor, named: Named) -> Handle:
+    def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        return self._owned.storages.get(storage), self._on_gpu
+
+    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         self._on_gpu = self._on_gpu or t.is_cuda
         mark = mark_on(t, named)
-        reason, why = (
-            why_keep(t, named, TensorFacts(self._owned, mark, self._on_gpu)),
-            "marked offload",
-        )
-        if reason is None and mark != marks.OFFLOAD:
-            why = f"min_bytes={self._min_bytes} reached"
-            reason = too_small(t.untyped_storage().nbytes(), self._min_bytes)
-        if reason is not None:
-            return self._keep_counted(t, named, reason)
-        return self._move(t, named, why)
+        reason = why_keep(t, named, TensorFacts(self._owned, mark, self._on_gpu))
+        if reason is not None or mark == marks.OFFLOAD:
+            return reason, "marked offload"
+        small = too_small(t.untyped_storage().nbytes(), self._min_bytes)
+        return small, f"min_bytes={self._min_bytes} reached"
 
-    def _move(self, t: Tensor, named: Named, why: str) -> Handle:
+    def _move(self, t: Tensor, found: Judged) -> Handle | str:
         record = records.find(t)
         if record is not None:
-            self._report(t, named, SHARED, f"in the storage of {record.name}", 0)
-            record.mover.share(record.call, record.item)
-            return Moved(t, Label(named.name, named.op), record, record.call, self._ledger)
-        mover = self._mover(t.device)
-        call = mover.enter(named.name)
-        try:
-            return self._save(t, named, why, mover, call)
-        finally:
-            mover.leave(call)
-
-    def _save(self, t: Tensor, named: Named, why: str, mover: Mover, call: LayerRun) -> Handle:
-        nbytes = t.untyped_storage().nbytes()
-        entry = self._entry(t, named, MOVED, why, nbytes)
-        record = mover.save(call, t, marks.ready(t), Watch(t, entry, self._ledger))
-        if isinstance(record, str):
-            log.warning("%s stays: %s", named.name, record)
-            return self._keep_counted(t, named, record)
-        self._ledger.saw(entry)
-        self._ledger.moved(record)
-        return Moved(t, Label(named.name, named.op), record, call, self._ledger)
+            return self._share(t, found.label, found.entry.also, record)
+        handle = self._moved(t, found, self._mover(t.device), None)
+        if isinstance(handle, str):
+            log.warning("%s stays: %s", found.label.name, handle)
+        return handle
 
 
 class _Keep(Scope):
     def __str__(self) -> str:
         return "keep()"
 
-    def _decide(self, t: Tensor, named: Named) -> Handle:
+    def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         instead = "; instead of recompute by checkpoint" if self.in_checkpoint else ""
-        reason = self._owned.why(t, named.is_param) or f"{self}{instead}"
-        return self._keep_counted(t, named, reason)
+        return self._owned.why(t, named.is_param) or f"{self}{instead}", ""
+
+
+def _bytes_of(t: Tensor) -> int:
+    """Of the storage of t, where it has one."""
+    return 0 if why_not_plain(t) is not None else t.untyped_storage().nbytes()
 
 
 def _described(hook: object) -> str:

@@ -21,25 +21,22 @@ class StorageMap(Generic[V]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[WeakStorage, V]] = {}
+        self.entries: dict[int, tuple[WeakStorage, V]] = {}
         self._limit = 64
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, storage: torch.UntypedStorage) -> V | None:
         # The weak reference in the entry keeps the key from being given to a new storage.
-        entry = self._entries.get(storage_key(storage))
+        entry = self.entries.get(storage_key(storage))
         return None if entry is None else entry[1]
 
     def set(self, storage: torch.UntypedStorage, value: V) -> None:
-        if len(self._entries) >= self._limit:
+        if len(self.entries) >= self._limit:
             self._forget_the_dead()
-        self._entries[storage_key(storage)] = (WeakStorage(storage), value)
+        self.entries[storage_key(storage)] = (WeakStorage(storage), value)
 
     def _forget_the_dead(self) -> None:
-        self._entries = {k: e for k, e in list(self._entries.items()) if not e[0].expired()}
-        self._limit = 2 * len(self._entries) + 64
+        self.entries = {k: e for k, e in list(self.entries.items()) if not e[0].expired()}
+        self._limit = 2 * len(self.entries) + 64
 
 
 class StridedLayout(NamedTuple):

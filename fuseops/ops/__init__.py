@@ -6,7 +6,8 @@ the head's loss   cross_entropy (and its loss_options), vocab_parallel (weights 
 tokens, experts   routing, router, permute, inject
 what ops share    checks, splits (are the ends of groups right), tiles (of a call's grouped GEMMs), local (of DTensors,
                   what an op computes with), halves (of gated MLPs that are sharded)
-weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps)
+weights           packing (one Parameter a group), grouped_state_dict, weights (quantized ones that a recipe keeps),
+                  stored (those that live in a format)
 """
 
 from .activations import GELU as GELU

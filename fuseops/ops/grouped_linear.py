@@ -377,7 +377,7 @@ class GroupedLinear(Op[GroupedLinearSaved]):
         return any(moved)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self.repack()
         return self
 

@@ -37,7 +37,7 @@ class InjectLoss(Op[InjectLossSaved]):
         return repr(self.reads[0])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         before, self.scale = self.scale, fn(self.scale)
         if before.is_meta:  # `to_empty`: no state_dict will fill it
             self.scale = torch.ones_like(self.scale)

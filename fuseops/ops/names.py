@@ -8,9 +8,9 @@ checks that it was promised for this very tensor. Nothing is published while nob
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
 
@@ -49,10 +49,26 @@ class Frame:
         return self.names[position]
 
 
+class Outermost:
+    """The Sequential whose forward runs around all others, for names relative to it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._prefixes: dict[int, str] = {}  # of the modules in it, once one of them asks
+
+    def prefix(self, module: nn.Module) -> str:
+        if module is self.module:
+            return ""
+        if not self._prefixes:
+            found = self.module.named_modules()
+            self._prefixes = {id(m): f"{name}." if name else "" for name, m in found}
+        return self._prefixes.get(id(module), "")
+
+
 class _NamesThread(threading.local):
     observers: int = 0
     frame: Frame | None = None
-    outermost: Any = None  # the Sequential whose forward runs, for names relative to it
+    outermost: Outermost | None = None
 
 
 thread = _NamesThread()

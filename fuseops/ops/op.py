@@ -9,13 +9,13 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, e
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fuseops.errors import FuseOpsError
-from fuseops.ops import scopes
+from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
@@ -343,13 +343,29 @@ class Op(nn.Module, Generic[S]):
     ) -> None:
         fit_all(self, state_dict, prefix)
         fit_state(self._buffers, state_dict, prefix)
+        taken = stored.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
+        missing: list[str] = args[-3]
+        missing[:] = [key for key in missing if key not in taken]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored.save(self, destination, prefix, keep_vars)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if (weight := stored.stored_in(self)) is not None:
+            weight.emptied()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return scopes.portable(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(scopes.restored(state))  # type: ignore[no-untyped-call]
+        if (weight := stored.stored_in(self)) is not None:
+            weight.emptied()
+            weight.listen()
 
 
 def _check_methods(cls: type["Op[Any]"]) -> None:

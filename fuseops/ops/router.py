@@ -198,7 +198,7 @@ class Router(Op[RouterSaved]):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Moves and casts as any module, but a half is too coarse for the small steps of expert_bias."""
         before = self.expert_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         counted = self.tokens_per_expert
         if counted is not None:
             self.tokens_per_expert = fn(counted)

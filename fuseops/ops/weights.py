@@ -12,6 +12,7 @@ from fuseops.recipes.store import WeightStore
 
 from .op import Op
 from .scopes import SCALES, STORE
+from .stored import stored_in
 
 
 def store_of(op: Op[Any]) -> WeightStore:
@@ -19,6 +20,7 @@ def store_of(op: Op[Any]) -> WeightStore:
     store: WeightStore | None = op.__dict__.get(STORE)
     if store is None or store.parameters is not op._parameters:
         store = op.__dict__[STORE] = WeightStore(op._parameters)
+    store.stored = stored_in(op)
     return store
 
 
@@ -38,6 +40,7 @@ def weights_changed(model: nn.Module) -> int:
 
     For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by a
     kernel of your own, by a wrapper that copies into its parameters' memory.
+    Weights that live in a format are made of their masters at once, in place.
     Raises FuseOpsError for something that is no module.
     """
     if not isinstance(model, nn.Module):
@@ -48,6 +51,8 @@ def weights_changed(model: nn.Module) -> int:
     advance([state for state in states if state is not None])
     dropped = 0
     for module in model.modules():
+        if (weight := stored_in(module)) is not None:
+            weight.refill()
         store = module.__dict__.get(STORE)
         if store is not None:
             dropped += store.nbytes

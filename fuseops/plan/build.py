@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.ops.paths import path_of
+from fuseops.ops.stored import stored_in
 from fuseops.ops.weights import scales_of, store_of
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain
@@ -289,6 +290,7 @@ class _Builder:
     def _call(self, i: int) -> Call:
         op, needs = self.ops[i], self.needs[i]
         keep, roles = self._keep(op, needs), self._roles(i)
+        self._check_stored(i, roles)
         return Call(
             needs=needs,
             keep=keep,
@@ -299,8 +301,24 @@ class _Builder:
             scales=None if roles is None or roles.delayed is None else self._scales(op, i),
         )
 
+    def _check_stored(self, i: int, roles: Roles | None) -> None:
+        """Raise FuseOpsError where a weight that lives in a format would be multiplied in another."""
+        weight = stored_in(self.ops[i])
+        given = None if roles is None else roles.weight
+        if weight is None or (given == weight.scaling and not self.facts.compiling):
+            return
+        wanted = "high precision" if given is None else str(given)
+        wanted = f"{wanted} under torch.compile" if self.facts.compiling else wanted
+        raise FuseOpsError(
+            f"op {path_of(self.ops[i]) or self.names[i]!r}: its weight lives as {weight.scaling} "
+            f"(fo.quantized_init), and this call multiplies it as {wanted}. Run it under the recipe that it was made "
+            "with: fo.configure(model, recipe=...), or with fo.recipe(..., strict=True)."
+        )
+
     def _store(self, op: Op[Any], roles: Roles) -> WeightStore | None:
         """Where the op keeps its quantized weight: not in compiled code, which quantizes it each call."""
+        if stored_in(op) is not None:
+            return store_of(op)
         if roles.weights == "none" or roles.weight is None or self.facts.compiling:
             return None
         return store_of(op)
@@ -371,6 +389,7 @@ class _Builder:
                 roles is None
                 or not op.multiplies
                 or self._store(op, roles) is None
+                or stored_in(op) is not None
                 or "weight" not in op._parameters
             ):
                 continue

@@ -72,6 +72,7 @@ class WeightStore:
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """parameters: of the op, as they are at any time."""
         self.parameters = parameters
+        self.stored: Any = None  # what the weight lives in, instead
         self.source: weakref.ref[nn.Parameter] | None = None  # what the layouts were made of
         self.stamp: tuple[Any, ...] | None = None  # where it was then, and which version of it
         self.place: Any = None  # a WeakStorage, so that no other storage is taken for it
@@ -91,6 +92,8 @@ class WeightStore:
 
         policy: "step" or "unshard".  both: the other layout will be read too, so it is made in the same pass.
         """
+        if self.stored is not None and self._is(weight):
+            return self.stored.read(layout)
         source = self._live(weight)
         if source is None:
             one = {"row": layout == "row", "col": layout == "col"}
@@ -120,6 +123,10 @@ class WeightStore:
     def nbytes(self) -> int:
         """Of what is kept."""
         return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
+
+    def _is(self, weight: Tensor) -> bool:
+        source = self.parameters["weight"]
+        return weight is source or (type(weight) in PLAIN and _aliases(weight, source))
 
     def _live(self, weight: Tensor) -> nn.Parameter | None:
         """The op's Parameter, if that is what the weight is, and something may be kept of it."""

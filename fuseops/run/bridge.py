@@ -409,12 +409,13 @@ def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:
     if not names.thread.observers:
         y = _apply(seg, live, x, *inputs)
         return y if live.crossing is None else _crossed(live, y)
-    live.frame = names.Frame()
-    with names.published(live.frame):
-        try:
-            y = _apply(seg, live, x, *inputs)
-        finally:
-            live.frame = None
+    here = names.thread
+    before, live.frame = here.frame, names.Frame()
+    here.frame = live.frame
+    try:
+        y = _apply(seg, live, x, *inputs)
+    finally:
+        here.frame, live.frame = before, None
     return y if live.crossing is None else _crossed(live, y)
 
 

@@ -487,7 +487,10 @@ def _kind(value: Any) -> str:
 
 
 def _constant(value: Any) -> bool:
-    """Whether dynamo holds an attribute as a constant, and guards on its value."""
+    """Whether dynamo holds an attribute as a constant, and guards on its value (of a mesh too, whose identity it does
+    not trace in torch 2.11).
+    """
     if isinstance(value, tuple):
         return all(map(_constant, value)) and not any(type(item) is float for item in value)
-    return value is None or type(value) in (bool, int, str) or isinstance(value, torch.dtype)
+    plain = type(value) in (bool, int, str) or type(value).__name__ == "DeviceMesh"
+    return value is None or plain or isinstance(value, torch.dtype)

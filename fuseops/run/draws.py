@@ -6,6 +6,7 @@ and of what it calls, names: functions of the modules `random` and `numpy.random
 
 from __future__ import annotations
 
+import dis
 import pickle
 import random
 import sys
@@ -88,10 +89,13 @@ def _reachable(fwd: Any, kind: type) -> Iterator[Any]:
 
 
 def _values(function: FunctionType, kind: type) -> Iterator[Any]:
-    """What the code of a function names: globals, what is closed over, attributes of modules, methods of `kind`."""
+    """What the code of a function names: globals, what is closed over, modules that it imports itself, attributes of
+    modules, methods of `kind`.
+    """
     names = [*_names(function.__code__)]
     inner = [getattr(kind, name, None) for name in names]
     found = [function.__globals__[name] for name in names if name in function.__globals__]
+    found += [*_imported(function.__code__)]
     found += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from (value for value in inner if isinstance(value, FunctionType))
@@ -109,6 +113,15 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _imported(code: CodeType) -> Iterator[ModuleType]:
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME" and step.argval in sys.modules:
+            yield sys.modules[step.argval]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imported(constant)
 
 
 def _filled(cell: Any) -> bool:

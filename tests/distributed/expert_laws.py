@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
-from fuseops.distributed.dispatch import lost, symmetric
+from fuseops.distributed.dispatch import lost, overflow, symmetric
 from fuseops.integrations import hf
 
 D, F, E, TOP = 6, 5, 8, 3
@@ -55,7 +55,7 @@ class SharedFiles:
         dist.barrier()
         Path(file.name).unlink()
         table = torch.tensor([m.data_ptr() for m in memory])
-        uses, flag = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        uses, flag = torch.zeros(1, dtype=torch.int64), overflow.flag_of(group, device)
         return symmetric.Fabric(table, uses, flag, nbytes, SharedFiles(), memory)
 
 
@@ -283,8 +283,8 @@ def law_expert_bias_moves_with_the_load_of_all_ranks() -> None:
     close(moe["router"].expert_bias, alone["router"].expert_bias, "expert_bias")
 
 
-def by_peer_memory(law: Any) -> None:
-    WAY[0] = "peer_memory"
+def by(way: str, law: Any) -> None:
+    WAY[0] = way
     try:
         law()
         check_overflow()
@@ -292,7 +292,12 @@ def by_peer_memory(law: Any) -> None:
         WAY[0] = None
 
 
-def law_peer_memory_equals_one_process() -> None:
+def law_ways_of_a_fixed_size_equal_one_process() -> None:
+    for way in ("fixed_capacity", "peer_memory"):
+        ways_equal_one_process(way)
+
+
+def ways_equal_one_process(way: str) -> None:
     for law in (
         law_every_option_equals_one_process,
         law_a_rank_may_have_no_token,
@@ -301,17 +306,18 @@ def law_peer_memory_equals_one_process() -> None:
         law_checkpointed_delayed_and_reference_are_equal,
         law_probabilities_that_are_asked_for_have_gradients,
     ):
-        by_peer_memory(law)
+        by(way, law)
 
 
 def law_tokens_travel_as_codes_under_a_recipe() -> None:
-    """By either way, with the numbers of high precision that is quantized where it arrives; of a Quantized too."""
+    """By every way, with the numbers of high precision that is quantized where it arrives; of a Quantized too."""
     block = fo.recipes.Float8BlockScaling
     width, rank = 160, dist.get_rank()
     torch.manual_seed(3)
     every = [torch.randn(t, width).to(torch.bfloat16) for t in tokens(17, 0)]
     for way, recipe, codes in (
         ("host_counts", block(), True),
+        ("fixed_capacity", block(), True),
         ("peer_memory", block(), True),
         ("host_counts", block(wgrad="block"), False),
         ("host_counts", fo.recipes.MXFP8BlockScaling(), False),
@@ -359,7 +365,11 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
 
 def law_an_overflow_is_said() -> None:
     """Sums are NaN, and the check raises, once."""
-    WAY[0] = "peer_memory"
+    for way in ("fixed_capacity", "peer_memory"):
+        by(way, an_overflow_is_said)
+
+
+def an_overflow_is_said() -> None:
     x = batch([16] * dist.get_world_size())[dist.get_rank()]
     moe = layer()
     parallelize_module(moe, mesh(), parallel(capacity=0.3))
@@ -368,7 +378,6 @@ def law_an_overflow_is_said() -> None:
     raises("capacity", check_overflow)
     check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
-    WAY[0] = None
 
 
 def the_second_is_killed() -> None:

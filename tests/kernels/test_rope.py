@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, SEEDS, assert_matches, few, tensor
+from laws import DEVICE, DTYPES, SEEDS, assert_matches, few, tensor
 
 from fuseops.kernels import rope as k_op
 
@@ -44,6 +44,7 @@ def test_a_pair_in_one_launch_is_two_calls(
         (shape[-3], shape[-1] // 2) if flat else (*shape[:-2], shape[-1] // 2),
         torch.float32, "normal", seed,
     )  # fmt: skip
+    q, k, angles = q.to(DEVICE), k.to(DEVICE), angles.to(DEVICE)
     args = angles.cos(), angles.sin(), interleaved, inverse
     found = k_op.apply_rope_pair.launcher(q, k, *args)
     for y, x in zip(found, (q, k), strict=True):

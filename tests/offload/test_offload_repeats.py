@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fuseops as fo
 from fuseops import offload
-from fuseops.offload import layers
+from fuseops.offload import layers, scopes
 
 D = 8
 
@@ -174,7 +174,7 @@ def test_a_tensor_that_stays_costs_few_calls(options: dict[str, Any]) -> None:
 
 
 def test_shapes_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "REMEMBERED", 50)
+    monkeypatch.setattr(scopes, "REMEMBERED", 50)
     model = Model()
     with offload.Scheduler(model, "blocks.*", plan={}) as scheduler:
         for rows in range(1, 6):
@@ -198,3 +198,65 @@ def test_nothing_is_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         judged.clear()
         step(model, 5, None, False)
     assert not judged
+
+
+def three_ops() -> tuple[fo.Sequential, Tensor]:
+    torch.manual_seed(0)
+    ops = fo.ops.Linear(64, 128), fo.ops.SwiGLU(), fo.ops.Linear(64, 64)
+    return fo.Sequential(*ops), torch.randn(32, 64, requires_grad=True)
+
+
+def scoped_step(model: nn.Module, x: Tensor, **options: Any) -> offload.Report:
+    with offload.to_host(**options) as scope:
+        y = model(x).sum()
+    y.backward()
+    return scope.report()
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+def test_a_scope_of_each_step_judges_what_ops_save_once(
+    min_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+    judge = scopes.why_keep
+    monkeypatch.setattr(
+        scopes,
+        "why_keep",
+        lambda t, named, facts: judged.append(named.name) or judge(t, named, facts),
+    )
+    model, x = three_ops()
+    first = scoped_step(model, x, min_bytes=min_bytes)
+    assert len(judged) == 4
+    second = scoped_step(model, x, min_bytes=min_bytes)
+    assert len(judged) == 4
+    assert second.entries == first.entries and second.moved_bytes == first.moved_bytes
+    offload.mark_module(model[0], "keep")
+    assert scoped_step(model, x, min_bytes=min_bytes).named("0.x")[0].reason == "marked keep"
+    assert scoped_step(model, x, min_bytes=7).named("1.x")[0].reason == "min_bytes=7 reached"
+
+
+def test_a_scope_that_has_seen_a_gpu_is_another_kind() -> None:
+    model, x = three_ops()
+    scoped_step(model, x, min_bytes=3)
+    with offload.to_host(min_bytes=3) as scope:
+        scope._on_gpu = True
+        model(x)
+    assert "on the CPU" in scope.report().named("0.x")[0].reason
+
+
+@pytest.mark.parametrize("min_bytes, most", [(0, 480), (1 << 20, 200)])
+def test_a_step_with_a_scope_of_its_own_costs_few_calls(min_bytes: int, most: int) -> None:
+    """Two tensors that move (or stay) and two parameters, the scope itself among it."""
+    model, x = three_ops()
+
+    def plain() -> None:
+        model(x).sum().backward()
+
+    def scoped() -> None:
+        with offload.to_host(min_bytes=min_bytes):
+            y = model(x).sum()
+        y.backward()
+
+    for _ in range(3):
+        plain(), scoped()
+    assert calls_in(scoped) - calls_in(plain) <= most

@@ -322,10 +322,11 @@ class Logged:
         super().__init__(*args)
         self.log: list[tuple[Any, ...]] = []
 
-    def op(self, lane: Lane, reads: Any, writes: Any, cost: float, fn: Any, *name: str) -> None:
+    def copy(self, lane: Lane, sources: Any, target: Any, offsets: Any) -> None:
         if lane in ("d2h", "h2d"):
-            self.log.append(("op", lane, cost, *[b.name for b in (*reads, *writes)]))
-        super().op(lane, reads, writes, cost, fn, *name)  # type: ignore[misc]
+            names = [b.name for b in (*sources, target)]
+            self.log.append(("copy", lane, target.nbytes, *names))
+        super().copy(lane, sources, target, offsets)  # type: ignore[misc]
 
     def wait(self, lane: Lane, event: Event) -> None:
         self.log.append(("wait", lane, event.lane))

@@ -147,6 +147,9 @@ class _Functional:
 
 
 def functionally(model: nn.Module, run: Callable[[Any], Any]) -> Any:
+    if hasattr(model, "_get_fsdp_state"):
+        # FSDP2 looks at its parameters in the first call; from torch 2.15 on they have to be its own then
+        model._get_fsdp_state()._lazy_init()
     return run(_Functional(model))
 
 

@@ -2,9 +2,11 @@
 
 exchange.py      the interface, and what all ways share: which token goes to which ranks
 host_counts.py   (a) `all_to_all_single` with counts that the host reads
+fixed.py         (b) `all_to_all_single` in equal splits of a fixed capacity
 symmetric.py     (c) written into the memory of the other GPUs of a host
 lost.py          the rank that has ended, named in the errors of those that wait for it
 codes.py         quantized tokens as words
+bounded.py       the sizes of (b) and (c), overflow.py the flag where they do not suffice
 choose.py        which of them, by a vote of all ranks
 compiled.py      what torch.compile sees of them
 ops.py           the two ops of a Sequential over an exchange
@@ -12,8 +14,9 @@ ops.py           the two ops of a Sequential over an exchange
 
 from .exchange import Arrived as Arrived
 from .exchange import Exchange as Exchange
+from .fixed import FixedCapacity as FixedCapacity
 from .host_counts import HostCounts as HostCounts
 from .ops import ExpertCollect as ExpertCollect
 from .ops import ExpertDispatch as ExpertDispatch
+from .overflow import check_overflow as check_overflow
 from .symmetric import PeerMemory as PeerMemory
-from .symmetric import check_overflow as check_overflow

@@ -11,14 +11,20 @@ import torch.distributed as dist
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import HAS_TRITON, arch_of
 
+from .bounded import Bounded
 from .exchange import Exchange
+from .fixed import FixedCapacity
 from .host_counts import HostCounts
 from .symmetric import PeerMemory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-WAYS: dict[str, type[Exchange]] = {"host_counts": HostCounts, "peer_memory": PeerMemory}
+WAYS: dict[str, type[Exchange]] = {
+    "host_counts": HostCounts,
+    "fixed_capacity": FixedCapacity,
+    "peer_memory": PeerMemory,
+}
 
 _votes: dict[Any, str] = {}
 """By group: what its ranks have agreed on."""
@@ -27,11 +33,11 @@ _votes: dict[Any, str] = {}
 def choose(
     way: str | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
 ) -> Exchange:
-    """The exchange of a layer.  limits: see `PeerMemory`.  Raises FuseOpsError for a way that is not known."""
+    """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known."""
     if way is not None and way not in WAYS:
         raise FuseOpsError(f"ExpertParallel: way is {way!r}, expected one of {sorted(WAYS)}.")
     way = way or vote(mesh)
-    return WAYS[way](mesh, num_experts, top_k, **(limits if way == "peer_memory" else {}))
+    return WAYS[way](mesh, num_experts, top_k, **(limits if issubclass(WAYS[way], Bounded) else {}))
 
 
 def vote(mesh: DeviceMesh) -> str:

@@ -111,6 +111,11 @@ class Exchange(abc.ABC):
     def no_arrivals(self, x: Tensor) -> Tensor:
         """A tensor as `arrivals` is, without values."""
 
+    def expected(self, tokens: int) -> tuple[int, int]:
+        """C and `rows` where ranks with so many tokens send each other alike: for plans without the others."""
+        share = 1 - (1 - 1 / self.world) ** self.top_k
+        return round(tokens * self.world * share), tokens * self.top_k
+
     def bound(self, offs: Tensor, rows: int) -> None:  # noqa: B027
         """Keep the ends of the experts here, in place, within the rows that `dispatch` said there are."""
 
@@ -154,3 +159,8 @@ def within_capacity(exchange: Exchange, experts: Tensor, factor: float) -> Tenso
     at = experts.clamp(min=0).long()
     kept = (pos >= 0) & (pos - first[at] + before[at] < room)
     return torch.where(kept, experts, -1)
+
+
+def all_of(rows: int, like: Tensor) -> Tensor:
+    """Boundaries of one group that holds all rows."""
+    return torch.full((1,), rows, dtype=torch.int32, device=like.device)

@@ -4,15 +4,13 @@ backward. Nothing is dropped, and no buffer is larger than what travels.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
 
-from .exchange import Arrived, Exchange
+from .exchange import Arrived, Exchange, all_of
 
 
 class HostCounts(Exchange):
@@ -61,7 +59,7 @@ class HostCounts(Exchange):
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         sent = int(arrivals[0].sum())
-        return self._there(K.scatter_rows(dy, slots, _all_of(sent, dy), sent), arrivals)
+        return self._there(K.scatter_rows(dy, slots, all_of(sent, dy), sent), arrivals)
 
     def _there(self, rows: Tensor, arrivals: Tensor) -> Tensor:
         return self._exchanged(rows, *arrivals.tolist())
@@ -76,9 +74,4 @@ class HostCounts(Exchange):
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
         """The sum of what came back of each token, in the order of ranks."""
-        return K.combine_fwd(rows, slots, _all_of(len(rows), rows))
-
-
-def _all_of(rows: int, like: Tensor) -> Any:
-    """Boundaries of one group that holds all rows."""
-    return torch.full((1,), rows, dtype=torch.int32, device=like.device)
+        return K.combine_fwd(rows, slots, all_of(len(rows), rows))

@@ -220,16 +220,14 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
 def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
     """What arrives where ranks send each other alike, in shapes: for plans without the others."""
-    share = 1 - (1 - 1 / exchange.world) ** experts.shape[1]
-    tokens = round(len(x) * exchange.world * share)
-    slots = experts.new_empty(len(x), exchange.world, dtype=torch.int32)
+    tokens, rows = exchange.expected(len(x))
     return Arrived(
         x.new_empty(tokens, x.shape[1]),
         experts.new_empty(tokens, experts.shape[1], dtype=torch.int32),
         weights.new_empty(tokens, weights.shape[1]),
-        experts.numel(),
-        slots,
-        torch.empty_like(slots[0]),
+        rows,
+        experts.new_empty(len(x), exchange.world, dtype=torch.int32),
+        exchange.no_arrivals(x),
     )
 
 

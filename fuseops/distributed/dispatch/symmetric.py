@@ -1,20 +1,16 @@
 """(c) Straight into the memory of the other GPUs of a host, by kernels over torch's symmetric memory.
 
-No host sync and no size that depends on the routing, so a step can be captured; a replay routes anew. A token takes one
-slot of `room` that every pair of ranks has, and rows of the grouped GEMMs are `capacity` times the mean. What does not
-fit sets a flag on the device and makes the sums NaN; `check_overflow` reads it.
+A token takes one slot of `room` that every pair of ranks has.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
@@ -22,10 +18,9 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
 from . import lost
-from .exchange import Arrived, Exchange
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .bounded import Bounded
+from .exchange import Arrived
+from .overflow import flag_of
 
 TIMEOUT_MS = 600_000
 """How long a rank waits in a barrier for one that does not come, before the kernel that waits traps."""
@@ -87,46 +82,16 @@ def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
     )  # a pool of allocations has one handle
     table = torch.tensor([p + inside for p in handle.buffer_ptrs], device=device)
     uses = torch.zeros(1, dtype=torch.int64, device=device)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
-    return Fabric(table, uses, flag, nbytes, handle, memory)
+    return Fabric(table, uses, flag_of(group, device), nbytes, handle, memory)
 
 
-class PeerMemory(Exchange):
-    """arrivals: (W,) int32, how many tokens came from each rank.
-
-    capacity: rows of the grouped GEMMs, and slots of a pair of ranks where they are fewer than the tokens of one, are
-    that many times what even routing takes.
-    """
+class PeerMemory(Bounded):
+    """arrivals: (W,) int32, how many tokens came from each rank."""
 
     name = "written into the memory of peers (no host sync)"
-    not_copied = Exchange.not_copied | {"fabric"}
+    not_copied = Bounded.not_copied | {"fabric"}
     beside = False  # whether dX goes home on a stream of its own on GPUs, too: not measured yet
     fabric: Fabric | None = None
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        num_experts: int,
-        top_k: int,
-        *,
-        capacity: float = 1.5,
-        tokens: int = 0,
-    ) -> None:
-        """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
-        super().__init__(mesh, num_experts, top_k)
-        self.capacity, self.tokens = capacity, tokens
-
-    @property
-    def room(self) -> int:
-        """Tokens that a rank may send to another."""
-        share = 1 - (1 - 1 / self.world) ** self.top_k
-        return min(self.tokens, 16 * math.ceil(self.capacity * share * self.tokens / 16))
-
-    @property
-    def rows(self) -> int:
-        """Copies that a rank has room for."""
-        most = self.world * self.room * min(self.top_k, self.local)
-        return min(most, 16 * math.ceil(self.capacity * self.tokens * self.top_k / 16))
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         if x.is_cuda and x.element_size() > 4:
@@ -135,11 +100,7 @@ class PeerMemory(Exchange):
                 "ExpertParallel(way='host_counts') does."
             )
         fabric, place = self._ready(x, weights.dtype)
-        if len(x) > self.tokens:
-            raise FuseOpsError(
-                f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "
-                "forward: run the longest batch first, or set `tokens=` of ExpertParallel."
-            )
+        self.agree(x)
         slots, counts = K.token_slots(experts, self.num_experts, self.world)
         args = (fabric.table, fabric.uses)
         K.send_tokens(x, slots, *args, fabric.flag, place, counts, experts, weights)
@@ -211,10 +172,12 @@ class PeerMemory(Exchange):
 
     def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
-        if self.fabric is None:
-            self._agree(x)
-        self._fabric().wait()
         row = x.shape[1] * x.element_size()
+        if self.fabric is None:
+            self.agree(x)
+            largest = layout(self.world, self.room, self.top_k, row, max(x.element_size(), 4))[-1]
+            self.fabric = fabric_of(self.group, 2 * largest, x.device)
+        self._fabric().wait()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:
             self.fabric = fabric_of(self.group, 2 * most, x.device)
@@ -222,29 +185,3 @@ class PeerMemory(Exchange):
             self._fabric().nbytes // 2
         )  # whatever this use takes of it: the one before may lie in the other
         return self._fabric(), [self.rank, self.room, self.num_experts, self.top_k, half, *at]
-
-    def _agree(self, x: Tensor) -> None:
-        tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise FuseOpsError(
-                "ExpertDispatch: the buffers of the ranks are not there yet. Run one step before the capture."
-            )
-        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
-        self.tokens = 16 * math.ceil(int(tokens) / 16)
-        row, weight = x.shape[1] * x.element_size(), max(x.element_size(), 4)
-        most = layout(self.world, self.room, self.top_k, row, weight)[-1]
-        self.fabric = fabric_of(self.group, 2 * most, x.device)
-
-
-def check_overflow() -> None:
-    """Raise FuseOpsError if tokens found no room since the last call, on this rank. Waits for the device.
-
-    Call it where the loss is read; sums are NaN from the first overflow on.
-    """
-    for group, fabric in _fabrics.items():
-        if int(fabric.flag):
-            fabric.flag.zero_()
-            raise FuseOpsError(
-                f"experts of the group {group.group_name}: more tokens or copies came than there is room for. Raise "
-                "`capacity` of ExpertParallel, or take way='host_counts', which has no bound."
-            )

@@ -7,6 +7,7 @@ shaped too.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,10 +84,18 @@ def join_gate(gate: Tensor, linear: Tensor, interleave: int = 0) -> Tensor:
     return torch.stack(halves, dim=-2).flatten(-3)
 
 
-def _halves(
-    gate: Tensor, linear: Tensor, kind: str, alpha: float, limit: float, offset: float
-) -> tuple[Tensor, Tensor]:
+class ActivationForm(NamedTuple):
+    """What the kernels take behind `kind`; each kind reads those that its formula has."""
+
+    interleave: int = 0
+    alpha: float = 1.702
+    limit: float = 7.0
+    offset: float = 1.0
+
+
+def _halves(gate: Tensor, linear: Tensor, kind: str, form: ActivationForm) -> tuple[Tensor, Tensor]:
     """(f(gate), l(linear)), whose product is y."""
+    _, alpha, limit, offset = form
     if kind == "clamped_swiglu":
         h = gate.clamp(max=limit)
         return h * torch.sigmoid(alpha * h), linear.clamp(-limit, limit) + offset
@@ -97,9 +106,10 @@ def _halves(
 
 
 def _half_slopes(
-    gate: Tensor, linear: Tensor, kind: str, alpha: float, limit: float
+    gate: Tensor, linear: Tensor, kind: str, form: ActivationForm
 ) -> tuple[Tensor, Tensor | float]:
     """(f'(gate), l'(linear))."""
+    _, alpha, limit, _ = form
     if kind == "clamped_swiglu":
         slope = _silu_slope(gate.clamp(max=limit), alpha).masked_fill(gate > limit, 0.0)
         inside = torch.where((linear > limit) | (linear < -limit), 0.0, torch.ones_like(linear))
@@ -110,113 +120,67 @@ def _half_slopes(
     return SLOPES[GATES[kind]](gate), 1.0
 
 
-def _value(
-    x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
-) -> Tensor:
+def _value(x: Tensor, kind: str, *options: Any) -> Tensor:
     """f(x), or f(gate) * l(linear), of a wide x."""
     if kind not in GATES:
         return VALUES[kind](x)
-    f, linear = _halves(*split_gate(x, interleave), kind, alpha, limit, offset)
+    form = ActivationForm(*options)
+    f, linear = _halves(*split_gate(x, form.interleave), kind, form)
     return f * linear
 
 
-def _gradient(
-    dy: Tensor, x: Tensor, kind: str, interleave: int, alpha: float, limit: float, offset: float
-) -> Tensor:
+def _gradient(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
     """dx of `_value`."""
     if kind not in GATES:
         return dy * SLOPES[kind](x)
-    halves = split_gate(x, interleave)
-    f, linear = _halves(*halves, kind, alpha, limit, offset)
-    df, dlinear = _half_slopes(*halves, kind, alpha, limit)
-    return join_gate(dy * df * linear, dy * f * dlinear, interleave)
+    form = ActivationForm(*options)
+    halves = split_gate(x, form.interleave)
+    f, linear = _halves(*halves, kind, form)
+    df, dlinear = _half_slopes(*halves, kind, form)
+    return join_gate(dy * df * linear, dy * f * dlinear, form.interleave)
 
 
-def act_fwd(
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
-    """f(x), or f(gate) * linear; the gate is the first half of the last axis.   `kind` is one of KINDS"""
-    return _value(wide(x), kind, interleave, alpha, limit, offset).to(x.dtype)
+def act_fwd(x: Tensor, kind: str, *options: Any) -> Tensor:
+    """f(x), or f(gate) * linear; the gate is the first half of the last axis.
+
+    kind: one of KINDS.  options: here and below the fields of an ActivationForm, in their order.
+    """
+    return _value(wide(x), kind, *options).to(x.dtype)
 
 
-def scaled_act_fwd(
-    x: Tensor,
-    probs: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+def scaled_act_fwd(x: Tensor, probs: Tensor, kind: str, *options: Any) -> Tensor:
     """act_fwd(x) * probs[..., None] with one rounding."""
-    y = _value(wide(x), kind, interleave, alpha, limit, offset)
+    y = _value(wide(x), kind, *options)
     return (y * probs.to(y.dtype).unsqueeze(-1)).to(x.dtype)
 
 
-def act_bwd(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+def act_bwd(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
     """dx of act_fwd."""
-    return _gradient(wide(dy), wide(x), kind, interleave, alpha, limit, offset).to(x.dtype)
+    return _gradient(wide(dy), wide(x), kind, *options).to(x.dtype)
 
 
-def act_bwd_bias(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def act_bwd_bias(dy: Tensor, x: Tensor, kind: str, *options: Any) -> tuple[Tensor, Tensor]:
     """(dx, dbias) where x had a bias added: dbias is dx summed over rows before rounding."""
-    dx = _gradient(wide(dy), wide(x), kind, interleave, alpha, limit, offset)
+    dx = _gradient(wide(dy), wide(x), kind, *options)
     return dx.to(x.dtype), dx.reshape(-1, dx.shape[-1]).sum(0)
 
 
 def scaled_act_bwd(
-    dy: Tensor,
-    x: Tensor,
-    probs: Tensor,
-    kind: str,
-    need_dprobs: bool = True,
-    need_y: bool = False,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dprobs, y) of scaled_act_fwd; what is not needed is empty."""
     full, grad = wide(x), wide(dy)
     scale = probs.to(full.dtype).unsqueeze(-1)
-    dx = _gradient(grad * scale, full, kind, interleave, alpha, limit, offset).to(x.dtype)
+    dx = _gradient(grad * scale, full, kind, *options).to(x.dtype)
     dprobs, y = full.new_empty(0), x.new_empty(0)
     if need_dprobs or need_y:
-        value = _value(full, kind, interleave, alpha, limit, offset)
+        value = _value(full, kind, *options)
         dprobs = (grad * value).sum(-1) if need_dprobs else dprobs
         y = (value * scale).to(x.dtype) if need_y else y
     return dx, dprobs, y
 
 
-def act_dprobs(
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    interleave: int = 0,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    offset: float = 1.0,
-) -> Tensor:
+def act_dprobs(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
     """dprobs of scaled_act_fwd alone, without reading probs: the row sum of dy * act_fwd(x)."""
-    return (wide(dy) * _value(wide(x), kind, interleave, alpha, limit, offset)).sum(-1)
+    return (wide(dy) * _value(wide(x), kind, *options)).sum(-1)

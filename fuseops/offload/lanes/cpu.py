@@ -5,7 +5,8 @@ bytes that never came. `choose` draws which copies run earlier than they must.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from .protocol import Buf, Event, Lane, Place
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 
 Entry = Callable[[], None] | Event  # work, or an event of another lane to wait for
+
+
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for to, source in pairs:
+        to.copy_(source)
 
 
 class CpuLanes:
@@ -72,28 +78,26 @@ class CpuLanes:
         if fn is not None:
             self._put(lane, fn)
 
-    def record(self, lane: Lane) -> Event:
-        return Event(lane)
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        if lane in self._queues:
-            self._put(lane, event)
-        else:
-            self._run_to(event)
-
-    def copying(
-        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
-    ) -> Callable[[], None]:
+    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
         pairs = [
             (target.data[offset : offset + source.nbytes], source.data)
             for source, offset in zip(sources, offsets, strict=True)
         ]
+        if self._choose is None:
+            _copy_all(pairs)
+        else:
+            self._put(lane, partial(_copy_all, pairs))
 
-        def copy() -> None:
-            for to, source in pairs:
-                to.copy_(source)
+    def record(self, lane: Lane) -> Event:
+        return Event(lane)
 
-        return copy
+    def wait(self, lane: Lane, event: Event) -> None:
+        if self._choose is None:
+            return  # all has run
+        if lane in self._queues:
+            self._put(lane, event)
+        else:
+            self._run_to(event)
 
     def compute(self) -> None:
         return None

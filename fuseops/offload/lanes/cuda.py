@@ -55,19 +55,21 @@ class CudaLanes:
         cost: float,
         fn: Callable[[], None] | None,
     ) -> None:
-        if fn is None:
-            return
-        if lane in ("compute", "host"):
+        if fn is not None:
             fn()
+
+    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+        if lane == "compute":
+            _copy_all(sources, target, offsets)
             return
         before = torch.cuda.current_stream()
         if before.device_index != self._index:
             with torch.cuda.stream(self.stream(lane)):
-                fn()
+                _copy_all(sources, target, offsets)
             return
         torch.cuda.set_stream(self.stream(lane))  # the context manager takes ten times as long
         try:
-            fn()
+            _copy_all(sources, target, offsets)
         finally:
             torch.cuda.set_stream(before)
 
@@ -79,18 +81,6 @@ class CudaLanes:
         # A captured graph starts after, and ends before, all that its stream is given around it.
         if captured == torch_private.is_capturing():
             self.stream(lane).wait_event(native)
-
-    def copying(
-        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
-    ) -> Callable[[], None]:
-        def copy() -> None:
-            for source, offset in zip(sources, offsets, strict=True):
-                to = target.data
-                if source.nbytes != target.nbytes:
-                    to = to[offset : offset + source.nbytes]
-                to.copy_(source.data, non_blocking=True)
-
-        return copy
 
     def compute(self) -> torch.cuda.Stream:
         which = torch_private.current_stream(self._index)
@@ -104,6 +94,14 @@ class CudaLanes:
         if lane == "d2h":
             return self._d2h
         return self._h2d if lane == "h2d" else self.compute()
+
+
+def _copy_all(sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+    for source, offset in zip(sources, offsets, strict=True):
+        to = target.data
+        if source.nbytes != target.nbytes:
+            to = to[offset : offset + source.nbytes]
+        to.copy_(source.data, non_blocking=True)
 
 
 @functools.cache

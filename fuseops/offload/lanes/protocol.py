@@ -77,16 +77,14 @@ class Lanes(Protocol):
     ) -> None:
         """Enqueue work. cost: bytes on the copy lanes, seconds on the others."""
 
+    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+        """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane."""
+
     def record(self, lane: Lane) -> Event:
         """The point that the lane has been filled up to."""
 
     def wait(self, lane: Lane, event: Event) -> None:
         """All that the lane is given from here on runs after the event."""
-
-    def copying(
-        self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]
-    ) -> Callable[[], None] | None:
-        """For `op`: copies each source to its offset (bytes) in the target; None in a simulation."""
 
     def compute(self) -> Hashable:
         """Which compute lane the caller is on: one thread may use several CUDA streams."""

@@ -187,8 +187,8 @@ class SimulatedLanes:
         what = "" if event.work is None else event.work.name
         self.waits.append(Wait(lane, event.lane, before, self.now[lane], implied, what))
 
-    def copying(self, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
-        return None
+    def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
+        self.op(lane, sources, [target], 0.0 if lane == "compute" else target.nbytes, None)
 
     def compute(self) -> None:
         return None

@@ -79,7 +79,7 @@ def solve(model: CostModel, limits: Limits) -> Solution:
         return nothing
     found = search.improve(search.grow(nothing))
     if not found.fits or search.is_small:
-        other = search.improve(search.shrink(search.judge(search.everything())))
+        other = search.improve(search.judge(search.everything()))
         found = min(found, other, key=lambda s: s.key)
     if search.has_more and found.key.seconds > nothing.key.seconds:
         found = min(found, search.beyond_free(nothing), key=lambda s: s.key)
@@ -224,7 +224,7 @@ class _Search:
                 )
                 yield [Move(None, groups[place], 0, 0.0, 0.0) for place in places]
 
-    # --- filling and shrinking
+    # --- filling
 
     def beyond_free(self, nothing: Solution) -> Solution:
         """All that leaves without a stall, and as little more as it takes."""
@@ -256,19 +256,6 @@ class _Search:
             call = model.call[k]
             load[call] += model.out[k] / self.time_of[call]
             yield Move(k, None, model.nbytes[k], 0.0, load[call])
-
-    def shrink(self, found: Solution) -> Solution:
-        """Give back what is not needed, the most expensive first."""
-        model = self.model
-        groups = sorted(
-            found.choice.drop, key=lambda g: -model.profile.recompute[model.groups[g]].seconds
-        )
-        for g in groups:
-            freed = model.members[g]
-            tries = [Choice(found.choice.leave, found.choice.drop - {g})]
-            tries.append(Choice(found.choice.leave | freed, found.choice.drop - {g}))
-            found = min(found, *map(self.judge, tries), key=lambda s: s.key)
-        return found
 
     # --- improving
 
@@ -319,22 +306,6 @@ class _Search:
         for g in range(len(model.groups)):
             if g not in drop:
                 yield Choice(leave - model.members[g], drop - model.rivals[g] | {g})
-        if self.is_small:
-            yield from self._pairs(found.choice, chosen, other)
-
-    def _pairs(self, choice: Choice, chosen: list[int], other: list[int]) -> Iterator[Choice]:
-        leave, drop = choice
-        for k in chosen:
-            for pair in combinations(other, 2):
-                yield Choice(leave - {k} | set(pair), drop)
-        for pair in combinations(chosen, 2):
-            yield Choice(leave - set(pair), drop)
-            for k in other:
-                yield Choice(leave - set(pair) | {k}, drop)
-        for g in range(len(self.model.groups)):
-            if not drop & {g, *self.model.rivals[g]}:
-                for k in chosen:
-                    yield Choice(leave - self.model.members[g] - {k}, drop | {g})
 
 
 def _with(choice: Choice, moves: Iterable[Move], model: CostModel) -> Choice:

@@ -1,0 +1,77 @@
+"""What ways of a fixed size share: room for as many tokens as `capacity` says, agreed on once."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fuseops.errors import FuseOpsError
+
+from .exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Bounded(Exchange):
+    """No host sync and no size that depends on the routing, so that a step can be captured; a replay routes anew.
+
+    capacity: rows of the grouped GEMMs, and slots of a pair of ranks where they are fewer than the tokens of one, are
+    that many times what even routing takes. What does not fit sets the group's flag and makes the sums NaN.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_experts: int,
+        top_k: int,
+        *,
+        capacity: float = 1.5,
+        tokens: int = 0,
+    ) -> None:
+        """tokens: of a rank, at most; what the first forward of all ranks has, where that is more."""
+        super().__init__(mesh, num_experts, top_k)
+        self.capacity, self.tokens = capacity, tokens
+        self.agreed = False
+
+    @property
+    def room(self) -> int:
+        """Tokens that a rank may send to another."""
+        return self._room(self.tokens)
+
+    def _room(self, tokens: int) -> int:
+        share = 1 - (1 - 1 / self.world) ** self.top_k
+        return min(tokens, 16 * math.ceil(self.capacity * share * tokens / 16))
+
+    @property
+    def rows(self) -> int:
+        """Copies that a rank has room for."""
+        return self._rows(self.tokens)
+
+    def _rows(self, tokens: int) -> int:
+        most = self.world * self._room(tokens) * min(self.top_k, self.local)
+        return min(most, 16 * math.ceil(self.capacity * tokens * self.top_k / 16))
+
+    def expected(self, tokens: int) -> tuple[int, int]:
+        tokens = 16 * math.ceil(max(tokens, self.tokens) / 16)
+        return self.world * self._room(tokens), self._rows(tokens)
+
+    def agree(self, x: Tensor) -> None:
+        """On the most tokens of a rank, as the first forward has them.  Raises FuseOpsError for more, later."""
+        if not self.agreed:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise FuseOpsError(
+                    "ExpertDispatch: the ranks have not agreed on a size yet. Run one step before the capture."
+                )
+            tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
+            dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
+            self.tokens, self.agreed = 16 * math.ceil(int(tokens) / 16), True
+        if len(x) > self.tokens:
+            raise FuseOpsError(
+                f"ExpertDispatch: {len(x)} tokens, and the ranks agreed on {self.tokens} at most in their first "
+                "forward: run the longest batch first, or set `tokens=` of ExpertParallel."
+            )

@@ -1,0 +1,84 @@
+"""(b) `all_to_all_single` over any backend in equal splits: `room` slots of every pair of ranks, full or not.
+
+No host sync, so over NCCL a step can be captured, across hosts too. More travels than the tokens that there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fuseops import kernels as K
+
+from .bounded import Bounded
+from .exchange import Arrived, all_of
+from .overflow import flag_of
+
+
+class FixedCapacity(Bounded):
+    """slots: where a token lies among all slots that this rank sends, rank after rank.  arrivals: (W room,) int32, the
+    token in every one of them, -1 in an empty one.
+    """
+
+    name = "all_to_all_single in equal splits of a fixed capacity (no host sync)"
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        self.agree(x)
+        slots, counts = K.token_slots(experts, self.num_experts, self.world)
+        flag = flag_of(self.group, x.device)
+        flag |= (counts > self.room).any().to(flag.dtype)
+        ranks = torch.arange(self.world, dtype=torch.int32, device=x.device)
+        total, token = self.world * self.room, torch.arange(len(x), device=x.device)
+        slots = torch.where((slots >= 0) & (slots < self.room), slots + ranks * self.room, -1)
+        filled = torch.full((total + 1,), -1, dtype=torch.int32, device=x.device)
+        at = torch.where(slots < 0, total, slots).long()  # what goes nowhere, to the end
+        filled[at] = token[:, None].expand_as(at).to(torch.int32)
+        filled = filled[:-1].clone()
+        here, of = filled >= 0, filled.clamp(min=0).long()
+        padded = torch.cat([experts, experts.new_full((1, self.top_k), -1)])
+        chosen = padded[torch.where(here, of, len(experts))]
+        ids = self.there(chosen, ranks.repeat_interleave(self.room, output_size=total))
+        beside = torch.cat([weights, weights.new_zeros(1, self.top_k)])
+        beside = beside[torch.where(here, of, len(weights))]
+        head = self._swapped(torch.cat([beside.view(torch.int32), ids], 1))
+        ids = head[:, -self.top_k :].contiguous()
+        weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
+        return Arrived(self._there(x, filled), ids, weights, self.rows, slots, filled)
+
+    def no_arrivals(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.expected(len(x))[0], dtype=torch.int32)
+
+    def bound(self, offs: Tensor, rows: int) -> None:
+        K.bound_rows(offs, flag_of(self.group, offs.device), rows)
+
+    def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        return self._summed(self._swapped(y), slots)
+
+    def dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        back = self._summed(self._swapped(dx), slots)
+        if dweights is None:
+            return back, None
+        return back, self.own_weights(self._swapped(dweights), experts, slots)
+
+    def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
+        return self._there(dy, arrivals)
+
+    def _there(self, x: Tensor, filled: Tensor) -> Tensor:
+        """Every slot's token to its rank; in empty slots one that nobody reads."""
+        if not len(x):
+            return self._swapped(x.new_zeros(len(filled), x.shape[1]))
+        return self._swapped(K.gather_rows(x, filled.clamp(min=0).long(), all_of(len(filled), x)))
+
+    def _swapped(self, rows: Tensor) -> Tensor:
+        """Slot by slot what the other rank of the pair has."""
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, rows.contiguous(), group=self.group)
+        return out
+
+    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """The sum of what came back of each token, in the order of ranks; NaN where something had no room."""
+        y: Tensor = K.combine_fwd(rows, slots, all_of(len(rows), rows))
+        return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)

@@ -1,0 +1,231 @@
+"""Weights that live in the format of a recipe: `fuseops.quantized_init`, and FP8 checkpoints.
+
+The op's Parameter is a carrier: it has the weight's shape, dtype and gradient, and no values. Codes and scales are two
+buffers of integers, which no cast of the module reaches. GEMMs read them as they are, in either layout.
+Float32 masters, where there are any, are Parameters that an optimizer has: the codes are made of them anew when they
+have changed. A state_dict has the codes as `weight` and the scales as `weight_scale_inv`, values = codes * scales by
+blocks of 128 x 128, as DeepSeek's checkpoints do; both come in and go out bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fuseops.errors import FuseOpsError
+from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
+from fuseops.recipes.carrier import blank
+from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
+
+from .paths import path_of
+
+STORED = "_stored"  # in an op's __dict__
+CODES, SCALES = "weight_codes", "weight_scales"  # buffers
+SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict, beside "weight"
+
+
+class StoredWeight:
+    """The weight of one op, (N, K) or (E, N, K), in squares of 128 x 128."""
+
+    def __init__(self, op: nn.Module, scaling: Scaling) -> None:
+        self.parameters, self.buffers = op._parameters, op._buffers
+        self.scaling = scaling
+        self.master: nn.Parameter | None = None
+        self.version = 0  # of the master that the codes are of
+
+    def read(self, layout: str) -> Quantized:
+        """The weight by rows or by columns, the transposed codes."""
+        source: Any = self.parameters["weight"]
+        if any(source.stride()):
+            raise FuseOpsError(
+                "a weight that lives in FP8 was copied as if it had values: wrappers that shard or flatten parameters "
+                "(FSDP, DTensor) do not take it. Shard first, and let a recipe quantize what is gathered."
+            )
+        if self.master is not None and self.master._version != self.version:
+            self.refill()
+        found = self.codes()
+        if layout == "row":
+            return Quantized(found, None, self.scaling, None, source.dtype)
+        turned = found.data.view(torch.uint8).mT.contiguous().view(found.data.dtype)
+        return Quantized(
+            None, Layout(turned, found.scale.mT.contiguous()), self.scaling, None, source.dtype
+        )
+
+    def codes(self) -> Layout:
+        """As they lie."""
+        codes, scales = (cast("Tensor", self.buffers[name]) for name in (CODES, SCALES))
+        return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for."""
+        return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Make the codes of these values, where they are."""
+        row = cast("Layout", weight_operand(values, self.scaling, row=True, col=False).row)
+        self.put(*row)
+
+    @torch.no_grad()
+    def put(self, data: Tensor, scale: Tensor) -> None:
+        """Take codes and scales as they are."""
+        for name, t, raw in ((CODES, data, torch.uint8), (SCALES, scale, torch.int32)):
+            self.buffers[name].copy_(t.contiguous().view(raw))  # type: ignore[union-attr]
+
+    def refill(self) -> None:
+        """Make the codes of the master."""
+        if self.master is not None:
+            self.write(self.master.detach())
+            self.version = self.master._version
+
+    def with_master(self) -> nn.Parameter:
+        """The float32 master, made of the codes where there was none, which gets the gradients of the weight."""
+        weight = cast("nn.Parameter", self.parameters["weight"])
+        if self.master is None:
+            self.master = nn.Parameter(self.values(torch.float32), weight.requires_grad)
+            self.version = self.master._version
+            self.listen()
+        return self.master
+
+    def listen(self) -> None:
+        """Have the master get the gradients of the weight."""
+        if self.master is not None:
+            weight = cast("nn.Parameter", self.parameters["weight"])
+            weight.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _take_gradient(self, weight: Tensor) -> None:
+        grad, weight.grad = weight.grad, None
+        master = self.master
+        if master is None or grad is None:
+            return
+        if master.grad is None:
+            master.grad = grad.float()
+        else:
+            master.grad += grad
+
+    def emptied(self) -> None:
+        """Have the Parameter hold no values, where its codes are now."""
+        weight, codes = cast("nn.Parameter", self.parameters["weight"]), self.buffers[CODES]
+        dtype, device = weight.dtype, codes.device  # type: ignore[union-attr]
+        weight.data = blank(weight.shape, dtype, device)
+        if self.master is not None and self.master.device != device:
+            self.master.data = self.master.data.to(device)
+
+
+def stored_in(op: nn.Module) -> StoredWeight | None:
+    """The stored weight of an op that has one."""
+    found: StoredWeight | None = op.__dict__.get(STORED)
+    return found
+
+
+def store_weight(op: Any, scaling: Scaling) -> None:
+    """Have the weight of an op live in a format from now on.  Raises FuseOpsError for one that cannot."""
+    weight = op._parameters.get("weight")
+    if scaling.block != SQUARE or type(weight) is not nn.Parameter:
+        what = f"a weight as {scaling}" if scaling.block != SQUARE else "no Parameter `weight`"
+        raise FuseOpsError(
+            f"quantized_init: {type(op).__name__} {path_of(op) or ''} has {what}; what lives in a format is one "
+            "Parameter in squares of 128 x 128 (Float8BlockScaling)."
+        )
+    row = cast("Layout", weight_operand(weight.detach(), scaling, row=True, col=False).row)
+    op.register_buffer(CODES, row.data.view(torch.uint8), persistent=False)
+    op.register_buffer(SCALES, row.scale.view(torch.int32), persistent=False)
+    stored = op.__dict__[STORED] = StoredWeight(op, scaling)
+    stored.emptied()
+
+
+@contextmanager
+def quantized_init(recipe: Recipe) -> Iterator[None]:
+    """Ops that are made inside keep their weights in the format that the recipe has for them: 1 byte a parameter.
+
+    They run under that recipe (`fo.recipe`, `fo.configure`); a call that would multiply them in high precision is an
+    error. For training give an optimizer their float32 masters: `torch.optim.AdamW(fo.masters(model))`. Weights whose
+    role is high precision stay as they are.
+    Raises FuseOpsError on the way out for a recipe whose weights are not in squares of 128 x 128, and for groups that
+    are Parameters of their own.
+    """
+    made: dict[nn.Module, None] = {}
+
+    def seen(module: nn.Module, name: str, parameter: Any) -> None:
+        if getattr(module, "multiplies", False) and stored_in(module) is None:
+            made[module] = None
+
+    hook = register_module_parameter_registration_hook(seen)
+    try:
+        yield
+    finally:
+        hook.remove()
+    for op in made:
+        scaling = recipe.roles_of(op, path_of(op) or "").weight
+        if scaling is not None:
+            store_weight(op, scaling)
+
+
+def masters(model: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer steps: of weights that live in a format their float32 masters, and all other parameters.
+
+    A master begins as what the codes stand for. The gradients of its weight are moved to it, in float32, after each
+    backward; before the next forward reads the codes they are made of it anew, or when `fuseops.weights_changed(model)`
+    says so (in place, for a captured graph). It is in the op's state_dict, as `weight_master`.
+    """
+    if not isinstance(model, nn.Module):
+        raise FuseOpsError(f"masters(model) expects an nn.Module, got {type(model).__name__}.")
+    stored = {
+        id(m._parameters["weight"]): s for m in model.modules() if (s := stored_in(m)) is not None
+    }
+    return [stored[id(p)].with_master() if id(p) in stored else p for p in model.parameters()]
+
+
+# --- state dicts
+
+
+def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Put the codes in the place of a Parameter without values."""
+    stored = stored_in(op)
+    if stored is None:
+        return
+    if stored.master is not None and stored.master._version != stored.version:
+        stored.refill()
+    state[f"{prefix}weight"], state[prefix + SCALE_INV] = stored.codes()
+    if stored.master is not None:
+        state[prefix + MASTER] = stored.master if keep_vars else stored.master.detach()
+
+
+def load(op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> tuple[str, ...]:
+    """Take what a state_dict has for the weight: codes with their scales, bit for bit where the weight lives in them,
+    else what they stand for; high precision, which is quantized where the weight lives in codes.   -> keys taken
+    """
+    stored, key = stored_in(op), f"{prefix}weight"
+    given, scale = state.get(key), state.pop(prefix + SCALE_INV, None)
+    if isinstance(given, Tensor) and given.dtype in (E4M3, E5M2) and scale is not None:
+        blocks = (*given.shape[:-2], *[-(-size // 128) for size in given.shape[-2:]])
+        if tuple(scale.shape) != blocks:
+            errors.append(
+                f"{prefix}{SCALE_INV} has shape {tuple(scale.shape)}, expected {blocks}: a scale for 128 x 128."
+            )
+            return ()
+        form = Scaling(given.dtype, SQUARE, SQUARE)
+        codes = Quantized(Layout(given, scale.float()), None, form, None, torch.float32)
+        if stored is None:
+            state[key] = codes.dequantize()
+        given = codes
+    if stored is None or given is None or given.shape != stored.parameters["weight"].shape:  # type: ignore[union-attr]
+        return ()
+    if isinstance(given, Quantized) and given.scaling.data is stored.scaling.data:
+        stored.put(*cast("Layout", given.row))
+    else:
+        stored.write(given.dequantize() if isinstance(given, Quantized) else given)
+    master = state.pop(prefix + MASTER, None)
+    if master is not None or stored.master is not None:
+        with torch.no_grad():
+            own = stored.with_master()
+            own.copy_(stored.values(torch.float32) if master is None else master)
+        stored.version = own._version
+    del state[key]
+    return (key,)

@@ -1,0 +1,216 @@
+"""Weights that live in FP8, their masters, and checkpoints with scales."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.ops.stored import stored_in
+from fuseops.testing.strategies import filled
+
+RECIPE = fo.recipes.Float8BlockScaling()
+D, F, E, K, T = 160, 96, 3, 2, 50
+BF16 = torch.bfloat16
+
+
+def moe() -> nn.Module:
+    torch.manual_seed(0)
+    return fo.MoE(D, F, E, K, dtype=BF16)
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return fo.Sequential(
+        {
+            "norm": fo.ops.RMSNorm(D, dtype=BF16),
+            "fc1": fo.ops.Linear(D, 2 * F, dtype=BF16),
+            "act": fo.ops.SwiGLU(),
+            "fc2": fo.ops.Linear(F, D, bias=False, dtype=BF16),
+        }
+    )
+
+
+def stored(make: Any) -> nn.Module:
+    with fo.quantized_init(RECIPE):
+        model: nn.Module = make()
+    return model
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return filled((T, D), BF16, "normal", seed).requires_grad_()
+
+
+def after(model: nn.Module, call: Any = None) -> list[Tensor | None]:
+    x = tokens()
+    with fo.recipe(RECIPE):
+        y = model(x) if call is None else call(model, x)
+    y.float().square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    return [y.detach(), x.grad, *grads]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+def recomputed(model: nn.Module, x: Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=False, context_fn=fo.checkpoint_contexts)
+
+
+def moved(model: nn.Module, x: Tensor) -> Any:
+    with offload.to_host(min_bytes=0):
+        return model(x)
+
+
+def unfused(model: nn.Module, x: Tensor) -> Any:
+    with fo.fusion(False):
+        return model(x)
+
+
+def copied(model: nn.Module, x: Tensor) -> Any:
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    y = twin(x)
+    y.register_hook(lambda dy: None)
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        p.register_hook(lambda grad, q=q: setattr(q, "grad", grad))
+    return y
+
+
+@pytest.mark.parametrize("make", [moe, dense])
+@pytest.mark.parametrize("call", [None, recomputed, moved, unfused, copied])
+def test_weights_in_fp8_give_what_weights_that_are_quantized_give(make: Any, call: Any) -> None:
+    model = stored(make)
+    assert_equal(after(model, call), after(make(), unfused if call is unfused else None))
+    ops = [m for m in model.modules() if stored_in(m) is not None]
+    assert len(ops) == 2
+    for op in ops:
+        weight = op._parameters["weight"]
+        assert weight is not None and weight.isnan().all()
+        assert weight.untyped_storage().nbytes() == 2
+
+
+@pytest.mark.parametrize("make", [moe, dense])
+def test_a_step_with_masters_is_that_of_float32_weights_quantized_each_time(make: Any) -> None:
+    model, plain = stored(make), make()
+    state = model.state_dict()
+    plain.load_state_dict(state)  # what the codes stand for
+    plain.float()
+    for name in ("norm", "router"):
+        if name in plain._modules:
+            plain.get_submodule(name).to(BF16)
+    optimizer = torch.optim.AdamW(fo.masters(model), lr=0.05)
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [m for m in model.modules() if stored_in(m) is not None]
+    assert all(id(m._parameters["weight"]) not in own for m in held)
+    for _ in range(3):
+        x = tokens()
+        with fo.recipe(RECIPE):
+            model(x).float().square().mean().backward()
+        masters = [stored_in(m).master for m in held]  # type: ignore[union-attr]
+        assert all(
+            m is not None and m.grad is not None and m.grad.dtype is torch.float32 for m in masters
+        )
+        before = [m.detach().clone() for m in masters]  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(torch.equal(a, b) for a, b in zip(before, masters, strict=True))  # type: ignore[arg-type]
+    with fo.recipe(RECIPE):
+        y = model(tokens())
+    again = make()
+    for m, other in zip(
+        held, [m for m in again.modules() if getattr(m, "multiplies", False)], strict=True
+    ):
+        other.weight.data = stored_in(m).master.detach().clone().to(BF16)  # type: ignore[union-attr]
+    for m in held:
+        want = fo.quantize(stored_in(m).master.detach(), stored_in(m).scaling, col=False)  # type: ignore[union-attr]
+        assert torch.equal(
+            stored_in(m).codes().data.view(torch.uint8), want.row.data.view(torch.uint8)
+        )  # type: ignore[union-attr]
+    resumed = stored(make)
+    resumed.load_state_dict(model.state_dict())
+    with fo.recipe(RECIPE):
+        assert torch.equal(resumed(tokens()), y)
+    for m, other in zip(held, [m for m in resumed.modules() if stored_in(m)], strict=True):
+        assert torch.equal(stored_in(m).master, stored_in(other).master)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("make", [moe, dense])
+def test_a_checkpoint_with_scales_goes_in_and_out_bit_for_bit(make: Any) -> None:
+    """As DeepSeek's have them: any float32 scale, codes of any size."""
+    model = stored(make)
+    state = model.state_dict()
+    keys = [key for key in state if key.endswith("weight_scale_inv")]
+    assert len(keys) == 2 and "weight_codes" not in str(list(state))
+    generator = torch.Generator().manual_seed(5)
+    for key in keys:
+        codes = key.removesuffix("_scale_inv")
+        assert state[codes].dtype is torch.float8_e4m3fn
+        assert state[key].shape[-2:] == tuple(-(-n // 128) for n in state[codes].shape[-2:])
+        state[key] = torch.rand(state[key].shape, generator=generator)
+        raw = torch.randint(0, 127, state[codes].shape, generator=generator, dtype=torch.uint8)
+        state[codes] = raw.view(torch.float8_e4m3fn)
+    model.load_state_dict(state)
+    out = model.state_dict()
+    assert list(out) == list(state)
+    for key, t in state.items():
+        assert out[key].dtype is t.dtype and torch.equal(
+            out[key].view(torch.uint8), t.view(torch.uint8)
+        ), key
+    plain = make().float()
+    plain.load_state_dict(state)
+    for key in keys:
+        name = key.removesuffix("_scale_inv")
+        by_block = state[key].repeat_interleave(128, -2).repeat_interleave(128, -1)
+        rows, width = state[name].shape[-2:]
+        want = state[name].float() * by_block[..., :rows, :width]
+        assert torch.equal(plain.state_dict()[name], want)
+    fresh = stored(make)
+    fresh.load_state_dict(make().state_dict())  # from high precision
+    assert_equal(after(fresh), after(make()))
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    model, x = stored(dense), tokens()
+    with pytest.raises(fo.FuseOpsError, match="multiplies it as high precision"):
+        model(x)
+    with pytest.raises(fo.FuseOpsError, match="high precision"), fo.recipe(RECIPE), fo.reference():
+        model(x)
+    with pytest.raises(fo.FuseOpsError, match="e5m2"):
+        with fo.recipe(fo.recipes.Float8BlockScaling(fwd=torch.float8_e5m2)):
+            model(x)
+    with (
+        pytest.raises(fo.FuseOpsError, match="squares of 128"),
+        fo.quantized_init(fo.recipes.Float8CurrentScaling()),
+    ):
+        dense()
+    with pytest.raises(fo.FuseOpsError, match="Parameter"), fo.quantized_init(RECIPE):
+        fo.ops.GroupedLinear(2, 8, 8, packed=False)
+    model.fc1.weight.data = model.fc1.weight.data.clone()  # as a wrapper that shards does
+    with pytest.raises(fo.FuseOpsError, match="as if it had values"), fo.recipe(RECIPE):
+        model(x)
+    bad = stored(dense).state_dict()
+    bad["fc1.weight_scale_inv"] = torch.ones(1, 1)
+    with pytest.raises(RuntimeError, match=r"weight_scale_inv has shape \(1, 1\)"):
+        dense().load_state_dict(bad)
+    with pytest.raises(RuntimeError):
+        torch.optim.SGD(stored(dense).parameters(), lr=1.0, weight_decay=1.0)
+        with torch.no_grad():
+            stored(dense).get_submodule("fc1").weight.add_(1.0)  # type: ignore[operator, union-attr]
+
+
+def test_casts_and_devices_leave_the_codes_alone() -> None:
+    model = stored(dense)
+    codes = {k: v.clone() for k, v in model.state_dict().items() if "fc" in k and "bias" not in k}
+    model.float().to("cpu").to(BF16)
+    for key, t in codes.items():
+        assert torch.equal(model.state_dict()[key].view(torch.uint8), t.view(torch.uint8))
+    assert_equal(after(model), after(dense()))
