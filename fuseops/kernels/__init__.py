@@ -3,8 +3,8 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, operands, peers,
-                    permute, quantize, rope, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
+                    operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -53,6 +53,8 @@ from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .norm_operand import rmsnorm_columns as rmsnorm_columns
+from .norm_operand import rmsnorm_operand as rmsnorm_operand
 from .operands import dswiglu_operand as dswiglu_operand
 from .operands import permute_operand as permute_operand
 from .operands import quantize_operand as quantize_operand

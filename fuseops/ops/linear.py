@@ -129,6 +129,11 @@ def grad_operand(
     return q
 
 
+def without_rows(dy: Operand) -> Operand:
+    """What of dy waits for the weight gradient when dx is there: its columns, where it has them."""
+    return replace(dy, row=None) if isinstance(dy, Quantized) and dy.col is not None else dy
+
+
 def columns_of(
     x: Operand,
     call: Call,

@@ -52,6 +52,8 @@ from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .norm_operand import rmsnorm_columns as rmsnorm_columns
+from .norm_operand import rmsnorm_operand as rmsnorm_operand
 from .operands import by_group as by_group
 from .operands import columns_in_groups as columns_in_groups
 from .operands import columns_of as columns_of
