@@ -215,6 +215,17 @@ def _symmetric(group: Any) -> str:
     return name
 
 
+def largest_over(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The largest of every element over the ranks of a group, given by its name."""
+    from torch.distributed import ReduceOp, distributed_c10d
+
+    found = x.clone()
+    distributed_c10d.all_reduce(
+        found, ReduceOp.MAX, group=distributed_c10d._resolve_process_group(group)
+    )
+    return found
+
+
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' tensors, in a new one."""
     from torch.distributed import _functional_collectives as collectives

@@ -81,10 +81,13 @@ from .reference import amax_of_groups as amax_of_groups
 from .reference import by_group as by_group
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
+from .reference import columns_in_groups as columns_in_groups
 from .reference import dequantize_format as dequantize_format
 from .reference import hadamard as hadamard
 from .reference import magnitude as magnitude
+from .reference import padding_mask as padding_mask
 from .reference import quantize_format as quantize_format
+from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
 from .reference import turned_in_groups as turned_in_groups

@@ -20,6 +20,7 @@ from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
+from fuseops.recipes.scales import ScaleState, fit_state
 from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Call(NamedTuple):
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
     name       of the op, by its path in the model where that is known
+    scales     state of the op's scales, where the recipe has one
     seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
 
     Of ops with `live_call`:
@@ -95,6 +97,7 @@ class Call(NamedTuple):
     training: bool = True
     store: WeightStore | None = None
     name: str = ""
+    scales: ScaleState | None = None
     seed: Tensor | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
@@ -344,6 +347,7 @@ class Op(nn.Module, Generic[S]):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
         fit_all(self, state_dict, prefix)
+        fit_state(self._buffers, state_dict, prefix)
         taken = stored.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
         missing: list[str] = args[-3]
