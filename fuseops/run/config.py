@@ -117,7 +117,7 @@ def _rule(item: Rule | str) -> Rule:
         return item
     if item != POINTWISE.name:
         raise FuseOpsError(
-            f"no rule that is on by choice is called {item!r}; there is {POINTWISE.name!r}."
+            f'rules must be [fuseops.Rule(...), "{POINTWISE.name}"], what is on by choice by its name, got {item!r}.'
         )
     return POINTWISE
 
