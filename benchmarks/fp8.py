@@ -42,6 +42,9 @@ class Run:
             "environment": measure.environment(), "wrong": {}, "failed": {}, "skipped": [],
             **{part: {} for part in PARTS},
         }  # fmt: skip
+        if options.resume and options.out.exists():
+            before = json.loads(options.out.read_text())
+            self.report |= {key: before[key] for key in ("wrong", *PARTS)}
 
     def seconds(self) -> float:
         return time.perf_counter() - self.begun
@@ -63,6 +66,9 @@ class Run:
         groups, rows, d, f, _ = SHAPES[shape]
         sizes = {"fc1": (groups, rows, 2 * f, d), "fc2": (groups, rows, d, f)}
         for kind_of_split in SPLITS if "splits" in self.options.parts else SPLITS[:1]:
+            parts = self.lacking(shape, kind_of_split)
+            if not parts:
+                continue
             offs = split(kind_of_split, groups, rows)
             t = {layer: operands(*each, offs) for layer, each in sizes.items()}
             for layer in t:
@@ -75,12 +81,20 @@ class Run:
                 mixes = self.mixes(t, "wgrad", ("fp8", "bf16"), kind_of_split, name)
                 self.note("splits", mixes, t)
                 continue
-            if "settled" in self.options.parts:
+            if "settled" in parts:
                 self.note("settled", self.mixes(t, "wgrad", None, kind_of_split, name), t)
-            if "into" in self.options.parts:
+            if "into" in parts:
                 self.note("into", self.mixes(t, "wgrad_into", None, kind_of_split, name), t)
-            if "tiles" in self.options.parts:
+            if "tiles" in parts:
                 self.note("tiles", self.tiles(t, kind_of_split, name), t)
+
+    def lacking(self, shape: str, kind_of_split: str) -> list[str]:
+        """The parts of a shape and a split that are wanted and not there."""
+        parts = [part for part in self.options.parts if part != "splits"]
+        if kind_of_split != SPLITS[0]:
+            parts = ["splits"]
+        there = f"{shape}/fc2/fwd/{kind_of_split}"
+        return [part for part in parts if there not in self.report[part]]
 
     def mixes(
         self, t: dict[str, Operands], last: str, only: Any, kind_of_split: str, name: Any
@@ -161,6 +175,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=200.0, help="seconds; no new shape after it"
     )
+    parser.add_argument("--resume", action="store_true", help="make the parts that --out lacks")
     options = parser.parse_args()
     torch.manual_seed(0)
     run = Run(options)

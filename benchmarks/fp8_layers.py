@@ -3,9 +3,11 @@
     python benchmarks/fp8_layers.py --out benchmarks/results/fp8_layers_h200.json
 
 `mlp/`: fc1, SwiGLU times probability, fc2 over rows sorted by expert, with splits that are uniform at random, by Zipf's
-law, and with two empty groups. `layer/`: router, top-k softmax, gather, the experts and combine. All candidates share
-one set of parameters. "fp8" quantizes weights in the step, where each is read; "fp8_kept" has them from the
-micro-batch before; "fp8_hidden" is "fp8_kept" with h saved as codes; "torch" is `F.grouped_mm` in bf16, eager.
+law, and with two empty groups. `layer/`: router, top-k softmax, gather, the experts and combine. `dense/`: RMSNorm,
+fc1, SwiGLU, fc2 and the residual, of so many rows. All candidates share one set of parameters. "fp8" quantizes
+weights in the step, where each is read; "fp8_kept" has them from the micro-batch before; "fp8_hidden" is "fp8_kept"
+with h saved as codes; "torch" is bf16 in eager torch, experts by `F.grouped_mm`; "torchao" is torchao's float8 training
+of the dense MLP (rowwise scales, compiled), where it is installed.
 Candidates run in turn, in balanced order, back to back for `--span` seconds to warm up and as long again in each round;
 ratios are bf16's time over theirs, round by round. Bytes are those that a forward leaves beyond its inputs and its
 output, and those that a step takes at most. `wrong` are relative errors of y and of the gradients beside bf16's.
@@ -15,9 +17,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import importlib.util
 from functools import partial
 from typing import Any
 
+import dense_mlp
 import grouped_mlp
 import layers
 import measure
@@ -42,10 +47,36 @@ MLPS = ("mixtral", "dsv3_ep8", "qwen3_30b", "sonic_30b", "qwen3_30b_8k", "sonic_
 ORDER = ("mixtral", "dsv3_ep8", "qwen3_30b", "sonic_30b", "qwen3_8k", "sonic_7b")
 
 
+DENSE = {
+    f"dense/llama3_8b/{rows}": (rows, *dense_mlp.MODELS["llama3_8b"]) for rows in (8192, 16384)
+}
+
+
 def names() -> list[str]:
     """The cells: first those that the issue has bars for."""
-    found = [f"layer/{shape}" for shape in ORDER] + [f"mlp/{shape}/uniform" for shape in MLPS]
+    found = [*DENSE, *(f"layer/{shape}" for shape in ORDER)]
+    found += [f"mlp/{shape}/uniform" for shape in MLPS]
     return found + [f"mlp/{shape}/{how}" for how in SPLITS[1:] for shape in MLPS]
+
+
+def torchao(p: dense_mlp.Problem) -> Any:
+    """torchao's float8 linears between torch's norm and SwiGLU, over the same parameters."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    linears = torch.nn.ModuleList(
+        torch.nn.Linear(*size, bias=False, device="meta") for size in ((1, 1), (1, 1))
+    )
+    for linear, weight in zip(linears, p.leaves[2:], strict=True):
+        linear.weight, (linear.out_features, linear.in_features) = weight, weight.shape
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    fc1, fc2 = convert_to_float8_training(linears, config=config)
+
+    def mlp(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, gamma.shape, gamma, dense_mlp.EPS)
+        gate, up = fc1(y).chunk(2, -1)
+        return x + fc2(torch.nn.functional.silu(gate) * up)
+
+    return partial(torch.compile(mlp, dynamic=False), *p.leaves[:2])
 
 
 def in_precision(module: Any, recipe: Any) -> Any:
@@ -60,10 +91,14 @@ class Cell:
 
     def __init__(self, name: str) -> None:
         kind, shape, *how = name.split("/")
-        if kind == "layer":
-            self.p: Any = moe_layer.Problem(*LAYERS[shape])
+        if kind == "dense":
+            self.p: Any = dense_mlp.Problem(*DENSE[name])
+            self.module, self.given, self.args = self.p.mlp, (self.p.x,), (self.p.x,)
+            plain = partial(dense_mlp.swiglu_mlp, *self.p.leaves)
+        elif kind == "layer":
+            self.p = moe_layer.Problem(*LAYERS[shape])
             self.module, self.given = self.p.moe, (self.p.x,)
-            self.args: tuple[Any, ...] = (self.p.x,)
+            self.args = (self.p.x,)
             plain = partial(moe_layer.peer, *self.p.leaves, self.p.k)
         else:
             self.p = grouped_mlp.Problem(*grouped_mlp.SHAPES[shape])
@@ -79,6 +114,9 @@ class Cell:
             **{name: partial(module, *self.args) for name, module in modules.items()},
             "torch": plain,
         }
+        if kind == "dense" and importlib.util.find_spec("torchao"):
+            built = functools.cache(partial(torchao, self.p))
+            self.forwards["torchao"] = lambda: built()()
 
     def results(self, forward: measure.Call) -> list[torch.Tensor]:
         layers.training_step(forward, self.p.dy, self.p.leaves)()
@@ -140,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     layers.add_options(parser, names())
     layers.add_step_options(parser)
-    every = ("bf16", *RECIPES, "torch")
+    every = ("bf16", *RECIPES, "torch", "torchao")
     parser.add_argument("--candidates", nargs="*", default=every, choices=every)
     options = parser.parse_args()
     options.candidates = {"bf16", *options.candidates}

@@ -5,6 +5,7 @@
 Every step runs as fuseops and as plain torch over the same weights, eager and compiled, in turn; medians of rounds, and
 ratios of each round: eager over eager torch, compiled over torch.compile of the plain module. `graph` is fuseops under
 torch.compile(mode="reduce-overhead"). The forward keeps its graph; the backward makes all gradients anew.
+`--recipes` times the steps under recipes instead, every GEMM quantized, with ratios over fuseops in bf16.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ import fuseops as fo
 
 CALLS = 20  # few enough that no launch waits for a place in the queue
 RATIOS = ("eager", "compiled")  # what ours is a ratio of
+Block, Current = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
+RECIPES = {
+    "block": Block(),
+    "block_kept": Block(weights="step"),
+    "block_hidden": Block(weights="step", hidden="float8"),
+    "current": Current(),
+    "current_kept": Current(weights="step"),
+}
 
 
 class SwiGLU(nn.Module):
@@ -126,6 +135,27 @@ def call_of(model: nn.Module, step: Step, backward: bool) -> Callable[[], Any]:
     return layers.training_step(forward, torch.ones_like(step.x), leaves) if backward else forward
 
 
+def under_recipes(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of one step in bf16 and under every recipe, and how many times as long each takes."""
+    step = STEPS[name](options.device)
+
+    def quantized(recipe: Any, x: Tensor) -> Tensor:
+        with fo.recipe(recipe, strict=True):
+            return step.ours(x)
+
+    leaves = [step.x, *step.ours.parameters()]
+    forwards = {"bf16": step.ours, **{n: partial(quantized, r) for n, r in RECIPES.items()}}
+    timers = {}
+    for key, forward in forwards.items():
+        call = layers.training_step(partial(forward, step.x), torch.ones_like(step.x), leaves)
+        for _ in range(6):
+            call()
+        timers[key] = partial(measure.host_us, call, CALLS)
+    us = measure.in_rounds(timers, options.rounds, heat=1)
+    over = {n: measure.paired(us["bf16"], us[n]) for n in RECIPES}
+    return {"us": measure.medians(us), "over_bf16": over}
+
+
 def row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians and ratios of one step, forward and backward, and its forward alone."""
     step = STEPS[name](options.device)
@@ -202,8 +232,18 @@ def main() -> None:
     parser.add_argument("--eager", dest="compiled", action="store_false", help="no torch.compile")
     parser.add_argument("--calls", action="store_true", help="count Python calls")
     parser.add_argument("--profile", action="store_true", help="print where the host is")
+    parser.add_argument("--recipes", action="store_true", help="steps under recipes instead")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.recipes:
+        found = {name: under_recipes(name, options) for name in options.steps}
+        report = {**measure.environment(), "recipes": found}
+        for name, entry in found.items():
+            ratios = {n: r["ratio"] for n, r in entry["over_bf16"].items()}
+            print(name, entry["us"], ratios)
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=2) + "\n")
+        return
     rows: dict[str, Any] = {}
     for name in options.steps:
         rows[name] = row(name, options)

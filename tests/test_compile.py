@@ -328,6 +328,7 @@ def changed(op: fo.Op, name: str) -> None:
     [
         (lambda: fo.ops.RMSNorm(16, eps=0.5), "eps"),
         (lambda: fo.ops.Dropout(1e-9), "training"),
+        (lambda: fo.ops.Dropout(1e-9), "p"),
         (lambda: fo.ops.ClampedSwiGLU(limit=0.25), "options"),
     ],
 )

@@ -55,6 +55,14 @@ def test_every_op_and_rule_has_its_line() -> None:
     ]
 
 
+def test_every_recipe_has_its_line() -> None:
+    page = (DOCS / "howto" / "recipe.md").read_text("utf-8")
+    public = [getattr(fo.recipes, name) for name in fo.recipes.__all__]
+    made = {p.__name__ for p in public if isinstance(p, type) and issubclass(p, fo.recipes.Recipe)}
+    missing = {name for name in made - {"Recipe"} if name not in page}
+    assert not missing, f"give {missing} a line in docs/howto/recipe.md"
+
+
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torchrun sets for a run of one process."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fuseops as fo
 from fuseops.ops import scopes
+from fuseops.recipes import operands
 from fuseops.testing import assert_fused_matches_unfused
 
 D, F, E, K, T = 128, 128, 3, 2, 200
@@ -74,6 +75,66 @@ def test_experts_equal_their_ops_one_by_one_bit_for_bit(recipe: Any) -> None:
             unfused = gradients(model, x, **side)
     for mine, theirs in zip(fused, unfused, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def dense(d: int = D, f: int = F) -> fo.Sequential:
+    torch.manual_seed(0)
+    fc1, fc2 = fo.ops.Linear(d, 2 * f, bias=False), fo.ops.Linear(f, d, bias=False)
+    return fo.Sequential(fo.ops.RMSNorm(d), fc1, fo.ops.SwiGLU(), fc2).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("shape", [(310, D), (2, 155, D)], ids=str)
+def test_a_dense_mlp_equals_its_ops_one_by_one_bit_for_bit(
+    recipe: Any, shape: tuple[int, ...]
+) -> None:
+    model = dense()
+    leaves = [varied(310, D).view(shape).requires_grad_(), *model.parameters()]
+    with fo.recipe(recipe):
+        found = []
+        for fusion in (True, False):
+            with fo.fusion(fusion):
+                y = model(leaves[0])
+            found.append([y, *torch.autograd.grad(y, leaves, varied(310, D, seed=3).view(shape))])
+        assert [span.rule for span in model.plan(leaves[0]).forward] == ["norm_mlp"]
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_producers_of_a_dense_mlp_write_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass quantizes what the norm, SwiGLU or its backward has made: of tensors only dy is."""
+    passes: list[tuple[int, ...]] = []
+    for name in ("quantize_operand", "quantize_blocks", "permute_operand"):
+        kernel = getattr(operands.K, name)
+
+        def seen(x: Tensor, *args: Any, kernel: Any = kernel) -> Any:
+            passes.append(tuple(x.shape))
+            return kernel(x, *args)
+
+        monkeypatch.setattr(operands.K, name, seen)
+    model, x = dense(D, 2 * F), varied(200, D).requires_grad_()
+    for recipe in (BLOCK(), BLOCK(hidden="float8")):
+        with fo.recipe(recipe):
+            y = model(x)
+        if recipe.hidden == "bf16":
+            assert not passes
+        del passes[:]
+        y.backward(varied(200, D, seed=3))
+        assert passes == [(200, D)]
+        del passes[:]
+
+
+def test_a_dense_hidden_in_float8_is_half_of_what_is_saved() -> None:
+    model, x = dense(D, 8 * F), varied(200, D).requires_grad_()
+    saved = []
+    for recipe in (None, BLOCK(), BLOCK(hidden="float8")):
+        with fo.recipe(recipe):
+            plan = model.plan(x)
+        saved.append(
+            sum(t.nbytes for t in plan.saved if t.name == "2.x" or t.name.startswith("2.x."))
+        )
+    high, same, half = saved
+    assert same == high and half <= 0.55 * high
 
 
 def saved_bytes(model: fo.Sequential, x: Tensor, recipe: Any, **side: Tensor) -> int:

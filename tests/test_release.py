@@ -46,6 +46,19 @@ def test_the_citation_is_of_this_version_and_place() -> None:
     assert f"{{{PROJECT['urls']['Repository']}}}" in (ROOT / "README.md").read_text("utf-8")
 
 
+def test_every_link_to_the_project_is_to_the_place_that_pyproject_names() -> None:
+    """Moved there, all the others are told by this test."""
+    owner = PROJECT["urls"]["Repository"].removeprefix("https://").split("/")[1]
+    pages = [ROOT / name for name in ("README.md", "mkdocs.yml", "CITATION.cff", "pyproject.toml")]
+    link = r"(?:github\.com|githubusercontent\.com|colab\.research\.google\.com/github)/([\w.-]+)/fuseops\b"
+    for page in (*pages, *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text("utf-8")
+        found = {*re.findall(link, text), *re.findall(r"//([\w-]+)\.github\.io/fuseops", text)}
+        assert found <= {owner}, f"{page} has links to {found - {owner}}, the project is {owner}'s"
+    for code in (ROOT / "fuseops").rglob("*.py"):
+        assert f"github.com/{owner}/fuseops" not in code.read_text("utf-8"), code
+
+
 def test_every_script_that_ci_calls_is_there() -> None:
     called = (ROOT / ".ci" / "run").read_text("utf-8")
     targets = set(re.findall(r"^step make (\w+)", called, re.M))

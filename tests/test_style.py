@@ -239,6 +239,30 @@ def test_classes_have_names_of_their_own() -> None:
     assert not twice, "one word for two things:\n" + "\n".join(twice)
 
 
+OTHER_WORDS = {
+    **dict.fromkeys(("probabilities", "probability"), "probs"),
+    **dict.fromkeys(("grad_x", "x_grad", "grad_input"), "dx"),
+    **dict.fromkeys(("grad_w", "w_grad", "grad_weight"), "dw"),
+    **dict.fromkeys(("grad_y", "y_grad", "grad_out"), "dy"),
+    **dict.fromkeys(("evict", "swap_out"), "offload"),
+    **dict.fromkeys(("prefetch", "swap_in"), "reload"),
+    **dict.fromkeys(("group_ends", "group_offsets"), "offs"),
+}
+"""What the words of CONTRIBUTING.md are called elsewhere."""
+
+
+def test_names_are_words_of_the_list() -> None:
+    wrong = []
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            name = getattr(node, "name", None) or getattr(node, "arg", None)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            if isinstance(name, str) and name.strip("_") in OTHER_WORDS:
+                wrong.append(f"{at(file, node)}: {name} is called {OTHER_WORDS[name.strip('_')]}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_test_files_have_names_of_their_own() -> None:
     # pytest imports them by their bare names: of two of one name it collects none.
     names = Counter(file.stem for file in (ROOT / "tests").rglob("test_*.py"))

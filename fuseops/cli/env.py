@@ -28,8 +28,6 @@ VARIABLES = (
     "TRITON_INTERPRET",
 )
 
-
-ISSUES = "https://github.com/fuseops/fuseops/issues"
 PACKAGES = ("triton", "numpy", "transformers", "peft", "accelerate")
 
 
@@ -49,12 +47,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         as_json("env", **facts)
         return 0
-    print(f"fuseops env, for a report at {ISSUES}\n")
+    at = _issues()
+    print(f"fuseops env, for a report at {at}\n" if at else "fuseops env\n")
     for title, values in facts.items():
         print(title)
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             print(f"  {name:<18}  {value}")
     return 0
+
+
+def _issues() -> str | None:
+    """Where reports go, as the package says."""
+    try:
+        urls = importlib.metadata.metadata("fuseops").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return None
+    return next((u.partition(", ")[2] for u in urls if u.startswith("Issues, ")), None)
 
 
 def describe() -> dict[str, Any]:

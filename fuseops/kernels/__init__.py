@@ -3,13 +3,14 @@
 Each runs its kernel where there is one for the tensors at hand, and plain differentiable torch (`kernels.reference`)
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
-    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, operands, peers,
-                    permute, quantize, rope, router, router_losses, routing, wide_mm
+    launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
+                    operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
+    by inductor     generated (of elementwise functions, for any number of rows)
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 
@@ -53,6 +54,8 @@ from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .norm_operand import rmsnorm_columns as rmsnorm_columns
+from .norm_operand import rmsnorm_operand as rmsnorm_operand
 from .operands import dswiglu_operand as dswiglu_operand
 from .operands import permute_operand as permute_operand
 from .operands import quantize_operand as quantize_operand
@@ -78,10 +81,13 @@ from .reference import amax_of_groups as amax_of_groups
 from .reference import by_group as by_group
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
+from .reference import columns_in_groups as columns_in_groups
 from .reference import dequantize_format as dequantize_format
 from .reference import hadamard as hadamard
 from .reference import magnitude as magnitude
+from .reference import padding_mask as padding_mask
 from .reference import quantize_format as quantize_format
+from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
 from .reference import turned_in_groups as turned_in_groups

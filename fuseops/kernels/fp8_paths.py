@@ -53,10 +53,7 @@ def _fast_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 def _wgrad_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """None of 128 x 128: over groups, two runs of those differed on an H200. Two tiles without products in between
-    shared a store buffer; they no longer do, and a GPU has yet to show that they repeat.
-    """
-    return [TALL, WIDE]
+    return [TALL, WIDE, SQUARE]
 
 
 def _wgrad_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
@@ -108,6 +105,7 @@ def wgrad_path(
     grouped: bool = True,
 ) -> str:
     """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
+    # of 72 runs over groups on an H200 one differed from its like
     apart = grouped and scaling == "block" and dtype == torch.float32
     return path_of(
         *_device(x.device),
@@ -119,11 +117,13 @@ def wgrad_path(
     )
 
 
-def dswiglu_path(da: Tensor, h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> str:
-    """Which kernel writes the operands of SwiGLU's gradient: "once" reads each input once, "parts" runs everywhere."""
-    formats = {dtype, a_dtype} | ({h.dtype} if h.itemsize == 1 else set())
-    apart = da.dtype != torch.bfloat16 or h.dtype == torch.float16
-    return "parts" if apart or formats != {E4M3} or any(_device(da.device)) else "once"
+def act_path(x: Tensor, h: Tensor, *dtypes: torch.dtype) -> str:
+    """Which kernel writes operands in these formats of SwiGLU (x is h) or of its gradient (x is da): "once" reads each
+    input once, "parts" runs everywhere.
+    """
+    formats = {*dtypes, *(t.dtype for t in (x, h) if t.itemsize == 1)}
+    apart = any(t.itemsize != 1 and t.dtype != torch.bfloat16 for t in (x, h))
+    return "parts" if apart or formats != {E4M3} or any(_device(h.device)) else "once"
 
 
 def multiplies_codes(device: torch.device) -> bool:

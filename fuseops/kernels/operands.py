@@ -42,12 +42,15 @@ def _space(name: str, *choices: Config) -> Space:
 
 
 QUANTIZE = _space("quantize_operand", _tile(8), _tile(16))
-PERMUTE = _space("permute_operand", _tile(4, SPAN=1), _tile(4, SPAN=4), _tile(8, SPAN=2))
+PERMUTE = _space(
+    "permute_operand", _tile(4, SPAN=1, maxnreg=96), _tile(4, SPAN=2, maxnreg=96), _tile(8, SPAN=2)
+)
 SWIGLU = _space("swiglu_operand", _tile(8), _tile(16))
 SWIGLU_ROWS = _space("swiglu_operand_rows", _tile(4, 64), _tile(8, 64))
+SWIGLU_ONCE = _space("swiglu_operand_once", {"SLICES": 4}, {"SLICES": 2})
 DSWIGLU = _space("dswiglu_operand", _tile(16))
 DSWIGLU_ONCE = _space("dswiglu_operand_once", {"SPAN": 2}, {"SPAN": 1}, {"SPAN": 4})
-WEIGHT = _space("quantize_weight", _tile(8), _tile(16))
+WEIGHT = _space("quantize_weight", _tile(4), _tile(8))
 
 fp8_op = functools.partial(kernel_op, min_arch=SM_89)
 
@@ -102,7 +105,7 @@ def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bo
     """(rows, their scales, columns, their scales) of x."""
     x = _rows(x, dtype)
     rows, n = x.shape
-    if not x.numel() or _uneven(n, x):
+    if not x.numel() or uneven(n, x):
         return reference.quantize_operand(x, offs, dtype, row)
     out, blocks = _outputs(x, rows, n, offs, dtype, row, True)
     launch(
@@ -136,7 +139,7 @@ def permute_operand(
         scale.shape == (cdiv(n, BLOCK), tokens),
         f"scale is {tuple(scale.shape)}, expected {(cdiv(n, BLOCK), tokens)}.",
     )
-    if not (data.numel() and rows and (row or col)) or _uneven(n, data):
+    if not (data.numel() and rows and (row or col)) or uneven(n, data):
         return reference.permute_operand(data, scale, index, offs, row, col)
     out, blocks = _outputs(data, rows, n, offs, data.dtype, row, col)
     config = dict(PERMUTE.pick(rows, (n,), data))
@@ -167,9 +170,17 @@ def swiglu_operand(
     """
     h = _rows(h, dtype)
     rows, n = h.shape[0], h.shape[1] // 2
-    if not h.numel() or not (row or col) or _uneven(n, h) or not _split(h, h_scale):
+    if not h.numel() or not (row or col) or uneven(n, h) or not _split(h, h_scale):
         return reference.swiglu_operand(h, probs, offs, dtype, row, col, h_scale)
     out, blocks = _outputs(h, rows, n, offs, dtype, row, col)
+    if not col and n % BLOCK == 0 and fp8_paths.act_path(h, h, dtype) == "once":
+        config = SWIGLU_ONCE.pick(rows, (n,), h)
+        launch(
+            device("fp8_dswiglu").fp8_swiglu_kernel, (cdiv(rows, 8 * config["SLICES"]) * (n // BLOCK),),
+            h, h if h_scale is None else h_scale.contiguous(), _probs(probs, h), *out[:2], rows, n, h.stride(0),
+            SCALED=probs is not None, **config, num_warps=4,
+        )  # fmt: skip
+        return out
     config = (SWIGLU if col else SWIGLU_ROWS).pick(rows, (n,), h)
     if not col:  # rows alone: no group begins a tile of its own
         offs, blocks = None, cdiv(rows, config["BLOCK_R"])
@@ -204,7 +215,7 @@ def dswiglu_operand(
     require(h.shape == (rows, 2 * n), f"h is {tuple(h.shape)}, expected {(rows, 2 * n)}.")
     if (
         not h.numel() or n % BLOCK or da.itemsize != 2 or h.itemsize > 2
-        or _uneven(n, h, da) or not _split(h, h_scale)
+        or uneven(n, h, da) or not _split(h, h_scale)
     ):  # a square lies in one half  # fmt: skip
         return reference.dswiglu_operand(da, h, probs, offs, dtype, a_dtype, row, col, act, h_scale)
     out, blocks = _outputs(h, rows, 2 * n, offs, dtype, row, col)
@@ -224,13 +235,13 @@ def dswiglu_operand(
         "ACT": act,
         "GROUPS": offs is not None,
     }
-    if fp8_paths.dswiglu_path(da, h, dtype, a_dtype) == "once":
-        groups = 1 if offs is None else len(offs)
-        parts = cdiv(blocks, groups * DSWIGLU_ONCE.pick(rows, (n,), h)["SPAN"])
+    if fp8_paths.act_path(da, h, dtype, a_dtype) == "once":
+        groups, config = 1 if offs is None else len(offs), dict(DSWIGLU_ONCE.pick(rows, (n,), h))
+        parts = cdiv(blocks, groups * config.pop("SPAN"))
         launch(
             device("fp8_dswiglu").fp8_dswiglu_kernel, (parts * groups * (n // BLOCK),),
             *operands, *out, a, a_scale, partial, rows, n, groups, parts, da.stride(0), h.stride(0),
-            **wanted, num_warps=4,
+            **wanted, **config, num_warps=4,
         )  # fmt: skip
     else:
         launch(
@@ -325,7 +336,7 @@ def _split(h: Tensor, h_scale: Tensor | None) -> bool:
     return h.shape[1] % (2 * BLOCK) == 0
 
 
-def _uneven(n: int, *tensors: Tensor) -> bool:
+def uneven(n: int, *tensors: Tensor) -> bool:
     """Whether rows are no whole words of 16, which no GEMM takes either, or a tile's columns more than 32 bits."""
     if n % 16 or any(x.stride(0) % 16 for x in tensors):
         return True

@@ -253,7 +253,7 @@ class LayerNorm(_ZeroCentered, Op[LayerNormSaved], nn.LayerNorm):
     ) -> Grads:
         """Of the parameters that are needed, and dx, to which `dres` is added in the same pass."""
         x, weight, mean, rstd, shape = saved
-        if x is None:
+        if rstd is None:  # for the bias alone; x may be there for a GEMM behind
             rows = dy.reshape(-1, math.prod(shape))  # type: ignore[arg-type]
             return Grads(None, {"bias": K.bias_bwd(rows).view(shape)})  # type: ignore[arg-type]
         wanted = "weight" in needs, "bias" in needs

@@ -104,6 +104,8 @@ def samples() -> dict[str, tuple]:
         "quantize_groups": (y, ends, E4M3, True, True),
         "quantize_matrices": (torch.randn(3, 16, 16), E4M3),
         "quantize_weight": (torch.randn(3, 16, 16), E4M3),
+        "rmsnorm_operand": (y, dy, w, 1e-6, E4M3),
+        "rmsnorm_columns": (y, w, rstd, E4M3),
         "swiglu_operand": (x, probs, ends, E4M3, True, True),
         "dswiglu_operand": (*halves, probs, ends, E4M3, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),

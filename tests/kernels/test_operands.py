@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import SEEDS, VALUES, few, run, splits, tensor
 
+from fuseops.kernels import norm, norm_operand, reference
 from fuseops.kernels import operands as k
-from fuseops.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = st.sampled_from(k.FORMATS)
@@ -107,6 +107,31 @@ def test_dswiglu(rows, n, dtype, fmt, seed, scaled):
     none = torch.empty(0)
     close((none, none, *got[4:6]), (none, none, *want[4:6]), torch.float8_e4m3fn, end)
     torch.testing.assert_close(got[6], want[6], rtol=1e-4, atol=1e-5 * n)
+
+
+@given(
+    ROWS, st.sampled_from([16, 128, 208, 100]), DTYPES, FORMATS, SEEDS, st.booleans(), st.booleans()
+)
+@few
+def test_a_norm_that_writes_an_operand(rows, n, dtype, fmt, seed, added, weighted):
+    """Its rows are the codes of the norm alone, and its columns those of its rows."""
+    x = varied((rows, n), dtype, "normal", seed, strided=seed % 4 == 0)
+    residual = varied((rows, n), dtype, "normal", seed + 1) if added else None
+    weight = tensor((n,), dtype, "normal", seed + 2) if weighted else None
+    args = x, residual, weight, 1e-6, fmt, float(seed % 2)
+    data, scale, h, rstd = run(norm_operand.rmsnorm_operand, *args)
+    want = reference.rmsnorm_operand(*args)
+    none = torch.empty(0)
+    close((data, scale, none, none), (*want[:2], none, none), fmt, rows)
+    if added:
+        alone, h_alone, _ = run(norm.add_rmsnorm_fwd, x, residual, weight, 1e-6, float(seed % 2))
+        assert torch.equal(h, h_alone)
+    else:
+        h, (alone, _) = x, run(norm.rmsnorm_fwd, x, weight, 1e-6, float(seed % 2))
+    same((data, scale), run(k.quantize_operand, alone, None, fmt)[:2])
+    columns = run(norm_operand.rmsnorm_columns, h, weight, rstd, fmt, float(seed % 2))
+    same(columns, run(k.permute_operand, data, scale, None, None, False, True)[2:])
+    same(columns, reference.rmsnorm_columns(h, weight, rstd, fmt, float(seed % 2)))
 
 
 def hidden(h, quantized):

@@ -59,34 +59,59 @@ def scaled(x):
 
 @gluon.jit
 def read(ptr, scale_ptr, at, r, keep, block, R):
-    """A slice of h, or of what it is codes of."""
+    """(a slice of h, or the codes of it, their scales)"""
     if ptr.dtype.element_ty == gl.float8e4nv:
         q = gl.load(ptr.to(gl.pointer_type(gl.uint8)) + at, mask=keep[:, None], other=0)
         scale = gl.load(scale_ptr + block.to(gl.int64) * R + r, mask=keep, other=0.0)
-        return q.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale[:, None]
+        return q, scale
     else:
-        return gl.load(ptr + at, mask=keep[:, None], other=0.0).to(gl.float32)
+        return gl.load(ptr + at, mask=keep[:, None], other=0.0), r.to(gl.float32)
 
 
 @gluon.jit
-def slice_of_tile(inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
-    """What dgate, dup and the activation of eight tokens are before they are codes, with their scales."""
-    da_ptr, h_ptr, h_scale_ptr, probs_ptr, partial_ptr, R, N, stride_da, stride_h = inputs
+def value(x, scale, ptr):
+    """What was read, as float32 numbers."""
+    if ptr.dtype.element_ty == gl.float8e4nv:
+        return x.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale[:, None]
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def asked(inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
+    """The inputs of eight tokens, as they lie in memory: asked for before the work on those before them, whose stores
+    nothing is loaded across.
+    """
+    da_ptr, h_ptr, h_scale_ptr, probs_ptr, _, R, N, stride_da, stride_h = inputs
     row0, end, col0, num = tile
     r = row0 + 16 * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
     keep = r < end
     c = col0 + gl.arange(0, 128, layout=FEATURES)[None, :]
     wide = r.to(gl.int64)[:, None]
-    da = gl.load(da_ptr + wide * stride_da + c, mask=keep[:, None], other=0.0).to(gl.float32)
+    da = gl.load(da_ptr + wide * stride_da + c, mask=keep[:, None], other=0.0)
     at = wide * stride_h + c
-    gate = read(h_ptr, h_scale_ptr, at, r, keep, num, R)
-    up = read(h_ptr, h_scale_ptr, at + N, r, keep, num + N // 128, R)
-    f, df = silu_slope(gate)
-    y, dy = f * up, da
+    gate, gate_scale = read(h_ptr, h_scale_ptr, at, r, keep, num, R)
+    up, up_scale = read(h_ptr, h_scale_ptr, at + N, r, keep, num + N // 128, R)
+    probs = gate_scale
     if SCALED:
-        gl.store(partial_ptr + num.to(gl.int64) * R + r, gl.sum(da * y, axis=1), mask=keep)
-        probs = gl.load(probs_ptr + r, mask=keep, other=0.0)[:, None]
-        dy, y = da * probs, y * probs
+        probs = gl.load(probs_ptr + r, mask=keep, other=0.0)
+    return da, gate, up, gate_scale, up_scale, probs
+
+
+@gluon.jit
+def slice_of_tile(given, inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
+    """What dgate, dup and the activation of eight tokens are before they are codes, with their scales."""
+    da, gate, up, gate_scale, up_scale, probs = given
+    _, h_ptr, _, _, partial_ptr, R, _, _, _ = inputs
+    row0, end, _, num = tile
+    da = da.to(gl.float32)
+    f, df = silu_slope(value(gate, gate_scale, h_ptr))
+    y, dy = f * value(up, up_scale, h_ptr), da
+    if SCALED:
+        r = row0 + 16 * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
+        gl.store(partial_ptr + num.to(gl.int64) * R + r, gl.sum(da * y, axis=1), mask=r < end)
+        dy, y = da * probs[:, None], y * probs[:, None]
+    up = value(up, up_scale, h_ptr)
     g, g_scale = scaled(dy * df * up)
     u, u_scale = scaled(dy * f)
     a, a_scale = scaled(y)
@@ -94,9 +119,11 @@ def slice_of_tile(inputs, tile, i, j: gl.constexpr, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def store_row(row_ptr, scale_ptr, x, scale, tile, R, width, first, i, j: gl.constexpr):
+def store_row(
+    row_ptr, scale_ptr, x, scale, tile, R, width, first, i, j: gl.constexpr, STEP: gl.constexpr = 16
+):
     row0, end, col0, _ = tile
-    r = row0 + 16 * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
+    r = row0 + STEP * gl.arange(0, 8, layout=TOKENS) + (4 * i + j)
     c = first + col0 + gl.arange(0, 128, layout=FEATURES)[None, :]
     keep = r < end
     at = row_ptr + r.to(gl.int64)[:, None] * width + c
@@ -126,11 +153,12 @@ def pair_of_slices(
     row_ptr, scale_ptr, of_gate, of_up, of_act = outs
     R, N = inputs[5], inputs[6]
     J: gl.constexpr = 2 if SECOND else 0
-    g0, u0, a0, gs0, us0, as0 = slice_of_tile(inputs, tile, i, J, SCALED)
+    first, second = asked(inputs, tile, i, J, SCALED), asked(inputs, tile, i, J + 1, SCALED)
+    g0, u0, a0, gs0, us0, as0 = slice_of_tile(first, inputs, tile, i, J, SCALED)
     if ROW:
         store_row(row_ptr, scale_ptr, g0, gs0, tile, R, 2 * N, 0, i, J)
         store_row(row_ptr, scale_ptr, u0, us0, tile, R, 2 * N, N, i, J)
-    g1, u1, a1, gs1, us1, as1 = slice_of_tile(inputs, tile, i, J + 1, SCALED)
+    g1, u1, a1, gs1, us1, as1 = slice_of_tile(second, inputs, tile, i, J + 1, SCALED)
     if ROW:
         store_row(row_ptr, scale_ptr, g1, gs1, tile, R, 2 * N, 0, i, J + 1)
         store_row(row_ptr, scale_ptr, u1, us1, tile, R, 2 * N, N, i, J + 1)
@@ -172,3 +200,57 @@ def fp8_dswiglu_kernel(
             store_turned(of_up, col_ptr, square_ptr, N, N, block, total, col0)
         if ACT:
             store_turned(of_act, a_ptr, a_square_ptr, N, 0, block, total, col0)
+
+
+@gluon.jit
+def asked_hidden(inputs, row0, i: gl.constexpr, block, N, SCALED: gl.constexpr):
+    """h of eight tokens, as it lies in memory, and their probabilities."""
+    h_ptr, h_scale_ptr, probs_ptr, R, stride_h = inputs
+    r = row0 + 8 * i + gl.arange(0, 8, layout=TOKENS)
+    keep = r < R
+    at = (
+        r.to(gl.int64)[:, None] * stride_h
+        + block * 128
+        + gl.arange(0, 128, layout=FEATURES)[None, :]
+    )
+    gate, gate_scale = read(h_ptr, h_scale_ptr, at, r, keep, block, R)
+    up, up_scale = read(h_ptr, h_scale_ptr, at + N, r, keep, block + N // 128, R)
+    probs = gate_scale
+    if SCALED:
+        probs = gl.load(probs_ptr + r, mask=keep, other=0.0)
+    return gate, up, gate_scale, up_scale, probs
+
+
+@gluon.jit
+def store_activation(given, inputs, outs, row0, i: gl.constexpr, block, N, SCALED: gl.constexpr):
+    gate, up, gate_scale, up_scale, probs = given
+    h_ptr, _, _, R, _ = inputs
+    row_ptr, scale_ptr = outs
+    f, _ = silu_slope(value(gate, gate_scale, h_ptr))
+    y = f * value(up, up_scale, h_ptr)
+    if SCALED:
+        y *= probs[:, None]
+    y, scale = scaled(y)
+    store_row(row_ptr, scale_ptr, y, scale, (row0 + 8 * i, R, block * 128, 0), R, N, 0, 0, 0, 1)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def fp8_swiglu_kernel(
+    h_ptr, h_scale_ptr, probs_ptr, row_ptr, scale_ptr, R, N, stride_h,
+    SCALED: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
+    """Rows of the activation of 8 * SLICES tokens by 128 features."""
+    block = gl.program_id(0) % (N // 128)
+    row0 = gl.program_id(0) // (N // 128) * (8 * SLICES)
+    inputs, outs = (h_ptr, h_scale_ptr, probs_ptr, R, stride_h), (row_ptr, scale_ptr)
+    a = asked_hidden(inputs, row0, 0, block, N, SCALED)
+    b = asked_hidden(inputs, row0, 1, block, N, SCALED)
+    c, d = a, b
+    if SLICES == 4:
+        c = asked_hidden(inputs, row0, 2, block, N, SCALED)
+        d = asked_hidden(inputs, row0, 3, block, N, SCALED)
+    store_activation(a, inputs, outs, row0, 0, block, N, SCALED)
+    store_activation(b, inputs, outs, row0, 1, block, N, SCALED)
+    if SLICES == 4:
+        store_activation(c, inputs, outs, row0, 2, block, N, SCALED)
+        store_activation(d, inputs, outs, row0, 3, block, N, SCALED)

@@ -100,10 +100,20 @@ def shifted(room, i: gl.constexpr, square):
 
 
 @gluon.jit
+def unknown(x):
+    """x, as a number that the compiler knows nothing of: it keeps addresses apart in registers that it can tell from
+    each other.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def blocks_of_part(program, offs_ptr, R, E, parts, GROUPED: gl.constexpr):
     """As device.operands.blocks_of_part."""
     part, group = program // E, program % E
-    begin, end, total = R * 0, R, (R + 127) // 128
+    begin, end, total = unknown(R * 0), R, (R + 127) // 128
     first, last = R * 0, total
     if GROUPED:
         begin = gl.load(offs_ptr + group - 1, mask=group > 0, other=0)

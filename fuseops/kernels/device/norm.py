@@ -13,19 +13,14 @@ def at_heads(rows, H, stride, stride_h):
     return (row // H).to(tl.int64) * stride + (row % H).to(tl.int64) * stride_h
 
 
-@triton.jit(do_not_specialize=["R"])
-def rmsnorm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
-    R, N, H, stride_x, stride_xh, stride_residual, eps, weight_offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def normed(
+    x_row, residual_ptr, weight_ptr, h_ptr, rstd_ptr, rows, R, N, stride_residual, eps, weight_offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """MEAN: of the squares; without it their sum."""
-    overlapped(PDL)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Whole rows of x (+ residual, which are stored in h) normed, in float32; their rstd is stored."""
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < R)[:, None] & (cols < N)
-    x_row = x_ptr + at_heads(rows, H, stride_x, stride_xh)[:, None]
     x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_WEIGHT:  # before the reduction, which nothing is loaded across
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + weight_offset
@@ -41,6 +36,26 @@ def rmsnorm_fwd_kernel(
     y = x * rstd[:, None]
     if HAS_WEIGHT:
         y *= weight
+    return y
+
+
+@triton.jit(do_not_specialize=["R"])
+def rmsnorm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
+    R, N, H, stride_x, stride_xh, stride_residual, eps, weight_offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """MEAN: of the squares; without it their sum."""
+    overlapped(PDL)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    x_row = x_ptr + at_heads(rows, H, stride_x, stride_xh)[:, None]
+    y = normed(
+        x_row, residual_ptr, weight_ptr, h_ptr, rstd_ptr, rows, R, N, stride_residual, eps, weight_offset,
+        HAS_RESIDUAL, HAS_WEIGHT, MEAN, BLOCK_N,
+    )  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < R)[:, None] & (cols < N)
     tl.store(y_ptr + (rows * N)[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

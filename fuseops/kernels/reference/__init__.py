@@ -45,12 +45,15 @@ from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu
 from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
+from .grouped import padding_mask as padding_mask
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
+from .norm_operand import rmsnorm_columns as rmsnorm_columns
+from .norm_operand import rmsnorm_operand as rmsnorm_operand
 from .operands import by_group as by_group
 from .operands import columns_in_groups as columns_in_groups
 from .operands import columns_of as columns_of

@@ -1,7 +1,8 @@
 """What comes before the first GEMM of a joint op: maybe an addition, maybe a Tap, and a norm (RMSNorm or LayerNorm).
 
 The normed x is not saved: the norm's backward reads x and rstd, so the weight gradient has y made again from x. The
-gradient of the norm and that of what the Tap published are added in one pass.
+gradient of the norm and that of what the Tap published are added in one pass. Under a recipe of vectors the norm writes
+the codes that the GEMM reads, and in the backward the columns of its weight gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fuseops import kernels as K
 from fuseops.ops.norms import LayerNorm, Normed, RMSNorm
 from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.structure import Add, AddSaved, Tap
+from fuseops.recipes import Layout, Quantized, Scaling
+from fuseops.recipes.numbers import watching
+from fuseops.recipes.scaling import SQUARE, VECTOR
 
 Tensors = Mapping[str, Tensor]
 
@@ -61,9 +66,9 @@ class Front:
         return ("x", "gamma", "beta", "eps") if self.norm is not None else ("x",)
 
     def fwd(
-        self, x: Any, t: tuple[Tensors, ...], compute: torch.dtype | None
+        self, x: Any, t: tuple[Tensors, ...], call: Call
     ) -> tuple[Any, FrontSaved, dict[str, Tensor] | None]:
-        """The input of the GEMM, what is saved, and what is published."""
+        """The input of the GEMM, whose call it is, what is saved, and what is published."""
         if self.norm is None:
             return x, FrontSaved(x), None
         params, dtypes = t[len(self.ops) - 1], None
@@ -72,17 +77,44 @@ class Front:
             dtypes = x.dtype, residual.dtype  # torch's promotion decides of what dtype h is
             x, residual = x + residual, None
         eps = self.norm.epsilon(x.dtype)
-        y, h, mean, rstd = self.norm.normed(x, params, eps, residual)
+        scaling = self.codes(x, call)
+        if scaling is not None:
+            given = params["weight"], eps, scaling.data, self.norm.weight_offset
+            data, scale, h, rstd = K.rmsnorm_operand(x, residual, *given)
+            h = x if residual is None else h
+            y: Any = Quantized(Layout(data, scale), None, scaling, None, x.dtype)
+            mean = None
+        else:
+            y, h, mean, rstd = self.norm.normed(x, params, eps, residual)
         side = {self.tap.writes[0]: h} if self.tap is not None else None
         own = params["weight"], params.get("bias"), mean, rstd, eps
-        return _cast(y, compute), FrontSaved(h, *own, dtypes), side
+        return _cast(y, call), FrontSaved(h, *own, dtypes), side
 
-    def again(self, s: Any, compute: torch.dtype | None) -> Any:
-        """The input of the GEMM once more."""
+    def again(self, s: Any, call: Call, columns: bool) -> Any:
+        """The input of the GEMM once more.   columns: for its weight gradient"""
         if self.norm is None:
             return s.x
-        params = {"weight": s.gamma, "bias": s.beta}
-        return _cast(self.norm.normed(s.x, params, s.eps).y, compute)
+        scaling = self.codes(s.x, call)
+        if scaling is None or (columns and (s.rstd is None or not _squares(call))):
+            params = {"weight": s.gamma, "bias": s.beta}
+            return _cast(self.norm.normed(s.x, params, s.eps).y, call)
+        row, col, offset = None, None, self.norm.weight_offset
+        if columns:
+            col = Layout(*K.rmsnorm_columns(s.x, s.gamma, s.rstd, scaling.data, offset))
+        else:
+            parts = K.rmsnorm_operand(s.x, None, s.gamma, s.eps, scaling.data, offset)
+            row = Layout(*parts[:2])
+        return Quantized(row, col, scaling, None, s.x.dtype)
+
+    def codes(self, x: Tensor, call: Call) -> Scaling | None:
+        """The format in which the norm of x writes what the GEMM reads; None where that is a tensor. Nobody watches
+        the numbers then, who wants the tensor that the codes are of.
+        """
+        roles, compute = call.precision.roles, call.precision.compute
+        if roles is None or not isinstance(self.norm, RMSNorm) or watching() is not None:
+            return None
+        vectors = roles.input is not None and roles.input.block == VECTOR
+        return roles.input if vectors and (compute is None or compute is x.dtype) else None
 
     def bwd(
         self,
@@ -112,6 +144,13 @@ class Front:
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
 
 
-def _cast(y: Tensor, compute: torch.dtype | None) -> Tensor:
+def _cast(y: Any, call: Call) -> Any:
     """As the GEMM reads it under autocast."""
-    return y if compute is None else y.to(compute)
+    compute = call.precision.compute
+    return y if compute is None or isinstance(y, Quantized) else y.to(compute)
+
+
+def _squares(call: Call) -> bool:
+    """Whether the weight gradient reads columns in squares, which are made of codes."""
+    roles = call.precision.roles
+    return roles is not None and roles.columns and roles.input.columns == SQUARE  # type: ignore[union-attr]

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd
+from fuseops import torch_private
+from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd, without_rows
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
@@ -18,7 +19,7 @@ def forward_only(call: Call) -> Call:
 
 
 def backward(
-    weight: Tensor | None, dy: Tensor | None, call: Call
+    weight: Tensor | None, dy: Operand | None, call: Call
 ) -> tuple[Grads, WeightGrad | None]:
     """dx and dbias of what `call.needs` names, and what gives dweight for x, None where nobody wants it.
 
@@ -33,19 +34,28 @@ def backward(
     dx = None
     if "x" in needs:
         dx = linear_bwd(LinearSaved(None, weight), q, _only(call, "x")).x
-        dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
+        if isinstance(dy, Tensor):
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
     params: dict[str, Tensor | None] = {}
     if "bias" in needs:
         params |= linear_bwd(LinearSaved(None, None), dy, _only(call, "bias")).params or {}
     if "weight" not in needs:
         return Grads(dx, params), None
-    given = dy if roles is not None and roles.high_wgrad else q
+    given = dy if roles is not None and roles.high_wgrad else without_rows(q)
 
     def weight_grad(x: Operand) -> Tensor:
         found = linear_bwd(LinearSaved(x, None), given, _only(call, "weight")).params or {}
         return found["weight"]  # type: ignore[return-value]
 
     return Grads(dx, params), weight_grad
+
+
+def shaped(rows: Tensor, like: Operand) -> Tensor:
+    """Rows of a product of codes, which have no other axes, with the leading axes of what the codes are of."""
+    if rows.dim() == like.dim():
+        return rows
+    # no view: FSDP2 warns of those that leave its modules
+    return torch_private.unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
 
 
 def _only(call: Call, need: str) -> Call:

@@ -4,12 +4,14 @@ Saves x and the pre-activation h only. The backward computes the activation agai
 pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.
 Where data says that it is faster for a shape, SwiGLU is the end of fc1's GEMM, and its backward that of fc2's input
 gradient, by the kernels of grouped GEMMs over one group; elsewhere cuBLAS multiplies and a kernel of its own follows.
+Under a recipe in blocks the norm, SwiGLU and its backward write the codes that the GEMMs read (`front`,
+`coded_swiglu`), and with `hidden="float8"` h is saved as codes, which both directions of SwiGLU read.
 Shapes: x (..., D), h (..., 2F) or (..., F), y (..., D').
 Numerics: every GEMM and activation rounds as the op alone does, a Bias behind fc1 is added before the one rounding; the
 activation of the backward comes from another kernel than that of the forward, so it may differ in the last place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +21,14 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, linear, saved_input
+from fuseops.ops.linear import Linear, high, input_operand, linear, saved_input, weight_rows
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
+from . import coded_swiglu
 from .front import Front, FrontSaved, Tensors
-from .halves import backward, forward_only
+from .halves import backward, forward_only, shaped
 
 
 def _epilogue(name: str, least: int) -> Space:
@@ -55,7 +58,7 @@ class DenseMLPSaved(NamedTuple):
     rstd: Tensor | None
     eps: float | None
     dtypes: tuple[torch.dtype, torch.dtype] | None
-    h: Tensor | None  # the pre-activation
+    h: Operand | None  # the pre-activation
     form: Form | None  # of the activation in the forward
     fc1: Tensor | None  # parameters themselves
     fc2: Tensor | None
@@ -98,31 +101,52 @@ class DenseMLP(FusedOp):
         self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         first, last = t[self.at], t[-1]
-        y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at].precision.compute)
+        y, saved, side = self.front.fwd(x, t[: self.at], calls[self.at])
         bias = t[self.at + 1]["bias"] if self.biased else first["bias"]
         form = form_of(self.act)
         s = DenseMLPSaved(*saved, None, form, first["weight"], last["weight"], bias)
-        h, a = self.activated(s, y, calls[self.at])
+        h, a = self.activated(s, y, calls)
         del y
         s = replaced(s, h=h if "h" in keep else None)
         del h
         if self.takes_quantized:
             s = replaced(s, x=saved_input(s.x, calls[self.at], again=s.h is None))  # type: ignore[arg-type]
-        return Out(linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0], s, side)
+        y = linear(a, last["weight"], last["bias"], forward_only(calls[-1]))[0]
+        return Out(shaped(y, x), s, side)
 
-    def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Tensor:
-        """fc1 of its input y."""
-        return linear(y, s.fc1, s.bias, forward_only(call))[0]  # type: ignore[arg-type]
+    def hidden(self, s: DenseMLPSaved, y: Operand, call: Call) -> Operand:
+        """fc1 of its input y, as h is saved: what the backward reads, the forward reads too."""
+        roles, call = call.precision.roles, forward_only(call)
+        weight: Tensor = s.fc1  # type: ignore[assignment]
+        if roles is None:
+            return linear(y, weight, s.bias, call)[0]
+        if coded_swiglu.hidden_from_gemm(roles, y.dtype, len(weight)):
+            x = input_operand(y, call, roles)
+            h = coded_swiglu.hidden(x, weight_rows(weight, call), None, None, s.bias)
+            if h is not None:
+                return h
+        return coded_swiglu.saved(linear(y, weight, s.bias, call)[0], roles)
 
-    def activated(self, s: DenseMLPSaved, y: Operand, call: Call) -> tuple[Tensor, Tensor]:
+    def activated(
+        self, s: DenseMLPSaved, y: Operand, calls: tuple[Call, ...]
+    ) -> tuple[Operand, Operand]:
         """fc1 and the activation of it: h and a."""
+        call = calls[self.at]
         if not _fake(y) and self.why_apart(s, y, call) is None:
             rows: Tensor = y.reshape(-1, y.shape[-1])  # type: ignore[union-attr]
             weight: Tensor = call.precision.cast(s.fc1)  # type: ignore[assignment]
             h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows))
             return _shaped(h, y), _shaped(a, y)
-        h = self.hidden(s, y, call)
-        return h, K.act_fwd(h, *s.form)  # type: ignore[misc]
+        hidden = self.hidden(s, y, call)
+        if self.why_not_codes(s.form, hidden, calls) is None:
+            return hidden, coded_swiglu.forward(_rows(hidden), None, None, calls[-1])
+        return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
+
+    def why_not_codes(self, form: Form | None, h: Operand, calls: tuple[Call, ...]) -> str | None:
+        """Why SwiGLU and its backward write tensors; None where they write the operands of the GEMMs around them."""
+        biases = (call for call in calls[self.at : self.last] if "bias" in call.needs)
+        reads_dh = next(biases, None) is not None
+        return coded_swiglu.why_apart(form, _rows(h), calls[self.at], calls[-1], reads_dh)
 
     def bwd(
         self,
@@ -133,31 +157,35 @@ class DenseMLP(FusedOp):
     ) -> tuple[Grads, ...]:
         s = held.pop()
         taken, s = [s.h, dy], replaced(s, h=None)
+        lead, first = None if dy is None else dy.shape[:-1], calls[self.at]
         del dy
-        compute, first = calls[self.at].precision.compute, calls[self.at]
-        (dh, *_), last = self.above(s, taken, first, calls[-1])
+        (dh, *_), last = self.above(s, taken, calls)
         bias = self._bias_grads(dh, calls[self.at + 1 : self.last - 1])
         own, weight_grad = backward(s.fc1, dh, first)
         del dh
-        dx, own = [own.x], replaced(own, x=None)
+        dx = [own.x if own.x is None else own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
+        own = replaced(own, x=None)
         if self.front.norm is None:
             own = replaced(own, x=dx.pop())
         front = self.front.bwd(s, dx.pop() if dx else None, calls[: self.at], dside)
         if weight_grad is not None:
-            own.params["weight"] = weight_grad(self.front.again(s, compute))  # type: ignore[index]
+            own.params["weight"] = weight_grad(self.front.again(s, first, columns=True))  # type: ignore[index]
         return *front, own, *bias, Grads(), last
 
     def above(
-        self, s: DenseMLPSaved, taken: list[Any], first: Call, call: Call
-    ) -> tuple[list[Tensor | None], Grads]:
-        """dh, and the gradients of fc2, whose call it is.
+        self, s: DenseMLPSaved, taken: list[Any], calls: tuple[Call, ...]
+    ) -> tuple[list[Any], Grads]:
+        """dh, and the gradients of fc2.
 
         taken: h and dy. They go when they are read: h before the gradient of the weight is made, and then dy.
         """
         dy, h = taken.pop(), taken.pop()
+        first, call = calls[self.at], calls[-1]
         if h is None and dy is not None and not call.needs.isdisjoint(("x", "weight")):
-            h = self.hidden(s, self.front.again(s, first.precision.compute), first)
-        dh, a, apart = None, None, self.why_apart_bwd(s, dy, h, call)
+            h = self.hidden(s, self.front.again(s, first, columns=False), first)
+        dh: Operand | None = None
+        a: Operand | None = None
+        apart = self.why_apart_bwd(s, dy, h, call)
         grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call))
         if apart is None:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
@@ -168,14 +196,36 @@ class DenseMLP(FusedOp):
             del rows, given
         else:
             da, grads = grads.x, replaced(grads, x=None)
-            dh, a = _activation_bwd(da, h, s.form, weight_grad is not None)
+            dh, a = self._activation_bwd(s.form, da, h, calls)
             del da
         del h, dy
         if weight_grad is not None:
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
 
-    def _bias_grads(self, dh: Tensor | None, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
+    def _activation_bwd(
+        self, form: Form | None, da: Tensor | None, h: Operand | None, calls: tuple[Call, ...]
+    ) -> tuple[Operand | None, Operand | None]:
+        """dh and the activation, in one pass over h where both are wanted."""
+        first, last = calls[self.at], calls[-1]
+        if h is None or form is None:
+            return None, None
+        if da is not None and first.needs and self.why_not_codes(form, h, calls) is None:
+            rows = _rows(da)
+            if coded_swiglu.whole_squares(rows):
+                return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
+        need_a, wide = "weight" in last.needs, high(h)
+        if da is None:
+            return None, K.act_fwd(wide, *form) if need_a else None
+        wide = wide.reshape(*da.shape[:-1], wide.shape[-1])
+        if not need_a:
+            return K.act_bwd(da, wide, *form), None
+        kind, *options = form
+        ones = torch.ones(wide.shape[:-1], device=wide.device)  # exact
+        dh, _, a = K.scaled_act_bwd(da, wide, ones, kind, False, True, *options)
+        return dh, a
+
+    def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
         """Of the Bias, if there is one."""
         wanted = bool(calls) and "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
@@ -198,7 +248,7 @@ class DenseMLP(FusedOp):
             return "no path of the GEMM can, see its own"
         return _data_says(SWIGLU.pick(len(rows), tuple(weight.shape[1:]), y))
 
-    def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Tensor | None, call: Call) -> str | None:
+    def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
         if s.fc2 is None or h is None or not {"x", "weight"} <= call.needs:
             return "not every gradient is needed"
@@ -218,31 +268,32 @@ class DenseMLP(FusedOp):
         s = DenseMLPSaved(*FrontSaved(None), None, act, first["weight"], last["weight"], bias)
         dtype = calls[self.at].precision.compute or s.fc1.dtype  # type: ignore[union-attr]
         y, h, dy = (x.new_empty(len(x), width, dtype=dtype) for width in self._widths(s))
+        if calls[self.at].precision.roles is not None:
+            return "; ".join(self._producers(x, h, calls))
         parts = [("fc1", "SwiGLU", self.why_apart(s, y, calls[self.at]))]
         if calls[-1].needs:
             why = self.why_apart_bwd(s, dy, h, calls[-1])
             parts.append(("fc2's input gradient", "the backward of SwiGLU", why))
         return "; ".join(_in_words(*part) for part in parts)
 
+    def _producers(self, x: Any, h: Tensor, calls: tuple[Call, ...]) -> Iterator[str]:
+        """Who writes the operands of quantized GEMMs."""
+        if self.front.codes(x, calls[self.at]) is not None:
+            yield "the norm writes fc1's operand"
+        why = self.why_not_codes(form_of(self.act), h, calls)
+        if why is None:
+            yield "SwiGLU and its backward write those of the GEMMs around them"
+        else:
+            yield f"the activation writes tensors, which are quantized: {why}"
+
     def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
         """Of the input of fc1, of h and of y."""
         return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
 
 
-def _activation_bwd(
-    da: Tensor | None, h: Tensor | None, form: Form | None, need_a: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """dh and the activation, in one pass over h where both are wanted."""
-    if h is None or form is None:
-        return None, None
-    if da is None:
-        return None, K.act_fwd(h, *form) if need_a else None
-    if not need_a:
-        return K.act_bwd(da, h, *form), None
-    kind, *options = form
-    ones = torch.ones(h.shape[:-1], device=h.device)  # exact
-    dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
-    return dh, a
+def _rows(x: Any) -> Any:
+    """Without leading axes, as codes are."""
+    return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x
 
 
 def _fake(x: Operand) -> bool:

@@ -13,7 +13,7 @@ from fuseops.ops.linear import linear
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 
 from .front import Front, Tensors
-from .halves import backward, forward_only
+from .halves import backward, forward_only, shaped
 
 
 class NormLinearSaved(NamedTuple):
@@ -46,10 +46,10 @@ class NormLinear(FusedOp):
     def fwd(
         self, x: Tensor, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
-        y, saved, side = self.front.fwd(x, t, calls[-1].precision.compute)
+        y, saved, side = self.front.fwd(x, t, calls[-1])
         weight, bias = t[-1]["weight"], t[-1]["bias"]
         y, _ = linear(y, weight, bias, forward_only(calls[-1]))
-        return Out(y, NormLinearSaved(*saved, weight), side)
+        return Out(shaped(y, x), NormLinearSaved(*saved, weight), side)
 
     def bwd(
         self,
@@ -63,5 +63,5 @@ class NormLinear(FusedOp):
         dx, own = [own.x], replaced(own, x=None)
         front = self.front.bwd(s, dx.pop(), calls[:-1], dside)
         if weight_grad is not None:
-            own.params["weight"] = weight_grad(self.front.again(s, call.precision.compute))  # type: ignore[index]
+            own.params["weight"] = weight_grad(self.front.again(s, call, columns=True))  # type: ignore[index]
         return *front, own

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from fuseops import kernels as K
 from fuseops.ops.grouped_linear import (
     GroupedLinearSaved,
     grouped_linear_bwd,
@@ -23,14 +21,13 @@ from fuseops.ops.grouped_linear import (
     rows_of,
     weight_gradient,
 )
-from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows
+from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows, without_rows
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
-from fuseops.recipes import Layout, Operand, Quantized, Roles, Scaling, operand
-from fuseops.recipes.numbers import watching
-from fuseops.recipes.quantized import BLOCK
-from fuseops.recipes.scaling import SQUARE
+from fuseops.recipes import Operand, Roles
+
+from . import coded_swiglu
 
 Params = Mapping[str, Tensor | None]
 Source = Callable[..., tuple[Operand | None, Tensor | None]]
@@ -42,36 +39,28 @@ def activated(
 ) -> tuple[Operand, Operand]:
     """fc1 and the activation of it: h as it is saved, and a as fc2 reads it."""
     h = _hidden(mlp, s, calls[0], index)
-    if not _writes_codes(s, h, calls):
+    if _apart(s, h, calls):
         return h, mlp.activation(high(h), s)
-    scaling = cast("Scaling", cast("Roles", calls[2].precision.roles).input)
-    data, scale = _hidden_codes(h)
-    probs = s.probs if mlp.scaled else None
-    parts = K.swiglu_operand(data, probs, None, scaling.data, True, False, scale)
-    return h, Quantized(Layout(*parts[:2]), None, scaling, s.offs, h.dtype)
+    return h, coded_swiglu.forward(h, s.probs if mlp.scaled else None, s.offs, calls[2])
+
+
+def _apart(s: Any, h: Operand, calls: tuple[Call, ...]) -> bool:
+    reads_dh = not calls[0].needs.isdisjoint(("bias", "probs"))
+    return coded_swiglu.why_apart(s.form, h, calls[0], calls[2], reads_dh) is not None
 
 
 def _hidden(mlp: Any, s: Any, call: Call, index: Tensor | None) -> Operand:
     """fc1, as h is saved: what the backward reads, the forward reads too. Codes come out of the GEMM where they can."""
     roles = cast("Roles", call.precision.roles)
-    codes = roles.hidden == Scaling() and not mlp.scale1 and s.fc1.shape[1] % (2 * BLOCK) == 0
-    if not codes or s.x.dtype is not torch.bfloat16 or watching() is not None:
-        return _coded(mlp.hidden(s, call, index), roles)
+    if mlp.scale1 or not coded_swiglu.hidden_from_gemm(roles, s.x.dtype, s.fc1.shape[1]):
+        return coded_swiglu.saved(mlp.hidden(s, call, index), roles)
     rows = rows_of(s.x) if index is None else len(index)
     check_splits(s.offs, rows, s.offs.device)
     forward = replaced(call, needs=call.needs.difference(("weight",)))
     x = input_operand(s.x, forward, roles, s.offs, index)
     weight = weight_rows(s.fc1, forward)
-    if not isinstance(x, Quantized) or not isinstance(weight, Quantized):
-        return _coded(mlp.hidden(s, call, index), roles)
-    operands = *cast("Layout", x.row), *cast("Layout", weight.row)
-    tiles = tiles_of(call, s.offs, rows)
-    parts = K.fp8_mm_operand(*operands, "block", s.offs, tiles, s.bias1)
-    return Quantized(Layout(*parts), None, Scaling(), None, s.x.dtype)
-
-
-def _coded(h: Tensor, roles: Roles) -> Operand:
-    return h if roles.hidden is None else operand(h, roles.hidden)
+    h = coded_swiglu.hidden(x, weight, s.offs, tiles_of(call, s.offs, rows), s.bias1)
+    return coded_swiglu.saved(mlp.hidden(s, call, index), roles) if h is None else h
 
 
 def gradients(
@@ -99,6 +88,7 @@ def gradients(
         h = _hidden(mlp, replaced(s, x=x), first, x_index)
         del x
     da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
+    q = without_rows(q)
     dh, a, dprobs = _through_activation(mlp, s, da, h, calls)
     del da, h
     dw2: Params = {}
@@ -116,6 +106,7 @@ def gradients(
         q = _operand_of(dh, first, offs, None)
         if "x" in first.needs:
             dx = input_gradient(q, w1, offs, first)
+            q = without_rows(q)
             below = replaced(below, x=finish(dx, dprobs))
             del dx
         if "weight" in first.needs:
@@ -145,52 +136,14 @@ def _through_activation(
     need_a = "weight" in last.needs
     if da is None:
         return None, mlp.activation(high(h), s) if need_a else None, None
-    if not (first.needs and _writes_codes(s, h, calls)) or da.shape[1] % BLOCK:
+    if not first.needs or _apart(s, h, calls) or not coded_swiglu.whole_squares(da):
         wide = high(h)
         wanted = bool(first.needs), "probs" in act.needs, need_a
         high_dh, dprobs, high_a = mlp.activation_bwd(da, wide, s, *wanted)
         if need_a and high_a is None:
             high_a = mlp.activation(wide, s)
         return high_dh, high_a, dprobs
-    row, col = "x" in first.needs, "weight" in first.needs
-    of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
-    of_a = cast("Scaling", cast("Roles", last.precision.roles).input)
-    probs = s.probs if mlp.scaled else None
-    data, scale = _hidden_codes(h)
-    parts = K.dswiglu_operand(
-        da, data, probs, s.offs, of_dh.data, of_a.data, row, col, need_a, scale
-    )
-    dh_rows, dh_columns = Layout(*parts[:2]), Layout(*parts[2:4])
-    dh = Quantized(dh_rows if row else None, dh_columns if col else None, of_dh, s.offs, h.dtype)
-    a = Quantized(None, Layout(*parts[4:6]), of_a, s.offs, h.dtype) if need_a else None
-    return dh, a, parts[6]
-
-
-def _hidden_codes(h: Operand) -> tuple[Tensor, Tensor | None]:
-    """h as the activation's kernels read it: codes with their scales, which stand for bfloat16, or the tensor."""
-    if not isinstance(h, Quantized) or h.row is None or h.dtype is not torch.bfloat16:
-        return high(h), None
-    return h.row
-
-
-def _writes_codes(s: Any, h: Operand, calls: tuple[Call, ...]) -> bool:
-    """Whether the activation's kernels write operands: SwiGLU as [gate | up], in vectors and squares, without a bias
-    whose gradient reads dh. Not while somebody watches the numbers, who wants the tensors that the codes are of.
-    """
-    if watching() is not None:
-        return False
-    kind, *options = cast("tuple[Any, ...]", s.form)
-    if (
-        kind != "swiglu"
-        or any(options)
-        or (isinstance(h, Tensor) and h.dim() != 2)
-        or not calls[0].needs.isdisjoint(("bias", "probs"))
-    ):
-        return False
-    roles = [call.precision.roles for call in (calls[0], calls[2])]
-    scalings = [t for r in roles if r is not None for t in (r.input, r.grad_output)]
-    squares = all(t is not None and t.columns == SQUARE for t in scalings)
-    return squares and all(r is not None and r.columns for r in roles)
+    return coded_swiglu.backward(da, h, s.probs if mlp.scaled else None, s.offs, first, last)
 
 
 def _operand_of(dy: Operand, call: Call, offs: Tensor, index: Tensor | None) -> Operand:

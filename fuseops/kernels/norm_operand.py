@@ -1,0 +1,122 @@
+"""RMSNorm whose result is an FP8 operand: rows for the GEMM behind it, columns for that GEMM's weight gradient.
+
+Maths: of `fuseops.kernels.norm`, then of `fuseops.kernels.operands`. The normed x is rounded as its tensor would be
+before it is quantized, so that codes are those of the two one after the other; columns are the codes of the rows at one
+exponent a square, made again from x and rstd.
+Shapes: x, residual (..., N), R rows in all, weight (N,) or None -> rows (R, N), scales (ceil(N/128), R); rstd (...)
+float32; columns (N, C), scales (ceil(N/128), C/128), C = ceil(R/128) * 128.
+Hardware: sm_89 and later convert; older ones run the reference, as rows wider than MAX_WIDTH, and widths and strides
+that 16 does not divide do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch, overlap
+from fuseops.kernels.norm import FWD, MAX_WIDTH, check_weight
+from fuseops.kernels.operands import BLOCK, SHIFT, fp8_op, uneven
+from fuseops.kernels.registry import tensor_bytes
+from fuseops.kernels.tiles import as_rows, cdiv, require
+
+FORMAT = torch.float8_e4m3fn
+COLUMNS = Space(
+    "rmsnorm_columns",
+    lambda dims, itemsize: [
+        {"BLOCK_R": BLOCK, "BLOCK_N": BLOCK, "num_warps": warps} for warps in (8, 16)
+    ],
+)
+
+
+def _config(rows: int, n: int, x: Tensor) -> Config:
+    """That of the norm alone, so that rstd is the same to the last bit, over a vector at least."""
+    config = dict(FWD.pick(rows, (n,), x))
+    return {**config, "BLOCK_N": max(config["BLOCK_N"], BLOCK)}
+
+
+def _cases(*, columns: bool = False) -> Iterator[tuple[Any, ...]]:
+    for dtype, n, fmt in (
+        (torch.bfloat16, 4096, FORMAT),
+        (torch.bfloat16, 2048, torch.float8_e5m2),
+        (torch.bfloat16, 7168, FORMAT),
+        (torch.float32, 4096, FORMAT),
+    ):
+        x, weight = (torch.empty(*size, n, dtype=dtype, device="meta") for size in ((8190,), ()))
+        if columns:
+            yield x, weight, torch.empty(8190, device="meta"), fmt, 0.0
+            continue
+        for residual in (None, x):
+            yield x, residual, weight, 1e-6, fmt, 0.0
+
+
+@fp8_op(
+    twin=reference.rmsnorm_operand,
+    cases=_cases,
+    nbytes=lambda x, residual, *_: x.numel() + tensor_bytes((x, residual)) * (1 + (residual is not None)),
+)  # fmt: skip
+def rmsnorm_operand(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rows, their scales, h, rstd) of x normed, or of h = x + residual, which is empty without one."""
+    n = x.shape[-1]
+    check_weight(weight, x.shape[-1:])
+    require(
+        residual is None or residual.shape == x.shape,
+        f"residual is {residual is not None and tuple(residual.shape)}, expected {tuple(x.shape)}.",
+    )
+    x2 = as_rows(x)
+    added = x2 if residual is None else as_rows(residual)
+    if not x.numel() or n > MAX_WIDTH or uneven(n, x2, added):
+        return reference.rmsnorm_operand(x, residual, weight, eps, dtype, weight_offset)
+    rows = len(x2)
+    data, scale = (
+        x.new_empty(rows, n, dtype=dtype),
+        x.new_empty(cdiv(n, BLOCK), rows, dtype=torch.float32),
+    )
+    h = x.new_empty(0 if residual is None else x.shape)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    config = _config(rows, n, x)
+    launch(
+        device("norm_operand").rmsnorm_operand_kernel, (cdiv(rows, config["BLOCK_R"]),),
+        x2, added, x2 if weight is None else weight.contiguous(), data, scale, h, rstd,
+        rows, n, x2.stride(0), added.stride(0), float(eps), float(weight_offset), SHIFT=SHIFT[dtype],
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, **overlap(x.device), **config,
+    )  # fmt: skip
+    return data, scale, h, rstd
+
+
+@fp8_op(twin=reference.rmsnorm_columns, cases=lambda: _cases(columns=True))
+def rmsnorm_columns(
+    x: Tensor, weight: Tensor | None, rstd: Tensor, dtype: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(columns, their scales) of the codes that `rmsnorm_operand` made rows of."""
+    n = x.shape[-1]
+    check_weight(weight, x.shape[-1:])
+    require(
+        rstd.shape == x.shape[:-1],
+        f"rstd is {tuple(rstd.shape)}, expected the leading axes of {tuple(x.shape)}.",
+    )
+    x2 = as_rows(x)
+    if not x.numel() or uneven(n, x2):
+        return reference.rmsnorm_columns(x, weight, rstd, dtype, weight_offset)
+    rows, blocks = len(x2), (cdiv(len(x2), BLOCK), cdiv(n, BLOCK))
+    columns = x.new_empty(n, blocks[0] * BLOCK, dtype=dtype)
+    squares = x.new_empty(blocks[1], blocks[0], dtype=torch.float32)
+    launch(
+        device("norm_operand").rmsnorm_columns_kernel, (blocks[0] * blocks[1],),
+        x2, rstd.contiguous(), x2 if weight is None else weight.contiguous(), columns, squares,
+        rows, n, x2.stride(0), float(weight_offset), SHIFT=SHIFT[dtype], HAS_WEIGHT=weight is not None,
+        **overlap(x.device), **COLUMNS.pick(rows, (n,), x),
+    )  # fmt: skip
+    return columns, squares
