@@ -19,6 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "scale.md"
 MEASURED = ROOT / "benchmarks" / "results" / "moe_layer_h200.json"
+PLANNED = ROOT / "benchmarks" / "scale_planned.json"
+RANKS = (8, 16, 32, 64)
 LINKS = {"between hosts": 50e9, "inside a host": 330e9}  # bytes a second and rank
 BYTES = 2  # of a number of bf16
 STATE = 16  # of a parameter: float32 with its gradient and AdamW's two moments
@@ -154,7 +156,7 @@ def model(name: str, m: Sizes, took: float) -> Iterator[str]:
 of them active, and computes for {took * 1e3:.2f} ms a step. MB that a rank sends for a layer in a step, and their time
 as a share of that, at {links}:
 """
-    ranks = (8, 16, 32, 64)
+    ranks = RANKS
     yield f"| | {' | '.join(f'{n} ranks' for n in ranks)} |"
     yield f"|---|{'---|' * len(ranks)}"
     for way, sends in WAYS.items():
@@ -162,6 +164,28 @@ as a share of that, at {links}:
     held = ", ".join(f"{STATE * m.total / n / 1e9:.0f} GB on {n}" for n in ranks)
     yield f"""
 Weights, gradients and AdamW ({STATE} bytes a parameter) over all ranks: {held}, of {MEMORY / 1e9:.0f} GB."""
+    yield from planner(name, m)
+
+
+def planner(name: str, m: Sizes) -> Iterator[str]:
+    """What its dry runs predict, and the network beside."""
+    found = json.loads(PLANNED.read_text(encoding="utf-8"))["planned"]
+    yield """
+The offload planner predicts (dry runs of six blocks for one H200, `python benchmarks/scale_planned.py`), of a rank that
+runs all layers over one micro-batch; the last columns are the time that experts over all ranks take on either link,
+where nothing hides it, and what state and saved tensors take together:
+"""
+    columns = ("a layer", "saved", "leaves without a stall", *(f"experts {w}" for w in LINKS))
+    yield f"| ranks | {' | '.join(columns)} | state and saved |"
+    yield "|---|---|---|---|---|---|---|"
+    for n in RANKS:
+        p = found[f"{name}, experts over {n}"]
+        saved, leaves = p["saved_mb"] * m.layers / 1e3, p["leaves_mb"] * (m.layers - 1) / 1e3
+        sends = [f"+ {experts_once(m, n) / b / p['ms'] * 1e3:.0%}" for b in LINKS.values()]
+        held = STATE * m.total / n / 1e9
+        both = f"{held + saved:.0f} GB, {held + saved - leaves:.0f} with offload"
+        cells = (f"{p['ms']:.1f} ms", f"{saved:.0f} GB", f"{leaves:.0f} GB", *sends, both)
+        yield f"| {n} | {' | '.join(cells)} |"
 
 
 def share(sent: float, took: float) -> str:

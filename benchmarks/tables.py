@@ -110,6 +110,10 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table(keyed("step", whole_steps(value)))
         elif name == "checks" and value and "steps" in result:
             yield table(keyed("bf16", rounding(value)))
+        elif name == "memory":
+            yield from (table(keyed(f"{model}, MiB", rows)) for model, rows in value.items())
+        elif name == "curves":
+            yield table(keyed("recipe", value))
         elif name in PARTS and isinstance(value, dict) and value:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 

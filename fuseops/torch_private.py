@@ -215,6 +215,17 @@ def _symmetric(group: Any) -> str:
     return name
 
 
+def largest_over(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The largest of every element over the ranks of a group, given by its name."""
+    from torch.distributed import ReduceOp, distributed_c10d
+
+    found = x.clone()
+    distributed_c10d.all_reduce(
+        found, ReduceOp.MAX, group=distributed_c10d._resolve_process_group(group)
+    )
+    return found
+
+
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of the ranks' tensors, in a new one."""
     from torch.distributed import _functional_collectives as collectives
@@ -236,6 +247,63 @@ def shard_placement_on(mesh: Any) -> tuple[Any, Any]:
 def without_modes() -> AbstractContextManager[Any]:
     """Inside, no dispatch mode sees an op."""
     return _python_dispatch._disable_current_modes()
+
+
+def unknown_rows(sizes: Sequence[int]) -> tuple[Any, list[Any]]:
+    """A mode of fake tensors, and a symbol for each size, that stands for any number above 1.
+
+    Sizes that are equal get one symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(sizes))
+    fake = mode.from_tensor(torch.empty(*sizes, device="meta"), symbolic_context=context)
+    return mode, list(fake.shape)
+
+
+def assumed_of_rows(mode: Any) -> list[str]:
+    """What was found out of the symbols of such a mode, in words: it holds for some numbers of rows only."""
+    env = mode.shape_env
+    return [*(str(guard.expr) for guard in env.guards), *map(str, env.replacements.values())]
+
+
+def graph_of(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """The torch.fx.GraphModule of ATen's ops that a function calls on fake tensors."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="symbolic")(*tensors)
+
+
+def generated(graph: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """What inductor makes of such a graph."""
+    from torch._inductor import compile as compiled
+
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
+        made: Callable[..., Any] = compiled(graph, list(tensors))
+        return made
+
+
+def why_not_generated(device: torch.device) -> str | None:
+    """Why inductor makes nothing for a device here; None where it does."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "inductor finds no C++ compiler"
+        return None
+    if device.type != "cuda":
+        return f"inductor is not asked for {device.type}"
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else "there is no Triton for inductor"
 
 
 @contextlib.contextmanager

@@ -60,12 +60,14 @@ def operands(m: nn.Module) -> dict[str, set[str]]:
 def test_a_function_that_gives_a_recipes_formats_is_that_recipe(recipe: Any) -> None:
     roles = recipe.roles()
     same_formats = fo.recipes.ByRole(
-        lambda op, name, role: getattr(roles, role), backward=recipe.backward
+        lambda op, name, role: getattr(roles, role), backward=roles.backward
     )
-    if roles.high_wgrad and recipe.backward is None:
+    if roles.high_wgrad and roles.backward is None:
         return  # which no format of an operand says
     with fo.recipe(recipe):
-        expected = step(model())
+        expected = step(
+            model()
+        )  # of delayed scaling a first step, whose scales are those of the tensors
     with fo.recipe(same_formats):
         assert same(step(model()), expected)
 

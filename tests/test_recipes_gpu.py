@@ -1,6 +1,7 @@
 """Recipes on the device: no word to the host, kept weights equal to fresh ones, graphs that take any split."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ pytestmark = pytest.mark.gpu
 
 D, F, E, K, T = 256, 256, 8, 2, 1024
 BLOCK, CURRENT = fo.recipes.Float8BlockScaling, fo.recipes.Float8CurrentScaling
-RECIPES = [BLOCK, CURRENT]
+MX = fo.recipes.MXFP8BlockScaling
+NV = functools.partial(fo.recipes.NVFP4BlockScaling, stochastic=False)
+DELAYED = functools.partial(fo.recipes.DelayedScaling, amax_history_len=4)
+RECIPES = [BLOCK, CURRENT, MX, NV, DELAYED]
 POLICIES = ["none", "step"]
 
 
@@ -127,6 +131,47 @@ def test_a_graph_takes_any_split_and_the_weights_that_it_finds(
                 p.mul_(1.25)
         graph.replay()
         same(out, step(model, x, recipe()))
+
+
+def test_the_state_of_delayed_scaling_goes_on_between_replays() -> None:
+    mine, other, x = moe(), moe(), tokens(0)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for model in (mine, other):
+            step(model, x, DELAYED())
+            fo.weights_changed(model)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(mine, x, DELAYED())
+    for seed in (1, 2, 3):
+        x.copy_(tokens(seed))
+        x.mul_(2.0**seed)
+        graph.replay()
+        same(out, step(other, x, DELAYED()))
+        for model in (mine, other):
+            fo.weights_changed(model)
+        same([*mine.buffers()], [*other.buffers()])
+
+
+def test_a_replayed_graph_rounds_gradients_in_another_way_each_time() -> None:
+    recipe, model, x = fo.recipes.NVFP4BlockScaling(), moe(), tokens(0)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(model, x, recipe)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(model, x, recipe)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append([t.clone() for t in out])
+    for a, b in ((seen[0], seen[1]), (seen[1], seen[2])):
+        assert torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1])
+        torch.testing.assert_close(a[1].norm(), b[1].norm(), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2])

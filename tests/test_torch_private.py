@@ -718,3 +718,23 @@ def test_a_mode_that_traces_is_said_to_compile() -> None:
     with DispatchMode(), torch_private.compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
+
+
+def test_a_function_is_traced_and_compiled_once_for_all_rows() -> None:
+    mode, rows = torch_private.unknown_rows([1009])
+    with mode:
+        x = torch.empty((*rows, 4))
+    graph = torch_private.graph_of(lambda x: (x.sin() * 2,), [x])
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
+        torch.ops.aten.sin.default,
+        torch.ops.aten.mul.Tensor,
+    ]
+    assert torch_private.assumed_of_rows(mode) == []
+    assert torch_private.why_not_generated(torch.device("meta")) is not None
+    if torch_private.why_not_generated(torch.device("cpu")) is None:
+        made = torch_private.generated(graph, [x])
+        for n in (3, 0, 1, 40):
+            t = torch.randn(n, 4)
+            torch.testing.assert_close(made(t)[0], t.sin() * 2)
+    torch_private.graph_of(lambda x: (x * 2 if x.shape[0] > 5 else x,), [x])
+    assert torch_private.assumed_of_rows(mode) != []

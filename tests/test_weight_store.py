@@ -175,9 +175,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     original = fo.recipes.weight_operand
 
-    def counted(weight: Any, scaling: Any, *, row: bool, col: bool) -> Any:
+    def counted(weight: Any, scaling: Any, *, row: bool, col: bool, **options: Any) -> Any:
         found.append("row " * row + "col" * col)
-        return original(weight, scaling, row=row, col=col)
+        return original(weight, scaling, row=row, col=col, **options)
 
     monkeypatch.setattr("fuseops.recipes.store.weight_operand", counted)
     return found

@@ -2,6 +2,7 @@
 
 experts       experts over ranks: ExpertParallel; dispatch, how tokens travel to them
 fsdp          FSDP2 beside them, on a mesh of its own; clipping and optimizers over two meshes
+gather        weights that FSDP2 gathers as FP8 codes: quantized_gather
 tensor        tensor and sequence parallelism: ColwiseParallel, RowwiseParallel, SequenceParallel, tp_plan
 overlap       rules that run collectives and the products beside them together: overlap_rules
 pipeline      stages whose weight gradients wait for a zero-bubble schedule: dw_builder
@@ -12,6 +13,7 @@ from .experts import ExpertParallel as ExpertParallel
 from .fsdp import clip_grad_norm_ as clip_grad_norm_
 from .fsdp import expert_placement as expert_placement
 from .fsdp import param_groups as param_groups
+from .gather import quantized_gather as quantized_gather
 from .overlap import overlap_rules as overlap_rules
 from .pipeline import delay_weight_gradients as delay_weight_gradients
 from .pipeline import dw_builder as dw_builder
@@ -36,6 +38,7 @@ __all__ = [
     "expert_placement",
     "overlap_rules",
     "param_groups",
+    "quantized_gather",
     "shard_placement",
     "split_halves",
     "tp_plan",

@@ -10,6 +10,7 @@ elsewhere; `registry.KernelOp` says when. What has no kernel yet is the referenc
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
     all of them     registry (`@kernel_op`), launch, replay (of a launcher whose operands come
                     again), recorder (of launches), configs (block sizes), tiles, triton_private
+    by inductor     generated (of elementwise functions, for any number of rows)
     tools           aot (compiled without a GPU), timing, interpreter (Triton's, repaired)
     device/         the Triton code, one module a noun;  reference/: the twins in plain torch
 
@@ -80,10 +81,13 @@ from .reference import amax_of_groups as amax_of_groups
 from .reference import by_group as by_group
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
+from .reference import columns_in_groups as columns_in_groups
 from .reference import dequantize_format as dequantize_format
 from .reference import hadamard as hadamard
 from .reference import magnitude as magnitude
+from .reference import padding_mask as padding_mask
 from .reference import quantize_format as quantize_format
+from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
 from .reference import turned_in_groups as turned_in_groups

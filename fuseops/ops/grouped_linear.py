@@ -222,7 +222,7 @@ def weight_gradient(
     add = "weight" not in call.overwrite
     roles = call.precision.roles
     if roles is not None and not roles.high_wgrad:
-        columns = columns_of(x, roles, offs, x_index)
+        columns = columns_of(x, call, roles, offs, x_index)
         if not unrounded:
             return gemm.wgrad(dy, columns, dy.dtype, offs, call.name)
         gemm.wgrad_into(buffer, dy, columns, offs, add, call.name)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from fuseops.recipes import (
 )
 from fuseops.recipes.numbers import watching
 from fuseops.recipes.operands import check_codes, columns_fit
+from fuseops.recipes.scales import See
 
 from .checks import check_width
 from .op import Call, Grads, Op, Out, Shape
@@ -88,7 +89,7 @@ def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) ->
     if "weight" in needs and roles.high_wgrad:
         params["weight"] = torch.mm(_rows(high(dy)).t(), _rows(high(saved.x)))  # type: ignore[arg-type]
     elif "weight" in needs:
-        params["weight"] = gemm.wgrad(q, columns_of(saved.x, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
+        params["weight"] = gemm.wgrad(q, columns_of(saved.x, call, roles), q.dtype, name=call.name)  # type: ignore[arg-type]
     if "bias" in needs:
         params["bias"] = K.bias_bwd(_rows(high(dy)))
     return Grads(dx, params)
@@ -105,7 +106,7 @@ def input_operand(
     index, of which there are more than of x.   (..., K) -> over (R, K)
     """
     col = "weight" in call.needs and index is None and roles.columns
-    q = _operand(x, roles.input, offs, True, col, index)
+    q = _operand(x, roles.input, offs, True, col, index, see=_see(call, "input"))
     if (seen := watching()) is not None:
         seen.measure(call.name, "input", q)
     return q
@@ -121,7 +122,8 @@ def grad_operand(
     """dy in the layouts that the gradients which are needed read: once, for both GEMMs."""
     wgrad = "weight" in call.needs and not roles.high_wgrad
     row = "x" in call.needs or (wgrad and not roles.columns)
-    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed)
+    see = _see(call, "grad_output")
+    q = _operand(dy, roles.grad_output, offs, row, wgrad and roles.columns, index, call.seed, see)
     if (seen := watching()) is not None:
         seen.measure(call.name, "grad_output", q)
     return q
@@ -133,10 +135,15 @@ def without_rows(dy: Operand) -> Operand:
 
 
 def columns_of(
-    x: Operand, roles: Roles, offs: Tensor | None = None, index: Tensor | None = None
+    x: Operand,
+    call: Call,
+    roles: Roles,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> Operand:
     """x as the weight gradient reads it."""
-    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index)
+    see = _see(call, "input")
+    return _operand(x, roles.input, offs, not roles.columns, roles.columns, index, see=see)
 
 
 def _operand(
@@ -147,11 +154,19 @@ def _operand(
     col: bool,
     index: Tensor | None,
     seed: Tensor | None = None,
+    see: See | None = None,
 ) -> Operand:
     if scaling is not None:
-        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed)
+        return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed, see=see)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
+
+
+def _see(call: Call, role: str) -> See | None:
+    """Who gives the scale of an operand, where the recipe has a state, and notes its amax in training."""
+    if call.scales is None:
+        return None
+    return call.scales.see(call.precision.roles.delayed, role, call.training)  # type: ignore[union-attr]
 
 
 def weight_rows(weight: Tensor, call: Call) -> Operand:
@@ -174,9 +189,11 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
         return call.precision.cast(weight)  # type: ignore[return-value]
     seen = watching()
     if call.store is None or seen is not None:
-        q = weight_operand(weight, roles.weight, row=layout == "row", col=layout == "col")
+        row, col = layout == "row", layout == "col"
+        q = weight_operand(weight, roles.weight, row=row, col=col, see=_see(call, "weight"))
     if call.store is not None:
-        kept = call.store.read(weight, roles.weight, layout, roles.weights, both)
+        see = _see(call, "weight")
+        kept = call.store.read(weight, roles.weight, layout, roles.weights, both, see)
         if seen is None:
             return kept
         seen.check_kept(call.name, kept, q)

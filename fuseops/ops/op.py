@@ -9,6 +9,7 @@ Everything else (autograd, fusion, offload, compile, explain) is written once, e
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, get_args
 
 import torch
@@ -19,6 +20,7 @@ from fuseops.ops import scopes, stored
 from fuseops.ops.local import Local, fit_all
 from fuseops.ops.paths import path_of
 from fuseops.recipes import Roles
+from fuseops.recipes.scales import ScaleState, fit_state
 from fuseops.recipes.store import WeightStore
 
 if TYPE_CHECKING:
@@ -65,6 +67,10 @@ class Precision(NamedTuple):
         """A parameter in the compute dtype. Save the parameter itself, and cast it again in `bwd`."""
         return t if t is None or self.compute is None else t.to(self.compute)
 
+    def autocast(self, device: str) -> AbstractContextManager[Any]:
+        """What a level-1 op runs under: the autocast that a plain module would see."""
+        return nullcontext() if self.compute is None else torch.autocast(device, self.compute)
+
 
 class Call(NamedTuple):
     """The plan's frozen record of one op in one call (level 3), and fields that live for one call only.
@@ -75,6 +81,7 @@ class Call(NamedTuple):
     training   the op's mode in the forward, also when `bwd` runs
     store      of the op's quantized weight, where the recipe keeps it
     name       of the op, by its path in the model where that is known
+    scales     state of the op's scales, where the recipe has one
     seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
 
     Of ops with `live_call`:
@@ -90,6 +97,7 @@ class Call(NamedTuple):
     training: bool = True
     store: WeightStore | None = None
     name: str = ""
+    scales: ScaleState | None = None
     seed: Tensor | None = None
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
@@ -339,6 +347,7 @@ class Op(nn.Module, Generic[S]):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **keywords: Any
     ) -> None:
         fit_all(self, state_dict, prefix)
+        fit_state(self._buffers, state_dict, prefix)
         taken = stored.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
         missing: list[str] = args[-3]
@@ -412,6 +421,13 @@ def _check_saves_for(cls: type[Op[Any]]) -> None:
                 f"{cls.__name__}.saves_for[{need!r}] names {sorted(unknown)}, but {cls.Saved.__name__} has "
                 f"{sorted(fields)}."
             )
+
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    *("_runner", "_settings"),
+    *("_local", "_around", "_layout"),  # what a style of parallelism says of an op
+}
+"""What an instance of an op holds that says nothing of what it computes."""
 
 
 class FusedOp:

@@ -115,7 +115,8 @@ def resolve(*tokens: int) -> Settings:
 DELAYED = "_delayed_gradients"  # in an op's __dict__: what waits for backward_dw
 WGRAD_HOOKS = "_wgrad_hooks"  # in an op's __dict__: what is called once that is done
 STORE = "_weight_store"  # in an op's __dict__: its quantized weights, where a recipe keeps them
-OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS, STORE})
+SCALES = "_scale_state"  # in an op's __dict__: who finds the state of its scales among its buffers
+OF_THIS_PROCESS = frozenset({"_runner", DELAYED, WGRAD_HOOKS, STORE, SCALES})
 
 
 def portable(state: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ SCALE_INV, MASTER = "weight_scale_inv", "weight_master"  # keys of a state_dict,
 class StoredWeight:
     """The weight of one op, (N, K) or (E, N, K), in squares of 128 x 128."""
 
+    lives = True  # there is no other; else its codes come from elsewhere
+
     def __init__(self, op: nn.Module, scaling: Scaling) -> None:
         self.parameters, self.buffers = op._parameters, op._buffers
         self.scaling = scaling
@@ -177,7 +179,9 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"masters(model) expects an nn.Module, got {type(model).__name__}.")
     stored = {
-        id(m._parameters["weight"]): s for m in model.modules() if (s := stored_in(m)) is not None
+        id(m._parameters["weight"]): s
+        for m in model.modules()
+        if (s := stored_in(m)) is not None and s.lives
     }
     return [stored[id(p)].with_master() if id(p) in stored else p for p in model.parameters()]
 
@@ -188,7 +192,7 @@ def masters(model: nn.Module) -> list[nn.Parameter]:
 def save(op: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Put the codes in the place of a Parameter without values."""
     stored = stored_in(op)
-    if stored is None:
+    if stored is None or not stored.lives:
         return
     if stored.master is not None and stored.master._version != stored.version:
         stored.refill()
@@ -202,6 +206,7 @@ def load(op: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -
     else what they stand for; high precision, which is quantized where the weight lives in codes.   -> keys taken
     """
     stored, key = stored_in(op), f"{prefix}weight"
+    stored = stored if stored is not None and stored.lives else None
     given, scale = state.get(key), state.pop(prefix + SCALE_INV, None)
     if isinstance(given, Tensor) and given.dtype in (E4M3, E5M2) and scale is not None:
         blocks = (*given.shape[:-2], *[-(-size // 128) for size in given.shape[-2:]])

@@ -1,8 +1,9 @@
 """Cross entropy over a vocabulary that is sharded over ranks: what `linear_cross_entropy` does with a DTensor weight.
 
 Each rank makes the logits of its classes, a chunk at a time, and of them three numbers a token (lse, the logit of the
-target where it is among them, the mean logit), which one all-gather brings together: lse of all is that of the ranks'
-lse. The gradient of x, of which each rank has a part, is added up over the ranks; that of the weight is local.
+target where it is among them, the mean logit; a fourth, their weighted sum, for label smoothing), which one all-gather
+brings together: lse of all is that of the ranks' lse. The gradient of x, of which each rank has a part, is added up
+over the ranks; that of the weight is local.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .collectives import AllGather
 from .local import Ranks, SumOfGradients
 from .loss_options import ROWS, LossOptions
 
-ELSEWHERE = -1  # the target of a token whose class another rank has
+NEVER = -1  # no target: every row has its numbers, those of a token whose class another rank has count for nothing
 
 
 def sharded_cross_entropy(
@@ -36,29 +37,38 @@ def sharded_cross_entropy(
 
     local: `linear_cross_entropy`, for this rank's classes.  weight: a DTensor (V, D), `Shard(0)` over a mesh of one
     dimension, and so bias (V,).  x, targets and class_weights: plain, the same on every rank.
-    Raises FuseOpsError for other placements, label smoothing, and gradients in the forward.
+    Raises FuseOpsError for other placements and gradients in the forward.
     """
-    if options.label_smoothing or options.gradients == "forward":
-        given = "label_smoothing" if options.label_smoothing else 'gradients="forward"'
-        raise FuseOpsError(f"LinearCrossEntropy with a weight sharded over ranks has no {given}.")
+    if options.gradients == "forward":
+        raise FuseOpsError(
+            'LinearCrossEntropy with a weight sharded over ranks has no gradients="forward".'
+        )
     mesh, first, count = _classes(weight)
     ranks = Ranks(mesh)
     mine = (targets >= first) & (targets < first + count)
-    _, lse, logp, entropy = local(
+    smoothing = options.label_smoothing
+    classes = None if class_weights is None else class_weights[first : first + count]
+    # smoothed entirely, a row's loss is 1 / count sum_c w_c (lse - l_c)
+    rest, lse, logp, entropy = local(
         SumOfGradients.apply(x, ranks),  # type: ignore[no-untyped-call]
         weight.to_local(),
-        torch.where(mine, targets - first, ELSEWHERE),
+        torch.where(mine, targets - first, 0),
         linear_bias=None if bias is None else _local_bias(bias),
-        ignore_index=ELSEWHERE,
-        reduction="sum",
+        weight=classes if smoothing else None,
+        ignore_index=NEVER,
+        label_smoothing=float(smoothing > 0),
+        reduction="none",
         soft_cap=options.soft_cap,
         temperature=options.temperature,
         publishes=ROWS,
         chunk_bytes=options.chunk_bytes,
     )
-    rows = torch.stack([lse, torch.where(mine, logp + lse, 0), lse - entropy])[None]
-    gathered = AllGather(mesh, dim=0, grad="replicate").fwd(rows).y  # (ranks, 3, ...)
-    parts, logits, expected = gathered.unbind(1)
+    rows = [lse, torch.where(mine, logp + lse, 0), lse - entropy]
+    if smoothing:
+        total = count if classes is None else classes.sum()
+        rows.append(total * lse - count * rest)
+    gathered = AllGather(mesh, dim=0, grad="replicate").fwd(torch.stack(rows)[None]).y
+    parts, logits, expected, *sums = gathered.unbind(1)  # (ranks, ...) each
     lse = parts.logsumexp(0)
     counts = targets != options.ignore_index
     known = (targets >= 0) & (targets < weight.shape[0])
@@ -71,7 +81,11 @@ def sharded_cross_entropy(
     if class_weights is not None:
         at = targets.clamp(0, len(class_weights) - 1)
         scale = scale * class_weights.to(lse.dtype)[at]
-    loss = loss - scale * log_probs
+    loss = loss - (1 - smoothing) * scale * log_probs
+    if smoothing:
+        total = weight.shape[0] if class_weights is None else class_weights.sum()
+        smooth = total * lse - sums[0].sum(0)
+        loss = loss + smoothing / weight.shape[0] * torch.where(counts, smooth, 0)
     if options.reduction != "none":
         loss = loss.sum() / (scale.sum() if options.reduction == "mean" else 1)
     return loss, {name: published[name] for name in options.publishes}

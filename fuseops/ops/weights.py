@@ -7,10 +7,11 @@ from typing import Any
 from torch import nn
 
 from fuseops.errors import FuseOpsError
+from fuseops.recipes.scales import ScaleState, advance
 from fuseops.recipes.store import WeightStore
 
 from .op import Op
-from .scopes import STORE
+from .scopes import SCALES, STORE
 from .stored import stored_in
 
 
@@ -23,8 +24,19 @@ def store_of(op: Op[Any]) -> WeightStore:
     return store
 
 
+def scales_of(op: Op[Any]) -> ScaleState:
+    """The state of an op's scales under a recipe that has one."""
+    state: ScaleState | None = op.__dict__.get(SCALES)
+    if state is None or state.buffers is not op._buffers:
+        state = op.__dict__[SCALES] = ScaleState(op._buffers)
+    return state
+
+
 def weights_changed(model: nn.Module) -> int:
-    """Have every op of `model` quantize its weight anew when it is read next.   -> bytes that were kept
+    """Have every op of `model` quantize its weight anew when it is read next, and its scales follow a step that ended.
+
+    -> bytes that were kept
+
 
     For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by a
     kernel of your own, by a wrapper that copies into its parameters' memory.
@@ -35,6 +47,8 @@ def weights_changed(model: nn.Module) -> int:
         raise FuseOpsError(
             f"weights_changed(model) expects an nn.Module, got {type(model).__name__}."
         )
+    states = (module.__dict__.get(SCALES) for module in model.modules())
+    advance([state for state in states if state is not None])
     dropped = 0
     for module in model.modules():
         if (weight := stored_in(module)) is not None:

@@ -9,9 +9,10 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops.op import Call, FusedOp, Op, Precision
 from fuseops.ops.paths import path_of
 from fuseops.ops.stored import stored_in
-from fuseops.ops.weights import store_of
+from fuseops.ops.weights import scales_of, store_of
 from fuseops.recipes import Roles
 from fuseops.recipes.gain import Gain
+from fuseops.recipes.scales import ScaleState
 from fuseops.recipes.store import WeightStore, kept_bytes
 
 from .chain import Chain, outside_reads
@@ -74,7 +75,10 @@ def _unit(c: Site, ops: Sequence[Op[Any]]) -> _Unit:
             f"rule {c.rule.name!r}: build must return a FusedOp, got {type(target).__name__}."
         )
     for name in _DEFINES[c.rule.kind]:
-        if getattr(type(target), name, None) is getattr(FusedOp, name, None):
+        found = target.__dict__.get(name) or getattr(
+            type(target), name, None
+        )  # Saved of an instance
+        if found is getattr(FusedOp, name, None):
             raise FuseOpsError(
                 f"rule {c.rule.name!r} is a {c.rule.kind} rule: {type(target).__name__} must define {name}."
             )
@@ -297,6 +301,7 @@ class _Builder:
             training=op.training,
             store=None if roles is None else self._store(op, roles),
             name="" if roles is None else path_of(op) or self.names[i],
+            scales=None if roles is None or roles.delayed is None else self._scales(op, i),
         )
 
     def _check_stored(self, i: int, roles: Roles | None) -> None:
@@ -320,6 +325,15 @@ class _Builder:
         if roles.weights == "none" or roles.weight is None or self.facts.compiling:
             return None
         return store_of(op)
+
+    def _scales(self, op: Op[Any], i: int) -> ScaleState:
+        if self.facts.compiling:
+            raise FuseOpsError(
+                f"{path_of(op) or self.names[i]!r} ({type(op).__name__}): the recipe keeps scales from step to step, "
+                "which compiled code cannot. Run it eagerly, or take Float8CurrentScaling, whose scales are of the "
+                "tensor itself."
+            )
+        return scales_of(op)
 
     def _joint_keep(self, u: _Unit) -> frozenset[str]:
         fused = u.target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,9 +40,8 @@ class Chain(NamedTuple):
         str, ...
     ]  # side tensors that are read and not written before, by their names in the plan
 
-    def shapes(self, x: Shape, sides: Mapping[str, Shape]) -> Iterator[Shape]:
-        """Shapes before op 0, 1, ... and after the last one.  sides: those of `outside`"""
-        known = dict(sides)
+    def shapes(self, x: Shape, known: dict[str, Shape]) -> Iterator[Shape]:
+        """Shapes before op 0, 1, ... and after the last one.  known: those of `outside`; what ops publish is added"""
         yield x
         for op, reads, writes in zip(self.ops, self.reads, self.writes, strict=True):
             taken = {keyword: known[name] for keyword, name in reads if name in known}

@@ -64,7 +64,7 @@ def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
     near: list[Near] = []
     for rule in rules:
         matches = [match(rule, ops, start, place) for start in range(len(ops))]
-        candidates += [Site(rule, i, i + m.length) for i, m in enumerate(matches) if m.length]
+        candidates += [Site(rule, i, i + n) for i, m in enumerate(matches) for n in m.lengths]
         for i in _nearest(matches):
             site, obstacle = Site(rule, i, i + max(matches[i].prefix, 1)), matches[i].obstacle
             near.append(Near(site, site.miss(obstacle.why, place.offset), obstacle.nearly))
@@ -77,7 +77,7 @@ def _nearest(matches: Sequence[Match]) -> list[int]:
     may hide such an op.
     """
     starts = []
-    if not any(m.length for m in matches):
+    if not any(m.lengths for m in matches):
         longest = max(range(len(matches)), key=lambda start: matches[start].prefix, default=0)
         starts += [longest] if matches and matches[longest].prefix > 0 else []
     told = {matches[start].obstacle.why for start in starts}
@@ -89,27 +89,38 @@ def _nearest(matches: Sequence[Match]) -> list[int]:
 
 
 def choose(scanned: Scan, reasons: Sequence[Reason], size: int) -> Cover:
-    """Rules of the user first, then the built-in ones in the gaps: of each the joint ones, then forward and backward
-    ones where those left room. Leftmost first, all rules tried in order at each position.
+    """Rules of the user first, then the built-in ones in the gaps, and then those that come last: of each the joint
+    ones, then forward and backward ones where those left room. Leftmost first, all rules in order at each position.
     """
     able = [c for c, reason in zip(scanned.candidates, reasons, strict=True) if reason is None]
     joint: tuple[Site, ...] = ()
     forward: tuple[Site, ...] = ()
     backward: tuple[Site, ...] = ()
-    for built_in in (False, True):
-        mine = [c for c in able if (c.rule in BUILTIN_RULES) is built_in]
+    for turn in range(3):
+        mine = [c for c in able if _turn(c.rule) == turn]
         joint += _leftmost(mine, "joint", size, joint + forward + backward)
         forward += _leftmost(mine, "forward", size, joint + forward)
         backward += _leftmost(mine, "backward", size, joint + backward)
-    misses = [
-        c.miss(reason, scanned.offset)
-        for c, reason in zip(scanned.candidates, reasons, strict=True)
-        if reason is not None
-    ]
+    against = {c: r for c, r in zip(scanned.candidates, reasons, strict=True) if r is not None}
+    misses = [c.miss(r, scanned.offset) for c, r in against.items() if not _said(c, r, against)]
     misses += _overlaps(able, joint, forward, backward, scanned.offset)
     spans = {"joint": joint, "forward": joint + forward, "backward": joint + backward}
     misses += [n.miss for n in scanned.near if n.nearly or not _covered(n.site, spans)]
     return Cover(joint, forward, backward, tuple(misses))
+
+
+def _turn(rule: Rule) -> int:
+    return 2 if rule.last else int(rule in BUILTIN_RULES)
+
+
+OFF = ("fusion is off", "disabled")
+
+
+def _said(c: Site, reason: str, against: Mapping[Site, str]) -> bool:
+    """Whether the reason is said of a part of a site, where it lies; or of a longer one, where it lies in settings."""
+    if reason in OFF:
+        return any(_within(c, longer) for longer in against)
+    return any(reason == other and _within(part, c) for part, other in against.items())
 
 
 def _covered(site: Site, spans: Mapping[str, Sequence[Site]]) -> bool:
@@ -176,9 +187,9 @@ def reasons_against(
     answers: list[Reason] = []
     for c in scanned.candidates:
         if not settings.fusion:
-            answers.append("fusion is off")
+            answers.append(OFF[0])
         elif c.rule.name in settings.disable:
-            answers.append("disabled")
+            answers.append(OFF[1])
         elif clash := _clash(chain.writes[c.start : c.stop]):
             answers.append(clash)
         elif c.rule.kind != "forward" and (delayed := _delayed(chain.ops[c.start : c.stop])):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuseops.ops.op import Op
+from fuseops.ops.op import OF_EVERY_MODULE, Op
 from fuseops.torch_private import GLOBAL_HOOKS, tensor_guard
 
 from .chain import Chain
@@ -212,12 +212,6 @@ class Attributes:
         except KeyError:  # one went, another came
             return False
         return True
-
-
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
-    *("_runner", "_settings"),
-    *("_local", "_around", "_layout"),  # what a style of parallelism says of an op
-}
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:

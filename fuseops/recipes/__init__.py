@@ -1,12 +1,13 @@
 """Precision recipes and quantized tensors.
 
-scaling (a format), quantized (a tensor in one), carrier (of its gradient), operands (from tensors), store (weights that
-are kept), gemm (their products), recipe (who gets what; mxfp8, nvfp4, by_role), gain (where that pays), numbers (what
-it does to them).
+scaling (a format), quantized (a tensor in one), carrier (of its gradient), operands (from tensors), scales (state of
+those that follow steps), store (weights that are kept), gemm (their products), recipe (who gets what; mxfp8, nvfp4,
+delayed, by_role), gain (where that pays), numbers (what it does to them).
 """
 
 from .by_role import ByName as ByName
 from .by_role import ByRole as ByRole
+from .delayed import DelayedScaling as DelayedScaling
 from .mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from .nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from .operands import Operand as Operand
@@ -25,6 +26,7 @@ from .scaling import Scaling as Scaling
 __all__ = [
     "ByName",
     "ByRole",
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Layout",

@@ -14,6 +14,7 @@ from fuseops.errors import FuseOpsError
 from .carrier import carrier_of
 from .numbers import watching
 from .quantized import Layout, Quantized, layout_of, tokens_of
+from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, Scaling
 
 Operand = Tensor | Quantized
@@ -70,15 +71,17 @@ def operand(
     col: bool = False,
     index: Tensor | None = None,
     seed: Tensor | None = None,
+    see: See | None = None,
 ) -> Quantized:
     """x as the operand of GEMMs that read these layouts.   (..., K) -> Quantized over (R, K)
 
     index: row r of the operand is row index[r] of x.  A Quantized is used as it is; columns are made from its rows.
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
+    see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
     if scaling.stochastic and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
-    q = _operand(x, scaling, offs, row, col, index, seed)
+    q = _operand(x, scaling, offs, row, col, index, seed, see)
     if (seen := watching()) is not None:
         source = seen.original(x)
         if source is not None and index is not None:
@@ -95,6 +98,7 @@ def _operand(
     col: bool,
     index: Tensor | None,
     seed: Tensor | None,
+    see: See | None,
 ) -> Quantized:
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
@@ -106,6 +110,10 @@ def _operand(
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
     if not scaling.family.codes:
         return _by_format(x, scaling, offs, row, col, seed)
+    if see is not None:
+        data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
+        rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
+        return Quantized(rows, columns, scaling, offs, x.dtype)
     make = _by_tensor if scaling.block is None else _by_vector
     rows, columns = make(x, scaling, offs, row, col)
     return Quantized(rows, columns, scaling, offs, x.dtype)
@@ -290,12 +298,17 @@ def check_codes(
 # --- of a weight
 
 
-def weight_operand(weight: Operand, scaling: Scaling, *, row: bool, col: bool) -> Quantized:
-    """A weight (N, K) or (E, N, K) as `row`, which the forward reads, and its transpose as `col`, for dx."""
+def weight_operand(
+    weight: Operand, scaling: Scaling, *, row: bool, col: bool, see: See | None = None
+) -> Quantized:
+    """A weight (N, K) or (E, N, K) as `row`, which the forward reads, and its transpose as `col`, for dx.
+
+    see: as of `operand`.
+    """
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    rows, columns = _of_matrices(matrices, scaling, row, col)
+    rows, columns = _of_matrices(matrices, scaling, row, col, see)
     if weight.dim() == 2:
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     odd = odd_layouts(weight, scaling)
@@ -311,20 +324,30 @@ def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     return tuple([name for name, width in (("row", k), ("col", n)) if width % scaling.packs])
 
 
-def _of_matrices(matrices: Tensor, scaling: Scaling, row: bool, col: bool) -> Layouts:
+def _amax_of_matrices(matrices: Tensor) -> Tensor:
+    """(E, N, K) -> (E,) float32"""
+    if not matrices.numel():
+        return matrices.new_zeros(len(matrices), dtype=torch.float32)
+    return K.magnitude(matrices).amax((1, 2))
+
+
+def _of_matrices(
+    matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None
+) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
     if not scaling.family.codes:
         whole = None
         if scaling.scale is E4M3:
-            amax = (
-                K.magnitude(matrices).amax((1, 2))
-                if matrices.numel()
-                else matrices.new_zeros(len(matrices))
-            )
+            amax = _amax_of_matrices(matrices)
             whole = amax[:, None, None], amax
         both = (matrices, row), (matrices.mT, col)
         rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
         return rows, columns
+    if see is not None:
+        up = see(_amax_of_matrices(matrices))
+        codes = K.saturate(matrices.float() * up[:, None, None], scaling.data)
+        rows = Layout(codes, 1 / up) if row else None
+        return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
     if scaling.block is None:
         data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
         rows, columns = Layout(data, scale), Layout(turned, scale)

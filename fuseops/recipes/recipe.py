@@ -27,6 +27,7 @@ class Roles:
     weights     how long quantized weights are kept: "none", "step", "unshard"
     backward    what the gradients' GEMMs multiply: None, operands in these formats; "high_precision", all of them as
                 they are; "dequantized", dy as it is, and of x and the weight what their codes in the forward stand for
+    delayed     the recipe whose state gives the scales, where they are not those of the tensor itself
     """
 
     input: Scaling | None = None
@@ -36,11 +37,11 @@ class Roles:
     hidden: Scaling | None = None
     weights: str = "none"
     backward: str | None = None
+    delayed: Any = None
 
     def __post_init__(self) -> None:
-        if (
-            self.backward is not None
-        ):  # dy stays as it is, and with "high_precision" all that it meets
+        # dy stays as it is, and with "high_precision" all that it meets
+        if self.backward is not None:
             object.__setattr__(self, "grad_output", None)
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
         for role in ("input", "weight", "hidden"):

@@ -25,6 +25,7 @@ from fuseops.kernels.registry import PLAIN
 
 from .operands import odd_layouts, weight_operand
 from .quantized import Layout, Quantized
+from .scales import See
 from .scaling import Scaling
 
 POLICIES = ("none", "step", "unshard")
@@ -79,7 +80,13 @@ class WeightStore:
         _watch_optimizers()
 
     def read(
-        self, weight: Tensor, scaling: Scaling, layout: str, policy: str, both: bool
+        self,
+        weight: Tensor,
+        scaling: Scaling,
+        layout: str,
+        policy: str,
+        both: bool,
+        see: See | None = None,
     ) -> Quantized:
         """The weight with one layout, "row" or "col": the kept one, or one that is kept from now on.
 
@@ -89,7 +96,8 @@ class WeightStore:
             return self.stored.read(layout)
         source = self._live(weight)
         if source is None:
-            return weight_operand(weight, scaling, row=layout == "row", col=layout == "col")
+            one = {"row": layout == "row", "col": layout == "col"}
+            return weight_operand(weight, scaling, **one, see=see)
         stamp = _stamp(source, scaling)
         if stamp != self.stamp or self.source is None or self.source() is not source:
             self.drop()
@@ -97,7 +105,7 @@ class WeightStore:
             self.place = torch_private.WeakStorage(source.untyped_storage())
         kept = self.kept.get(layout)
         if kept is None:
-            kept = self._made(weight, scaling, layout, both)
+            kept = self._made(weight, scaling, layout, both, see)
             if policy == "unshard":
                 _open[self] = id(source)
         found = kept.here()
@@ -131,12 +139,13 @@ class WeightStore:
             return None  # the graph quantizes what it finds at each replay
         return source
 
-    def _made(self, weight: Tensor, scaling: Scaling, layout: str, both: bool) -> StoredLayout:
+    def _made(
+        self, weight: Tensor, scaling: Scaling, layout: str, both: bool, see: See | None
+    ) -> StoredLayout:
         both = both and not self.kept
+        row, col = both or layout == "row", both or layout == "col"
         with torch.inference_mode(False), torch.no_grad():
-            q = weight_operand(
-                weight.detach(), scaling, row=both or layout == "row", col=both or layout == "col"
-            )
+            q = weight_operand(weight.detach(), scaling, row=row, col=col, see=see)
         for name, found in (("row", q.row), ("col", q.col)):
             if found is not None:
                 self.kept[name] = StoredLayout(found)

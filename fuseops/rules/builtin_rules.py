@@ -1,6 +1,15 @@
 """The built-in rules, top line first. Joint rules cover first; forward and backward ones are matched in the gaps."""
 
-from fuseops.ops.activations import GELU, QGELU, ReLU, ScaledSReLU, SiLU, SReLU
+from fuseops.ops.activations import (
+    GELU,
+    QGELU,
+    Activation,
+    ReLU,
+    ScaledActivation,
+    ScaledSReLU,
+    SiLU,
+    SReLU,
+)
 from fuseops.ops.elementwise import ConstantScale
 from fuseops.ops.glu import (
     GEGLU,
@@ -33,6 +42,7 @@ from fuseops.rules.fused.linear_act import LinearAct
 from fuseops.rules.fused.linear_add import LinearAdd, ScaleLinear, TapLinear
 from fuseops.rules.fused.mlp import DenseMLP
 from fuseops.rules.fused.norm_linear import NormLinear
+from fuseops.rules.fused.pointwise import Pointwise, one_kernel
 from fuseops.rules.fused.routed_mlp import RoutedMLP
 
 from .conditions import (
@@ -46,7 +56,7 @@ from .conditions import (
     two_axes,
     whole_weights,
 )
-from .rule import Rule, maybe
+from .rule import Rule, Some, maybe
 
 ACTS = SiLU | GELU | QGELU | ReLU | SReLU  # of one kernel that also sums dbias
 PLAIN = SwiGLU | ClampedSwiGLU | SiTUGLU | GEGLU | QGEGLU | GLU | ReGLU | SReGLU | ACTS
@@ -84,3 +94,7 @@ BACKWARD = (
 # fmt: on
 
 BUILTIN_RULES = JOINT + FORWARD + BACKWARD
+
+ELEMENTWISE = Activation | ScaledActivation | Bias | ConstantScale | Add
+POINTWISE = Rule("pointwise", (Some(ELEMENTWISE),), Pointwise, "joint", (one_kernel,), last=True)
+"""On by choice."""

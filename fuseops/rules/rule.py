@@ -1,7 +1,7 @@
 """A fusion is one line of data: pattern, fused op, conditions. A condition answers None or a reason."""
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -26,6 +26,13 @@ def maybe(wanted: Any) -> Maybe:
     return Maybe(wanted)
 
 
+@dataclass(frozen=True)
+class Some:
+    """A pattern of its own: several ops in a row, each of the wanted types or of level 1, or one of level 1."""
+
+    wanted: Any
+
+
 def require(holds: bool, reason: str) -> str | None:
     """For conditions: None when it holds, else the reason."""
     return None if holds else reason
@@ -42,6 +49,8 @@ class Conditions(NamedTuple):
     needs       which gradients anyone wants, a set of names for each op
     training    the mode of the first op
     reads       of each op its side inputs: (keyword of its fwd, name in the plan) pairs
+    sides       shapes of side tensors by their names in the plan, as far as they are known
+    compiling   whether torch.compile traces the call
     """
 
     shape: tuple[int, ...]
@@ -55,6 +64,8 @@ class Conditions(NamedTuple):
     needs: tuple[frozenset[str], ...]
     training: bool
     reads: tuple[tuple[tuple[str, str], ...], ...] = ()
+    sides: Mapping[str, tuple[int, ...]] = {}
+    compiling: bool = False
 
 
 Condition = Callable[[tuple[Op[Any], ...], Conditions], str | None]
@@ -68,6 +79,7 @@ class Rule:
     pattern  op types, unions of them (`SiLU | GELU`), and `maybe(...)` of either
     build    build(*ops) -> FusedOp, called with the matched ops
     when     conditions cond(ops, c: Conditions) -> None or the reason why it may not fire
+    last     it is tried after the built-in rules, on what those left
     """
 
     name: str
@@ -75,6 +87,7 @@ class Rule:
     build: Callable[..., FusedOp]
     kind: str = "forward"
     when: tuple[Condition, ...] = ()
+    last: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -83,7 +96,7 @@ class Rule:
             )
         if callable(self.when):
             object.__setattr__(self, "when", (self.when,))
-        if isinstance(self.pattern, type | types.UnionType | Maybe):
+        if isinstance(self.pattern, type | types.UnionType | Maybe | Some):
             object.__setattr__(self, "pattern", (self.pattern,))
         object.__setattr__(self, "pattern", tuple(self.pattern))
         for what, value in (("build", self.build), *(("a condition", c) for c in self.when)):
@@ -124,7 +137,7 @@ class Rule:
 
 def types_of(element: Any) -> tuple[type, ...]:
     """The op types that an element of a pattern accepts."""
-    wanted = element.wanted if isinstance(element, Maybe) else element
+    wanted = element.wanted if isinstance(element, Maybe | Some) else element
     return get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
 
 
@@ -179,14 +192,16 @@ class Place(NamedTuple):
 class Match(NamedTuple):
     """Where a pattern got to, from one start."""
 
-    length: int  # ops matched in all, 0 if the pattern does not match here
+    lengths: tuple[int, ...]  # of the runs that match here, the longest first
     prefix: int  # ops matched before the obstacle
     obstacle: Obstacle
 
 
 def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
     """Match the rule at `start`, a position in the run."""
-    best = Match(0, -1, Obstacle(""))
+    if isinstance(rule.pattern[0], Some):
+        return _match_some(rule.pattern[0], ops, start, place)
+    best = Match((), -1, Obstacle(""))
 
     def walk(element: int, position: int) -> int | None:
         nonlocal best
@@ -199,18 +214,30 @@ def match(rule: Rule, ops: Sequence[Any], start: int, place: Place) -> Match:
         if isinstance(wanted, Maybe):
             return walk(element + 1, position)
         if obstacle is not None and position - start > best.prefix:
-            best = Match(0, position - start, obstacle)
+            best = Match((), position - start, obstacle)
         return None
 
     length = walk(0, start)
-    return best if length is None else Match(length, length, Obstacle(""))
+    return best if length is None else Match((length,), length, Obstacle(""))
+
+
+def _match_some(some: Some, ops: Sequence[Any], start: int, place: Place) -> Match:
+    """Every run from `start` on: what a longer one may not, or another rule has taken, leaves shorter ones."""
+    stop, obstacle = start, None
+    while obstacle is None:
+        obstacle = _obstacle_at(ops, stop, some, place)
+        stop += obstacle is None
+    least = 1 if stop > start and ops[start].pure else 2
+    lengths = tuple(range(stop - start, least - 1, -1))
+    return Match(lengths, stop - start, Obstacle("") if lengths else obstacle)
 
 
 def _obstacle_at(ops: Sequence[Any], position: int, wanted: Any, place: Place) -> Obstacle | None:
     if position >= len(ops):
         return Obstacle(f"{place.end}, wanted {_names(types_of(wanted))}")
-    at = f"op {place.offset + position}"
-    found = _obstacle(ops[position], wanted, at)
+    at, op = f"op {place.offset + position}", ops[position]
+    level_1 = isinstance(wanted, Some) and op.pure and not op.writes
+    found = None if level_1 else _obstacle(op, wanted, at)
     if found is None and (opaque := place.opaque[position]) is not None:
-        return Obstacle(f"{at}: {type(ops[position]).__name__} {opaque}", nearly=True)
+        return Obstacle(f"{at}: {type(op).__name__} {opaque}", nearly=True)
     return found

@@ -21,7 +21,8 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
-from fuseops.plan.key import OF_EVERY_MODULE, Tokens, key_of, op_facts, parameter_facts
+from fuseops.ops.op import OF_EVERY_MODULE
+from fuseops.plan.key import Tokens, key_of, op_facts, parameter_facts
 from fuseops.plan.segment import Segment, is_own
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES

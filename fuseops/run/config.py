@@ -15,6 +15,7 @@ from fuseops.ops.paths import path_of, set_path, stripped, walk
 from fuseops.ops.scopes import Override
 from fuseops.plan.records import Miss
 from fuseops.recipes import ByName, Recipe
+from fuseops.rules.builtin_rules import POINTWISE
 from fuseops.rules.rule import Rule
 
 from .composed import Composed
@@ -47,7 +48,8 @@ def configure(
     fusion: False runs every op by itself.
     recipe: precision of GEMM operands, None for high precision. Of a model also {glob: recipe or None} over the dotted
     names of its ops, of which the first that matches counts; what none matches is high precision.
-    rules: tried before the built-in ones.  disable: names of rules that may not fire.
+    rules: tried before the built-in ones; "pointwise" as of `fuseops.rules`.
+    disable: names of rules that may not fire.
     Raises FuseOpsError for a value of the wrong kind.
     """
     if isinstance(recipe, Mapping):
@@ -102,10 +104,22 @@ def _override(**said: Any) -> Override:
             f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."
         )
     if "rules" in given:
-        given["rules"] = _several("rules", given["rules"], Rule, "[fuseops.Rule(...), ...]")
+        several = _several("rules", given["rules"], Rule | str, '[fuseops.Rule(...), "pointwise"]')
+        given["rules"] = tuple(_rule(item) for item in several)
     if "disable" in given:
         given["disable"] = _names("disable", given["disable"])
     return tuple(sorted(given.items()))
+
+
+def _rule(item: Rule | str) -> Rule:
+    """A rule, or the one of that name which is on by choice."""
+    if isinstance(item, Rule):
+        return item
+    if item != POINTWISE.name:
+        raise FuseOpsError(
+            f'rules must be [fuseops.Rule(...), "{POINTWISE.name}"], what is on by choice by its name, got {item!r}.'
+        )
+    return POINTWISE
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
@@ -113,7 +127,7 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(_several(what, given, str, "names of rules"))
 
 
-def _several(what: str, given: Any, kind: type, expected: str) -> tuple[Any, ...]:
+def _several(what: str, given: Any, kind: Any, expected: str) -> tuple[Any, ...]:
     """The items of what was given.  Raises FuseOpsError where it is no iterable of that kind."""
     items = tuple(given) if isinstance(given, Iterable) else (given,)
     wrong = [item for item in items if not isinstance(item, kind)]
@@ -173,8 +187,12 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         )
 
 
-def rules(*extra: Rule) -> AbstractContextManager[None]:
-    """Try these rules before all others, for the calls made inside."""
+def rules(*extra: Rule | str) -> AbstractContextManager[None]:
+    """Try these rules before all others, for the calls made inside.
+
+    "pointwise" is one of fuseops' own that is on by choice: runs of elementwise ops that no other rule takes, level-1
+    ops among them, become one kernel each way, which torch's inductor writes at the first call.
+    """
     return scopes.scope(_override(rules=extra))
 
 

@@ -7,7 +7,6 @@ What cannot be had again is refused in the call that did it: random numbers, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -86,12 +85,6 @@ class _Unwritten(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def autocast_of(call: Any, device: str) -> AbstractContextManager[Any]:
-    """A level-1 op runs under the autocast that a plain module would see."""
-    compute = call.precision.compute
-    return nullcontext() if compute is None else torch.autocast(device, compute)
-
-
 def keep_states(ops: Sequence[Any], at: int, scratch: dict[Any, Any] | None) -> None:
     """Note the states of those of some adjacent ops that are level 1, for their backward.
 
@@ -112,14 +105,14 @@ def run_fwd(
     """
     op, device = step.target, x.device
     if not again or scratch is None:
-        with autocast_of(step.calls[0], device.type):
+        with step.calls[0].precision.autocast(device.type):
             return op.fwd(x, **keywords)
     keep_states((op,), step.at, scratch)
     state: State = scratch[State, step.at]
     fake = torch_private.num_dispatch_modes()  # fake tensors have no random state
     generators = [] if fake else generators_of(op, state.attributes, device)
     before = states(generators)
-    with autocast_of(step.calls[0], device.type):
+    with step.calls[0].precision.autocast(device.type):
         out = op.fwd(x, **keywords)
     if not same(before, states(generators)):
         raise FuseOpsError(
@@ -154,7 +147,7 @@ def _again(op: Any, saved: Any, call: Any) -> tuple[dict[str, Any], Out]:
     }
     if op.signature.fwd_call:
         keywords["call"] = call
-    with autocast_of(call, tensors["x"].device.type):
+    with call.precision.autocast(tensors["x"].device.type):
         out = op.fwd(tensors["x"], **keywords)
     return tensors, out if isinstance(out, Out) else Out(out)
 

@@ -39,7 +39,7 @@ from fuseops.plan.facts import Facts, needs_of, roles_of
 from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
-from fuseops.rules.builtin_rules import BUILTIN_RULES
+from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
 from fuseops.rules.rule import Conditions, Place
 from fuseops.torch_private import is_dtensor, is_nested
 
@@ -166,7 +166,7 @@ class Run:
     def _attributes(self, entry: KnownPlans) -> Attributes | None:
         """Of the ops that conditions may read; None where a user's may read more."""
         candidates = entry.scan.candidates
-        if any(c.rule not in BUILTIN_RULES for c in candidates):
+        if any(c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates):
             return None
         read = {i for c in candidates for i in range(c.start, c.stop)}
         return Attributes([self.ops[i] for i in sorted(read)])
@@ -186,7 +186,7 @@ class Run:
         shapes = [*self.chain.shapes(tuple(x.shape), sides)]
 
         def conditions(start: int, stop: int) -> Conditions:
-            return self._conditions(entry, x, start, stop, shapes)
+            return self._conditions(entry, x, start, stop, shapes, sides)
 
         against = reasons_against(entry.scan, self.chain, entry.facts.settings, conditions)
         if not entry.layers:
@@ -194,7 +194,13 @@ class Run:
         return (*against, *[j.reason(numel(shapes[j.ops[0]][:-1])) for j in entry.layers])
 
     def _conditions(
-        self, entry: KnownPlans, x: Tensor, start: int, stop: int, shapes: Sequence[Shape]
+        self,
+        entry: KnownPlans,
+        x: Tensor,
+        start: int,
+        stop: int,
+        shapes: Sequence[Shape],
+        sides: Mapping[str, Shape],
     ) -> Conditions:
         facts, shape, out = entry.facts, shapes[start], shapes[stop]
         return Conditions(
@@ -209,6 +215,8 @@ class Run:
             needs=entry.needs[start:stop],
             training=self.ops[start].training,
             reads=self.chain.reads[start:stop],
+            sides=sides,
+            compiling=facts.compiling,
         )
 
     def entry(self, key: tuple[Any, ...]) -> KnownPlans:

@@ -363,6 +363,65 @@ def law_tokens_travel_as_codes_under_a_recipe() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
+def law_weights_that_gather_as_codes_are_those_that_are_quantized_where_they_arrive() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from fuseops.distributed import quantized_gather
+
+    recipe = fo.recipes.Float8BlockScaling()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def dense(out: int = 256) -> fo.Sequential:
+        torch.manual_seed(0)
+        return fo.Sequential(
+            fo.ops.Linear(256, 512), fo.ops.SwiGLU(), fo.ops.Linear(256, out, bias=False)
+        )
+
+    def sharded(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=mesh(), mp_policy=policy, reshard_after_forward=True)
+
+    def experts() -> fo.MoE:
+        torch.manual_seed(0)
+        return fo.MoE(256, 64, 4, 2)
+
+    for make in (dense, experts):
+        results = []
+        for codes in (True, False):
+            model: Any = make()
+            names = quantized_gather(model, recipe) if codes else []
+            assert len(names) == (2 if codes else 0)
+            sharded(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            torch.manual_seed(7 + dist.get_rank())
+            seen: list[Tensor] = []
+            for _ in range(3):
+                x = torch.randn(40, 256).to(torch.bfloat16).requires_grad_()
+                with fo.recipe(recipe):
+                    y = model(x)
+                    y.float().square().mean().backward()
+                seen += [y.detach(), x.grad]  # type: ignore[list-item]
+                seen += [whole(p.grad).clone() for p in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            seen += [whole(t) for t in model.state_dict().values()]
+            results.append(seen)
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine.as_subclass(Tensor), theirs)
+    x = torch.randn(4, 256).to(torch.bfloat16)
+    uneven = dense(192)
+    quantized_gather(uneven, recipe)
+    sharded(uneven)
+    with pytest.raises(fo.FuseOpsError, match="no multiple of 128 rows"), fo.recipe(recipe):
+        uneven(x)
+    with pytest.raises(fo.FuseOpsError, match="in squares"):
+        quantized_gather(dense(), fo.recipes.Float8CurrentScaling())
+    high = dense()
+    quantized_gather(high, recipe)
+    sharded(high)
+    with pytest.raises(fo.FuseOpsError, match="as high precision"):
+        high(x)
+
+
 def law_an_overflow_is_said() -> None:
     """Sums are NaN, and the check raises, once."""
     for way in ("fixed_capacity", "peer_memory"):

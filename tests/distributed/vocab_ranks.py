@@ -64,12 +64,23 @@ def law_the_loss_and_every_gradient_are_those_of_whole_logits() -> None:
             torch.testing.assert_close(a.full_tensor() if hasattr(a, "full_tensor") else a, b)
 
 
-def law_class_weights_are_whole() -> None:
+def law_class_weights_are_whole_and_labels_smoothed_over_all_classes() -> None:
     x, weight, _, targets = operands()
     classes = torch.rand(V, dtype=x.dtype) + 0.5
-    got = fo.linear_cross_entropy(x, sharded(weight), targets, weight=classes)
-    logits = F.linear(x, weight).view(-1, V)
-    torch.testing.assert_close(got, F.cross_entropy(logits, targets.view(-1), classes))
+    for smoothing in (0.0, 0.3):
+        for given in (classes, None):
+            for reduction in ("mean", "none"):
+                mine = [x.detach().clone().requires_grad_(), sharded(weight)]
+                options: Any = {"reduction": reduction, "label_smoothing": smoothing}
+                got = fo.linear_cross_entropy(mine[0], mine[1], targets, weight=given, **options)
+                logits = F.linear(x, weight).view(-1, V)
+                expected = F.cross_entropy(logits, targets.view(-1), given, **options)
+                torch.testing.assert_close(got, expected.view(got.shape))
+                dy = torch.rand_like(got)
+                dx, dw = torch.autograd.grad(got, mine, dy)
+                wanted = torch.autograd.grad(expected, [x, weight], dy.view(expected.shape))
+                torch.testing.assert_close(dx, wanted[0])
+                torch.testing.assert_close(dw.full_tensor(), wanted[1])  # type: ignore[attr-defined]
 
 
 def law_what_is_published_is_of_the_whole_vocabulary() -> None:
@@ -118,7 +129,6 @@ def law_what_it_cannot_do_is_refused() -> None:
     part = sharded(weight)
     for given, options, message in (
         (copies, {}, r"that is Shard\(0\)"),
-        (part, {"label_smoothing": 0.1}, "has no label_smoothing"),
         (part, {"gradients": "forward"}, "has no gradients"),
         (part, {"linear_bias": bias}, r"a bias that is Shard\(0\) too"),
     ):

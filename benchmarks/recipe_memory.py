@@ -1,0 +1,85 @@
+"""Saved bytes and the planned peak of a step, of a MoE layer and of a dense block under every recipe.
+
+    python benchmarks/recipe_memory.py --out FILE
+
+Nothing runs: plans are made with fake tensors, as on a Hopper GPU, so any machine gives the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import environment
+
+import fuseops as fo
+from fuseops.kernels.registry import as_if_on
+
+D, F, E, K, T = 1024, 2048, 8, 2, 4096
+DTYPE = torch.bfloat16
+MIB = 2**20
+R = fo.recipes
+RECIPES: dict[str, Any] = {
+    "bf16": None,
+    "Float8BlockScaling()": R.Float8BlockScaling(),
+    'Float8BlockScaling(hidden="float8")': R.Float8BlockScaling(hidden="float8"),
+    'Float8BlockScaling(weights="step")': R.Float8BlockScaling(weights="step"),
+    "Float8CurrentScaling()": R.Float8CurrentScaling(),
+    "DelayedScaling()": R.DelayedScaling(),
+    "MXFP8BlockScaling()": R.MXFP8BlockScaling(),
+    "NVFP4BlockScaling()": R.NVFP4BlockScaling(),
+}
+
+
+def moe() -> Any:
+    return fo.MoE(D, F, E, K, dtype=DTYPE)
+
+
+def dense() -> Any:
+    return fo.Residual(
+        fo.ops.RMSNorm(D, dtype=DTYPE),
+        fo.ops.Linear(D, 4 * F, bias=False, dtype=DTYPE),
+        fo.ops.SwiGLU(),
+        fo.ops.Linear(2 * F, D, bias=False, dtype=DTYPE),
+    )
+
+
+def linear() -> Any:
+    return fo.Sequential(fo.ops.Linear(D, D, bias=False, dtype=DTYPE))
+
+
+MODELS = {"MoE layer": moe, "dense block": dense, "one Linear": linear}
+
+
+def planned(make: Any, recipe: Any) -> dict[str, float]:
+    """MiB of one step over T tokens."""
+    model, x = make(), torch.empty(T, D, dtype=DTYPE, requires_grad=True)
+    with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
+        plan = model.plan(x)
+    own = x.nbytes if any(t.name.endswith(".x") and t.nbytes == x.nbytes for t in plan.saved) else 0
+    sizes = plan.saved_bytes, plan.saved_bytes - own, plan.peak_bytes, plan.kept_bytes
+    names = ("saved", "saved beyond the input", "peak of a step", "kept weights")
+    return {name: round(size / MIB, 1) for name, size in zip(names, sizes, strict=True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    found: dict[str, Any] = {
+        **environment(),
+        "sizes": f"{T} tokens, D {D}, F {F}, {E} experts, {K} a token, bfloat16",
+    }
+    found["memory"] = {
+        name: {label: planned(make, recipe) for label, recipe in RECIPES.items()}
+        for name, make in MODELS.items()
+    }
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found["memory"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

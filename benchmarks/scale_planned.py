@@ -1,0 +1,92 @@
+"""What the offload planner predicts of the models in docs/scale.md, by dry runs on fake tensors for the shipped H200.
+
+    python benchmarks/scale_planned.py        # write benchmarks/scale_planned.json, in about a minute
+
+Some blocks of each model on meta, with their experts over a mesh of ranks that need not exist: seconds of a block, what
+it saves, and what of that leaves without a stall. Blocks are alike, so a model has as many times as much.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from scale import MODELS, PLANNED, RANKS, TOKENS, Sizes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fuseops as fo
+from fuseops import offload
+from fuseops.distributed import ExpertParallel
+
+BLOCKS = 6
+
+
+class Attention(nn.Module):
+    def __init__(self, m: Sizes) -> None:
+        super().__init__()
+        self.m, linear = m, lambda i, o: fo.ops.Linear(i, o, bias=False)
+        self.q = linear(m.dim, m.heads * m.head_dim)
+        self.kv = linear(m.dim, 2 * m.kv_heads * m.head_dim)
+        self.out = linear(m.heads * m.head_dim, m.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.m
+        q = self.q(x).view(1, len(x), m.heads, m.head_dim).transpose(1, 2)
+        k, v = self.kv(x).view(1, len(x), 2, m.kv_heads, m.head_dim).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(len(x), -1))
+
+
+def planned(m: Sizes, ranks: int) -> dict[str, float]:
+    """Of one block, with experts over so many ranks."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {
+                str(k): fo.Sequential(
+                    {
+                        "attention": fo.Residual(fo.ops.RMSNorm(m.dim), Attention(m)),
+                        "mlp": fo.Residual(
+                            fo.ops.RMSNorm(m.dim), fo.MoE(m.dim, m.ffn, m.experts, m.top_k)
+                        ),
+                    }
+                )
+                for k in range(BLOCKS)
+            }
+        ).to(torch.bfloat16)
+        x = torch.zeros(TOKENS, m.dim, dtype=torch.bfloat16, requires_grad=True)
+    parallelize_module(model, mesh, ExpertParallel(way="host_counts", tokens=TOKENS))
+    whole = nn.Sequential(*model.values())
+    plan = offload.plan(whole, x, layers="*", hardware=offload.Hardware.h200())
+    saved = sum(t.nbytes for t in plan.tensors)
+    return {
+        "ms": plan.before.seconds * 1e3 / BLOCKS,
+        "saved_mb": saved / BLOCKS / 1e6,
+        "leaves_mb": plan.bytes_of("offload")
+        / (BLOCKS - 1)
+        / 1e6,  # the last is read again at once
+        "stall_ms": plan.after.stall * 1e3 / BLOCKS,
+    }
+
+
+def main() -> None:
+    found: dict[str, Any] = {"environment": measure.environment(), "blocks": BLOCKS, "planned": {}}
+    for name, m in MODELS.items():
+        for ranks in RANKS:
+            store = FakeStore()
+            dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+            found["planned"][f"{name}, experts over {ranks}"] = row = planned(m, ranks)
+            dist.destroy_process_group()
+            print(name, ranks, row, flush=True)
+    PLANNED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""FSDP2 gathers weights as the codes that GEMMs read: `quantized_gather`.
+
+Shards, gradients and what an optimizer has stay in high precision. Before a gather each rank quantizes its own rows, in
+squares of 128 x 128, which no shard cuts: what arrives is, bit for bit, what quantizing the gathered weight would give,
+in half the bytes of bfloat16. The gathered Parameter is a carrier, whose codes the op reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fuseops.errors import FuseOpsError
+from fuseops.ops.paths import path_of
+from fuseops.ops.stored import STORED, StoredWeight
+from fuseops.recipes import Layout, Recipe, weight_operand
+from fuseops.recipes.carrier import blank
+from fuseops.recipes.scaling import SQUARE
+
+BLOCK = 128
+
+
+class GatheredWeight(StoredWeight):
+    """The codes of a weight while it is gathered; the op's own Parameter is a shard in high precision."""
+
+    lives = False
+    gathered: Layout | None = None
+
+    def codes(self) -> Layout:
+        return cast("Layout", self.gathered)
+
+    def emptied(self) -> None:
+        pass
+
+
+class GatheredAsCodes(torch.Tensor):
+    """A weight, or a shard of one, that FSDP2 gathers as codes: the hooks that it looks for."""
+
+    _weight: GatheredWeight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As of a tensor; what is made of one, by FSDP2 and by DTensor, has its hooks."""
+        given = next((t for t in pytree.tree_leaves(args) if isinstance(t, cls)), None)
+        with torch._C._DisableTorchDispatch():
+            out = func(*args, **(kwargs or {}))
+        if given is None or func._schema.is_mutable:
+            return out
+        made = lambda t: cls.of(t, given._weight) if type(t) is Tensor else t  # noqa: E731
+        return pytree.tree_map(made, out)
+
+    @classmethod
+    def of(cls, t: Tensor, weight: GatheredWeight) -> GatheredAsCodes:
+        """The tensor with these hooks."""
+        found: GatheredAsCodes = torch.Tensor._make_subclass(cls, t, t.requires_grad)
+        found._weight = weight
+        return found
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """The codes of the rows that are here, and their scales."""
+        rows, world = outer_size[-2], mesh.size()
+        if world == 1:
+            raise FuseOpsError(
+                "quantized_gather: FSDP2 gathers nothing over one rank: leave it out, the recipe quantizes the weights."
+            )
+        if len(outer_size) == 2 and (rows % (world * BLOCK)):
+            raise FuseOpsError(
+                f"quantized_gather: a weight of {tuple(outer_size)} over {world} ranks gives shards that are no "
+                f"multiple of {BLOCK} rows, so that squares of {BLOCK} x {BLOCK} would lie on two of them: gather it "
+                "in high precision."
+            )
+        if len(outer_size) == 3 and outer_size[0] % world:
+            raise FuseOpsError(
+                f"quantized_gather: {outer_size[0]} groups over {world} ranks: the ranks must divide them."
+            )
+        with torch._C._DisableTorchDispatch():
+            values = Tensor._make_subclass(Tensor, self).to(mp_policy.param_dtype or self.dtype)
+        q = weight_operand(values, self._weight.scaling, row=True, col=False)
+        data, scale = cast("Layout", q.row)
+        return (data.view(torch.uint8), scale), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """A carrier in the place of the weight, whose codes the op has from now on."""
+        data, scale = outputs
+        self._weight.gathered = Layout(data.view(self._weight.scaling.data), scale)
+        if out is not None:
+            return None
+        carrier = blank(data.shape, param_dtype, data.device)
+        return Tensor._make_subclass(_Strided, carrier), (data, scale)
+
+
+class _Strided(torch.Tensor):
+    """A carrier that FSDP2 gives the strides of a weight: it stays as it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.as_strided:
+                return Tensor._make_subclass(Tensor, args[0])
+            return func(*args, **(kwargs or {}))
+
+
+def quantized_gather(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Have FSDP2 gather the weights of GEMMs in `model` as codes of the recipe: call it before `fully_shard`.
+
+    -> their names. The model then runs under that recipe; a call that would multiply in high precision is an error, as
+    is a shard that cuts a square of 128 x 128 (at the first gather).
+    Raises FuseOpsError where there is no such weight, and for a recipe whose weights are not in squares of 128 x 128.
+    """
+    found = []
+    for name, op in model.named_modules():
+        weight = op._parameters.get("weight")
+        if not getattr(op, "multiplies", False) or type(weight) is not nn.Parameter:
+            continue
+        scaling = recipe.roles_of(op, path_of(op) or name).weight
+        if scaling is None:
+            continue
+        if scaling.block != SQUARE:
+            raise FuseOpsError(
+                f"quantized_gather: {name} would be gathered as {scaling}; shards are quantized by themselves in "
+                "squares of 128 x 128 alone (Float8BlockScaling)."
+            )
+        gathered = op.__dict__[STORED] = GatheredWeight(op, scaling)
+        shard = GatheredAsCodes.of(weight.detach(), gathered)
+        op._parameters["weight"] = nn.Parameter(shard, weight.requires_grad)
+        found.append(f"{name}.weight")
+    if not found:
+        raise FuseOpsError("quantized_gather: the model has no weights that the recipe quantizes.")
+    return found

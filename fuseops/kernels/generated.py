@@ -1,0 +1,201 @@
+"""Kernels that torch's inductor writes, of elementwise functions, once for every number of rows.
+
+A function is traced on fake tensors whose leading axes are symbols: a graph of it, and one of its gradients, which
+computes it again, so that nothing but inputs is saved. Each becomes a kernel at its first call (a gradient that is
+summed over rows: one more), and no size of a leading axis makes another. Sums are in a fixed order. What a graph
+computes in bfloat16 or float16 is kept in float32 between its ops, and rounded where it is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseops import torch_private
+from fuseops.kernels.registry import reference_only
+
+Function = Callable[..., Tensor]
+HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # of sizes that are not known
+A = torch.ops.aten
+SHAPED = frozenset({
+    A.alias, A.clone, A.detach, A._to_copy, A.expand, A.full, A.full_like, A.ones_like, A.permute, A.reshape,
+    A.scalar_tensor, A.slice, A.split, A.split_with_sizes, A.squeeze, A.transpose, A.t, A.unsqueeze, A.view,
+    A._unsafe_view, A.zeros_like,
+})  # fmt: skip
+"""Ops beside the elementwise ones that cost a kernel nothing."""
+
+
+class RefusedError(Exception):
+    """A function that is none for one kernel; the message is the reason."""
+
+
+class Like(NamedTuple):
+    """A tensor of any number of rows: whether it begins with the leading axes of x, and what follows."""
+
+    rows: bool
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, leading: Sequence[int]) -> Like:
+        """leading: the axes of x before its last.  Raises RefusedError for a shape that does not begin with them."""
+        n = len(leading)
+        if tuple(shape[:n]) != tuple(leading):
+            raise RefusedError(
+                f"a side input is {tuple(shape)}: it has not the leading axes of x, {tuple(leading)}"
+            )
+        return cls(True, tuple(shape[n:]), dtype)
+
+
+class Kernel:
+    """A graph, and the kernel that is made of it when it is first called."""
+
+    def __init__(self, graph: Any, examples: Sequence[Tensor]) -> None:
+        self.graph, self.examples = graph, examples
+        self.made: Callable[..., Any] | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Of contiguous tensors, as many rows as there are."""
+        if torch_private.num_dispatch_modes() or any(map(_without_values, tensors)):
+            found: Sequence[Tensor] = self.graph(*tensors)
+            return found
+        if self.made is None:
+            with self.lock:
+                self.made = self.made or torch_private.generated(self.graph, self.examples)
+        found = self.made(*tensors)
+        return found
+
+
+class Both(NamedTuple):
+    """A function and its gradients."""
+
+    forward: Callable[..., Sequence[Tensor]]  # of its inputs -> (y,)
+    backward: Callable[..., Sequence[Tensor]] | None  # of dy and what it reads of them
+    read: tuple[int, ...]  # which that is
+
+
+def both(
+    function: Function,
+    likes: Sequence[Like],
+    axes: int,
+    wanted: Sequence[int],
+    device: torch.device,
+) -> Both:
+    """Trace a function of tensors, the first of which is x, and its gradients.
+
+    axes: the leading ones of x.  wanted: inputs that want a gradient.
+    Raises RefusedError for what is not elementwise, for random numbers, for writes, and for what depends on values or
+    on the number of rows.
+    """
+    widths = {size for like in likes for size in like.rest}
+    hints = [size for size in HINTS if size not in widths][:axes]
+    try:
+        with reference_only(), torch_private.quiet_fake_tensors():
+            return _traced(function, likes, hints, wanted, device)
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(_why(error)) from error
+
+
+def _traced(
+    function: Function,
+    likes: Sequence[Like],
+    hints: Sequence[int],
+    wanted: Sequence[int],
+    device: torch.device,
+) -> Both:
+    mode, rows = torch_private.unknown_rows(hints)
+    with mode:
+        inputs = [
+            torch.empty((*(rows if t.rows else ()), *t.rest), dtype=t.dtype, device=device)
+            for t in likes
+        ]
+        with torch.no_grad():
+            graph = torch_private.graph_of(lambda *t: (function(*t),), inputs)
+    _check_elementwise(graph)
+    forward = Kernel(graph, inputs)
+    read: tuple[int, ...] = ()
+    backward = None
+    if wanted:
+        y = next(node for node in graph.graph.nodes if node.op == "output").args[0][0].meta["val"]
+        with mode:
+            dy = torch.empty(y.shape, dtype=y.dtype, device=device)
+            gradients = functools.partial(vjp, function, wanted)
+            graph = torch_private.graph_of(gradients, [dy, *inputs])
+        graph, read = _without_unread(graph)
+        backward = Kernel(graph, [dy, *(inputs[k] for k in read)])
+    if assumed := torch_private.assumed_of_rows(mode):
+        raise RefusedError(f"it depends on the number of rows ({assumed[0]})")
+    return Both(forward, backward, read)
+
+
+def vjp(
+    function: Function, wanted: Sequence[int], dy: Tensor, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of the inputs that want one."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
+        y = function(*leaves)
+        if not y.requires_grad:
+            raise RefusedError("no gradient reaches what wants one")
+        found = torch.autograd.grad(y, [leaves[k] for k in wanted], dy, allow_unused=True)
+    if any(grad is None for grad in found):
+        raise RefusedError("no gradient reaches some of what wants one")
+    return found
+
+
+def _check_elementwise(graph: Any) -> None:
+    computes = False
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            raise RefusedError("it reads a tensor that does not come by keyword")
+        target, value = node.target, node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor | list | tuple):
+            continue  # sizes
+        name = str(getattr(target, "overloadpacket", target))
+        tags = getattr(target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise RefusedError(f"it draws random numbers ({name})")
+        if hasattr(target, "_schema") and target._schema.is_mutable:
+            raise RefusedError(f"it writes in place ({name})")
+        known = getattr(target, "overloadpacket", None) in SHAPED or target.__name__ == "getitem"
+        computes = computes or torch.Tag.pointwise in tags
+        if not known and torch.Tag.pointwise not in tags:
+            raise RefusedError(f"{name} is not elementwise")
+    if not computes:
+        raise RefusedError("it computes nothing")
+
+
+def _without_unread(graph: Any) -> tuple[Any, tuple[int, ...]]:
+    """The graph of gradients without inputs that it does not read, and which of those behind dy it does."""
+    graph.graph.eliminate_dead_code()
+    _, *inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    read = tuple(k for k, node in enumerate(inputs) if node.users)
+    for node in inputs:
+        if not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph, read
+
+
+def _why(error: Exception) -> str:
+    """An error of a trace, as a reason."""
+    kind = type(error).__name__
+    if kind in (
+        "GuardOnDataDependentSymNode",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+    ):
+        return "what it does depends on values of tensors"
+    return f"it cannot be traced: {kind}: {str(error).strip().splitlines()[0][:120]}"
+
+
+def _without_values(t: Tensor) -> bool:
+    return t.is_meta or torch_private.is_fake(t)

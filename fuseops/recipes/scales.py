@@ -1,0 +1,174 @@
+"""State of scales: of every op that runs under a recipe that keeps one, three buffers, in its `state_dict`, over roles
+(input, weight, grad_output) and groups of a grouped op (one elsewhere).
+
+fp8_amax          (3, G)     the largest magnitudes since the last step
+fp8_amax_history  (L, 3, G)  those of the last steps, the latest first
+fp8_scale         (3, G)     what x is multiplied by before it is rounded; 0 before the first step
+The state advances once a step: when an optimizer has stepped, or at `fuseops.weights_changed`. A step that saw nothing,
+or zeros alone, leaves it as it is, so that whoever comes second advances nothing. A recomputation sees what its forward
+saw. Everything stays on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fuseops import kernels as K
+from fuseops import torch_private
+from fuseops.errors import FuseOpsError
+
+from .scaling import Scaling
+
+ROLES = ("input", "weight", "grad_output")
+AMAX, HISTORY, SCALE = "fp8_amax", "fp8_amax_history", "fp8_scale"
+See = Callable[[Tensor], Tensor]
+"""From the amax of a tensor, or of groups, to what it is multiplied by."""
+
+
+class KeepsScales(Protocol):
+    """What is asked of a recipe that keeps a state: see `DelayedScaling`."""
+
+    @property
+    def margin(self) -> int: ...
+    @property
+    def amax_history_len(self) -> int: ...
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def fwd(self) -> torch.dtype: ...
+    @property
+    def bwd(self) -> torch.dtype: ...
+    def amax_of(self, history: Tensor) -> Tensor: ...
+
+
+class ScaleState:
+    """The state of one op: its buffers, found by name whenever they are read."""
+
+    def __init__(self, buffers: dict[str, Tensor | None]) -> None:
+        self.buffers = buffers
+        self.recipe: KeepsScales | None = None  # that it was used under last
+        self.number = next(_numbers)
+        _states.add(self)
+        _watch_optimizers()
+
+    def see(self, recipe: KeepsScales, role: str, note: bool) -> See:
+        """What gives the scale of an operand in its role for its amax, () or (G,), which it notes if it is to."""
+        return functools.partial(self._see, recipe, ROLES.index(role), note)
+
+    def _see(self, recipe: KeepsScales, k: int, note: bool, amax: Tensor) -> Tensor:
+        dtype = recipe.bwd if k == 2 else recipe.fwd
+        own = _scale(recipe, dtype, torch.where(amax == 0, torch.finfo(dtype).max, amax))
+        if torch_private.is_fake(amax) or amax.is_meta:
+            return own
+        self._make(recipe, amax)
+        amaxes, scales = self.buffers[AMAX][k], self.buffers[SCALE][k]  # type: ignore[index]
+        if note:
+            amaxes.copy_(torch.maximum(amaxes, amax.reshape(-1)))
+        scales = scales.float().view(amax.shape)
+        return torch.where(scales == 0, own, scales)
+
+    def _make(self, recipe: KeepsScales, like: Tensor) -> None:
+        """Buffers for these groups and this length, where they are not there."""
+        self.recipe, length, groups = recipe, recipe.amax_history_len, like.numel()
+        if self.buffers.get(SCALE) is None:
+            for name, shape in (
+                (AMAX, (3, groups)),
+                (HISTORY, (length, 3, groups)),
+                (SCALE, (3, groups)),
+            ):
+                self.buffers[name] = like.new_zeros(shape, dtype=torch.float32)
+        history: Tensor = self.buffers[HISTORY]  # type: ignore[assignment]
+        if history.shape[2] != groups:
+            raise FuseOpsError(
+                f"the state of DelayedScaling is of {history.shape[2]} groups, the op has {groups}: it was loaded from "
+                "another op, or the op was changed. Delete its buffers fp8_amax, fp8_amax_history and fp8_scale."
+            )
+        if len(history) != length:
+            made = history.new_zeros(length, 3, groups)
+            made[: len(history)] = history[:length]
+            self.buffers[HISTORY] = made
+
+    def advance(self) -> None:
+        """What was seen since the last time becomes the latest step of the history."""
+        recipe: KeepsScales = self.recipe  # type: ignore[assignment]
+        amax, history, scale = (self.buffers[name] for name in (AMAX, HISTORY, SCALE))
+        if amax is None or history is None or scale is None:
+            return
+        seen = amax > 0
+        history.copy_(torch.where(seen, torch.cat([amax[None], history[:-1]]), history))
+        wanted = recipe.amax_of(history)
+        usable = seen & (wanted > 0) & wanted.isfinite()
+        for k, dtype in enumerate((recipe.fwd, recipe.fwd, recipe.bwd)):
+            found = _scale(recipe, dtype, wanted[k])
+            scale[k].copy_(torch.where(usable[k], found, scale[k]))
+        amax.zero_()
+
+
+def _scale(recipe: KeepsScales, dtype: torch.dtype, amax: Tensor) -> Tensor:
+    largest = torch.full_like(amax, torch.finfo(dtype).max)
+    return (largest / amax * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
+
+
+_numbers = itertools.count()
+_states: weakref.WeakSet[ScaleState] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def advance(states: Iterable[ScaleState]) -> None:
+    """Advance these states, in the order in which they were made; amaxes over ranks by one message a group."""
+    used = sorted((s for s in states if s.recipe is not None), key=lambda s: s.number)
+    groups: dict[str, list[ScaleState]] = {}
+    for state in used:
+        if state.recipe.group is not None:  # type: ignore[union-attr]
+            groups.setdefault(state.recipe.group, []).append(state)  # type: ignore[union-attr]
+    for name, members in groups.items():
+        amaxes: list[Any] = [state.buffers[AMAX] for state in members]
+        largest = torch_private.largest_over(torch.cat([t.flatten() for t in amaxes]), name)
+        sizes = [t.numel() for t in amaxes]
+        for amax, part in zip(amaxes, torch.split(largest, sizes), strict=True):
+            amax.copy_(part.view(amax.shape))
+    for state in used:
+        state.advance()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        advance(_states)
+
+
+def fit_state(buffers: dict[str, Tensor | None], state: dict[str, Any], prefix: str) -> None:
+    """Before a state_dict is loaded: make the buffers that it brings, and keep those that it does not know."""
+    for name in (AMAX, HISTORY, SCALE):
+        given, own = state.get(prefix + name), buffers.get(name)
+        if given is not None and (own is None or own.shape != given.shape):
+            device = next((t.device for t in buffers.values() if t is not None), given.device)
+            buffers[name] = torch.zeros_like(given, device=device)
+        elif given is None and own is not None:
+            state[prefix + name] = own
+
+
+def quantize_given(
+    x: Tensor, offs: Tensor | None, scaling: Scaling, row: bool, col: bool, see: See
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """(rows, columns, scale) of x with the scale that `see` gives.   (R, K) -> (R, K), (K, C), (E,) or ()"""
+    by_row = K.magnitude(x).amax(1) if x.shape[1] else x.new_zeros(len(x), dtype=torch.float32)
+    up = see(K.amax_of_groups(by_row, offs))
+    spread = K.spread_over_groups(up, offs, len(x))
+    scaled = x.float() * (spread[:, None] if spread.dim() else spread)
+    if offs is not None:
+        scaled = scaled.masked_fill(K.padding_mask(offs, len(x)), 0.0)
+    codes = K.saturate(scaled, scaling.data)
+    return codes if row else None, K.columns_in_groups(codes, offs) if col else None, 1 / up

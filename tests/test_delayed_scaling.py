@@ -1,0 +1,265 @@
+"""Scales of the steps before: the formula, what a step is, and state that travels."""
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuseops as fo
+from fuseops.recipes import scales
+from fuseops.testing import assert_fused_matches_unfused
+from fuseops.testing.strategies import filled
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DELAYED = partial(fo.recipes.DelayedScaling, amax_history_len=3)
+LARGEST = np.array([448.0, 448.0, 57344.0], np.float32)
+D = 16
+
+
+def dense() -> fo.Sequential:
+    torch.manual_seed(0)
+    return fo.Sequential(fo.ops.Linear(D, D, bias=False))
+
+
+def experts() -> fo.Sequential:
+    torch.manual_seed(0)
+    return fo.Sequential(fo.ops.GroupedLinear(2, D, D, bias=False))
+
+
+def mlp() -> fo.Sequential:
+    torch.manual_seed(0)
+    return fo.Sequential(
+        fo.ops.Linear(D, 2 * D, bias=False), fo.ops.SwiGLU(), fo.ops.Linear(D, D, bias=False)
+    )
+
+
+def moe() -> fo.MoE:
+    torch.manual_seed(0)
+    return fo.MoE(D, D, 2, 2)
+
+
+def plain(model: Any, x: Tensor, **side: Tensor) -> Tensor:
+    return model(x, **side)
+
+
+def recomputed(model: Any, x: Tensor, **side: Tensor) -> Tensor:
+    kept = {"use_reentrant": False, "context_fn": fo.checkpoint_contexts}
+    return checkpoint(model, x, **kept, **side)
+
+
+def call(
+    model: Any, x: Tensor, dy: Tensor, recipe: Any, how: Any = plain, **side: Tensor
+) -> list[Tensor]:
+    """Output and gradients."""
+    x = x.detach().requires_grad_()
+    with fo.recipe(recipe):
+        y = how(model, x, **side)
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {k: t.clone() for k, t in model.state_dict().items() if "fp8_" in k}
+
+
+def same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+ALGORITHMS: dict[str, Callable[[Any], Any]] = {
+    "max": lambda history: np.max(history, 0),
+    "most_recent": lambda history: history[0],
+}
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(
+        st.lists(st.sampled_from([0.0, 1e-30, 0.3, 5.0, 448.0, 3e38]), min_size=1, max_size=2),
+        min_size=1,
+        max_size=6,
+    ),
+    algorithm=st.sampled_from(["max", "most_recent", "mean"]),
+    margin=st.sampled_from([0, 2]),
+)
+def test_scales_follow_the_formula(sizes: list[list[float]], algorithm: str, margin: int) -> None:
+    """Steps of micro-batches whose inputs have these amaxes, against the same in numpy."""
+    algo: Any = (lambda h: h.mean(0)) if algorithm == "mean" else algorithm
+    recipe = DELAYED(amax_compute_algo=algo, margin=margin)
+    model, history, scale = dense(), np.zeros((3, 3), np.float32), np.zeros(3, np.float32)
+    weight = np.float32(model[0].weight.abs().max().item())
+    for micro in sizes:
+        for size in micro:
+            x, dy = torch.zeros(4, D), torch.zeros(4, D)
+            x[1, 2], dy[2, 1] = -size, size / 4
+            call(model, x, dy, recipe)
+        fo.weights_changed(model)
+        seen = np.array([max(micro), weight, max(micro) / 4], np.float32)
+        for k in range(3):
+            if seen[k] == 0:
+                continue
+            history[:, k] = [seen[k], *history[:-1, k]]
+            with np.errstate(over="ignore"):
+                made = ALGORITHMS.get(algorithm, partial(np.mean, axis=0))(history[:, k])
+                if not np.isfinite(made):
+                    continue
+                scale[k] = min(LARGEST[k] / made / 2.0**margin, np.finfo(np.float32).max)
+        found = state(model)
+        assert np.array_equal(found["0.fp8_amax_history"][:, :, 0].numpy(), history)
+        np.testing.assert_allclose(found["0.fp8_scale"][:, 0].numpy(), scale, rtol=1e-6)
+        assert not found["0.fp8_amax"].any()
+
+
+@pytest.mark.parametrize("make", [dense, experts])
+def test_operands_are_rounded_with_the_scales_of_the_step_before(make: Any) -> None:
+    model, recipe = make(), DELAYED()
+    side = {} if make is dense else {"offs": torch.tensor([20, 50], dtype=torch.int32)}
+    x, dy = filled((50, D), torch.float32, "normal", 1), filled((50, D), torch.float32, "normal", 2)
+    call(model, x, dy, recipe, **side)
+    fo.weights_changed(model)
+    x, dy = 3 * x, 5 * dy  # beyond the amax of the step before, so that they saturate
+    y, dx, dw = call(model, x, dy, recipe, **side)
+    scale = state(model)["0.fp8_scale"].double()
+    ends = [0, 50] if make is dense else [0, 20, 50]
+    for g, (a, b) in enumerate(itertools.pairwise(ends)):
+        w = model[0].weight.detach().view(-1, D, D)[g]
+        qx, qw, qdy = (
+            (t.double() * scale[k, g]).clamp(-m, m).float().to(f).double() / scale[k, g]
+            for k, (t, m, f) in enumerate(
+                [(x[a:b], 448, E4M3), (w, 448, E4M3), (dy[a:b], 57344, E5M2)]
+            )
+        )
+        for mine, theirs in ((y[a:b], qx @ qw.t()), (dx[a:b], qdy @ qw)):
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            dw.view(-1, D, D)[g].double(), qdy.t() @ qx, rtol=1e-5, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("make", [mlp, moe])
+@pytest.mark.parametrize("weights", ["none", "step"])
+def test_a_recomputation_sees_what_its_forward_saw(make: Any, weights: str) -> None:
+    recipe, found = DELAYED(weights=weights), []
+    for how in (plain, recomputed):
+        model = make()
+        for turn in range(3):
+            x, dy = (filled((20, D), torch.float32, "normal", 2 * turn + k) for k in (0, 1))
+            result = call(model, x * 2.0**turn, dy, recipe, how)
+            fo.weights_changed(model)
+        found.append([*result, *state(model).values()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("make", [mlp, moe])
+def test_fused_equals_unfused_from_the_same_state(make: Any) -> None:
+    model, x = make(), filled((20, D), torch.float32, "normal", 1)
+    call(model, x, x, DELAYED())
+    fo.weights_changed(model)
+    assert_fused_matches_unfused(model, 2 * x, recipe=DELAYED())
+
+
+def test_a_step_is_one_however_often_it_is_announced() -> None:
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    mine, other = dense(), dense()
+    opt = torch.optim.SGD(mine.parameters(), lr=0.0)
+    for model in (mine, other):
+        call(model, x, x, recipe)
+    opt.step()  # all states that saw something go on, those of `other` too
+    after = state(other)
+    fo.weights_changed(mine)
+    fo.weights_changed(mine)
+    opt.step()
+    assert same(state(mine).values(), after.values())
+    assert (after["0.fp8_amax_history"][0] > 0).all() and not after["0.fp8_amax_history"][1:].any()
+
+
+def test_nothing_is_noted_in_evaluation_nor_by_plans() -> None:
+    model, recipe, x = dense(), DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    call(model, x, x, recipe)
+    before = state(model)
+    with fo.recipe(recipe):
+        model.plan(9 * x.requires_grad_())
+        fo.explain(model, 9 * x)
+        model.eval()
+        model(9 * x)
+    assert same(state(model).values(), before.values())
+
+
+def test_state_goes_through_checkpoints_copies_and_other_dtypes() -> None:
+    recipe, x = DELAYED(), filled((20, D), torch.float32, "normal", 1)
+    model = moe()
+    for turn in range(2):
+        call(model, x * 2.0**turn, x, recipe)
+        fo.weights_changed(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded, copied = moe(), copy.deepcopy(model)
+    loaded.load_state_dict(torch.load(file))
+    want = call(model, x, x, recipe)
+    assert same(call(loaded, x, x, recipe), want) and same(call(copied, x, x, recipe), want)
+    before = state(model)
+    model.load_state_dict({k: t for k, t in model.state_dict().items() if "fp8_" not in k})
+    assert same(state(model).values(), before.values())
+    half = copy.deepcopy(model).bfloat16()
+    assert torch.isfinite(call(half, x.bfloat16(), x.bfloat16(), recipe)[0]).all()
+
+
+def test_amaxes_are_the_largest_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def largest(t: Tensor, group: str) -> Tensor:
+        asked.append((group, t.numel()))
+        return t * 2
+
+    monkeypatch.setattr("fuseops.torch_private.largest_over", largest)
+    model, recipe = moe(), DELAYED(group="0")
+    call(model, filled((20, D), torch.float32, "normal", 1), torch.ones(20, D), recipe)
+    noted = state(model)
+    fo.weights_changed(model)
+    assert asked == [("0", sum(t.numel() for k, t in noted.items() if k.endswith("fp8_amax")))]
+    for name, amax in noted.items():
+        if name.endswith("fp8_amax"):
+            assert torch.equal(state(model)[f"{name}_history"][0], 2 * amax)
+
+
+def test_a_history_of_another_length_goes_on_with_what_there_is() -> None:
+    model, x = dense(), filled((20, D), torch.float32, "normal", 1)
+    for length in (3, 5, 1):
+        call(model, x, x, DELAYED(amax_history_len=length))
+        fo.weights_changed(model)
+        assert len(state(model)["0.fp8_amax_history"]) == length
+    with pytest.raises(fo.FuseOpsError, match="of 1 groups, the op has 2"):
+        other = experts()
+        other.load_state_dict(state(model) | {"0.weight": other[0].weight})
+        call(other, x, x, DELAYED(), offs=torch.tensor([10, 20], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"amax_history_len": 0}, "expected a number of steps"),
+        ({"amax_compute_algo": "mean"}, "amax_compute_algo='mean'"),
+        ({"group": object()}, "expected the name of a process group"),
+        ({"fwd": torch.bfloat16}, "fwd=torch.bfloat16"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(fo.FuseOpsError, match=error):
+        fo.recipes.DelayedScaling(**options)
+
+
+def test_compiled_code_refuses_it() -> None:
+    model = torch.compile(dense(), backend="eager")
+    with fo.recipe(DELAYED()), pytest.raises(Exception, match="compiled code cannot"):
+        model(torch.ones(2, D))
+    assert scales.AMAX not in dict(model.named_buffers())
