@@ -217,13 +217,9 @@ def _symmetric(group: Any) -> str:
 
 def largest_over(x: torch.Tensor, group: str) -> torch.Tensor:
     """The largest of every element over the ranks of a group, given by its name."""
-    from torch.distributed import ReduceOp, distributed_c10d
+    from torch.distributed import _functional_collectives as collectives
 
-    found = x.clone()
-    distributed_c10d.all_reduce(
-        found, ReduceOp.MAX, group=distributed_c10d._resolve_process_group(group)
-    )
-    return found
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "max", group))  # type: ignore[no-untyped-call]
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -25,7 +25,7 @@ def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: 
 
     first, last: the calls of the GEMMs around it.  reads_dh: somebody reads dh as a tensor, a bias' gradient
     """
-    kind, *options = cast("tuple[Any, ...]", form or ("",))
+    kind, *options = form or ("",)
     if kind != "swiglu" or any(options):
         return f"the activation is {kind}, in another form than [gate | up]"
     if isinstance(h, Tensor) and h.dim() != 2:
