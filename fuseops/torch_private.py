@@ -215,7 +215,7 @@ def _symmetric(group: Any) -> str:
     return name
 
 
-def largest_over(x: torch.Tensor, group: str) -> torch.Tensor:
+def largest_over(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The largest of every element over the ranks of a group, given by its name."""
     from torch.distributed import _functional_collectives as collectives
 

@@ -6,7 +6,7 @@ its tensor would be before it is quantized.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
