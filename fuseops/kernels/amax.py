@@ -20,7 +20,7 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op
+from fuseops.kernels.quantize import FORMATS, fp8_op, loses_columns
 from fuseops.kernels.registry import tensor_bytes
 from fuseops.kernels.tiles import as_rows, cdiv, require
 
@@ -68,7 +68,7 @@ def quantize_groups(
     """(rows, columns, scale) of x, one scale a group, or one for all."""
     x = _checked(x, 2, "(R, N)", dtype)
     rows, n = x.shape
-    if not x.numel() or _too_large(x):
+    if not x.numel() or _too_large(x) or (col and loses_columns(x)):
         return reference.quantize_groups(x, offs, dtype, row, col)
     groups = 0 if offs is None else len(offs)
     blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups

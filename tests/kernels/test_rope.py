@@ -44,12 +44,12 @@ def test_a_pair_in_one_launch_is_two_calls(
         (shape[-3], shape[-1] // 2) if flat else (*shape[:-2], shape[-1] // 2),
         torch.float32, "normal", seed,
     )  # fmt: skip
-    q, k, angles = q.to(DEVICE), k.to(DEVICE), angles.to(DEVICE)
-    args = angles.cos(), angles.sin(), interleaved, inverse
-    found = k_op.apply_rope_pair.launcher(q, k, *args)
+    tables, how = (angles.cos(), angles.sin()), (interleaved, inverse)
+    assert_matches(k_op.apply_rope_pair, q, k, *tables, *how)
+    q, k, *tables = (t.to(DEVICE) for t in (q, k, *tables))
+    found = k_op.apply_rope_pair.launcher(q, k, *tables, *how)
     for y, x in zip(found, (q, k), strict=True):
-        assert torch.equal(y, k_op.apply_rope.launcher(x, *args))
-    assert_matches(k_op.apply_rope_pair, q, k, *args)
+        assert torch.equal(y, k_op.apply_rope.launcher(x, *tables, *how))
 
 
 def test_a_pair_of_other_widths_is_refused():
