@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,32 @@ def verdict(runs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def joined(files: Sequence[Path]) -> dict[str, Any]:
+    """The runs of several files, made side by side on one machine, judged together."""
+    reports = [json.loads(file.read_text()) for file in files]
+    models: dict[str, Any] = {}
+    for name in dict.fromkeys(name for report in reports for name in report["models"]):
+        runs: dict[str, Any] = {}
+        for report in reports:
+            runs |= report["models"].get(name, {}).get("runs", {})
+        models[name] = {"runs": runs, "verdict": verdict(runs)}
+    return written({**reports[0], "models": models})
+
+
+def written(report: dict[str, Any]) -> dict[str, Any]:
+    """A report with its table: the end of every run beside bf16's of the same seed."""
+    curves = {}
+    for name, model in report["models"].items():
+        for which, run in model["runs"].items():
+            row = {"end": run["end"], "held out": run["held_out"], "seconds": run["seconds"]}
+            if which.startswith("fp8") and "bf16" in model["runs"]:
+                right = model["runs"]["bf16"]
+                row["end over bf16, %"] = round(100 * (run["end"] / right["end"] - 1), 2)
+                row["held out, %"] = round(100 * (run["held_out"] / right["held_out"] - 1), 2)
+            curves[f"{name} {which}"] = row
+    return {**report, "curves": curves}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -174,10 +201,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--resume", action="store_true", help="make the runs that --out lacks")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no new run after it")
+    parser.add_argument("--join", type=Path, nargs="*", default=[], help="files with more runs")
     options = parser.parse_args()
-    report: dict[str, Any] = {"environment": measure.environment(), "models": {}}
+    report: dict[str, Any] = measure.environment() | {"models": {}}
     if options.resume and options.out.exists():
         report["models"] = json.loads(options.out.read_text())["models"]
+    if options.join:
+        options.out.write_text(json.dumps(joined(options.join)) + "\n")
+        return
     corpus, begun = read_corpus(), time.perf_counter()
     for name in options.models:
         found = report["models"].setdefault(name, {"runs": {}})
@@ -191,7 +222,7 @@ def main() -> None:
                 f"{time.perf_counter() - begun:.0f} s", name, which, json.dumps(shown), flush=True
             )
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report) + "\n")
+            options.out.write_text(json.dumps(written(report)) + "\n")
         print(name, json.dumps(found.get("verdict")), flush=True)
 
 

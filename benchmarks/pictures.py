@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from line_chart import Line, line_chart
 
 import fuseops as fo
 from fuseops.explain.charts import COLORS, ChartBar, bar_chart
@@ -33,6 +35,7 @@ def pictures() -> dict[Path, str]:
         FOLDER / "speed.svg": speed(),
         FOLDER / "memory.svg": memory(),
         FOLDER / "plan.svg": plan(),
+        FOLDER / "curves.svg": curves(),
     }
 
 
@@ -76,6 +79,39 @@ def memory() -> str:
     return bar_chart(
         "Peak memory of a step, and its time", "shorter is less memory", groups, room=112
     )
+
+
+def curves() -> str:
+    """Losses of training in bf16 and in FP8."""
+    runs = _result("fp8_curves_h200")["models"]["moe12"]["runs"]
+    names = {
+        "bf16": "bf16, three seeds", "bf16_seed1": "", "bf16_seed2": "", "fp8_square": "FP8",
+        "fp8_block": "FP8, direct columns", "fp8_bf16_wgrad": "FP8, bf16 weight gradients",
+    }  # fmt: skip
+    large = [
+        Line(label, _means(runs[name]["train"]), "other" if name.startswith("bf16") else name)
+        for name, label in names.items()
+    ]
+    found = _result("recipe_curves_h200")["runs"]
+    recipes = {
+        "bf16": "bf16", "float8_block": "FP8, block scaling",
+        "float8_current": "FP8, current scaling", "mxfp8": "MXFP8",
+    }  # fmt: skip
+    small = [
+        Line(label, found[f"{name}/0"]["held_out"][2:], "other" if name == "bf16" else name)
+        for name, label in recipes.items()
+    ]
+    return line_chart(
+        "Loss of training in bf16 and FP8, nats a byte",
+        "155 M parameters, 12 MoE layers, mean of 50 steps (left); the demo's model, held-out text (right)",
+        (large, small),
+    )
+
+
+def _means(losses: Sequence[float], span: int = 50) -> list[tuple[int, float]]:
+    """(last step, mean) of every span of steps behind the first 200."""
+    starts = range(200, len(losses), span)
+    return [(start + span, statistics.fmean(losses[start : start + span])) for start in starts]
 
 
 def plan() -> str:

@@ -106,7 +106,7 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table(keyed(name, rows))
         elif name == "cells" and isinstance(value, list):
             yield table(keyed("two GPUs", outcomes(value)))
-        elif name == "steps" and value:
+        elif name == "steps" and isinstance(value, dict):
             yield table(keyed("step", whole_steps(value)))
         elif name == "checks" and value and "steps" in result:
             yield table(keyed("bf16", rounding(value)))

@@ -260,7 +260,7 @@ def test_no_figure_is_stale() -> None:
 
 def test_no_picture_is_stale() -> None:
     drawn = loaded("pictures").pictures()
-    assert {path.name for path in drawn} == {"speed.svg", "memory.svg", "plan.svg"}
+    assert {path.name for path in drawn} == {"speed.svg", "memory.svg", "plan.svg", "curves.svg"}
     for path, text in drawn.items():
         assert path.read_text(encoding="utf-8") == text, (
             f"{path.name} is stale: python benchmarks/tables.py"

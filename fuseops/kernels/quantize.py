@@ -350,8 +350,8 @@ def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor
 
 
 def loses_columns(x: Tensor) -> bool:
-    """Whether Triton's code would lose elements at the end of a group's columns: that of 3.9 does on an H200, in kernels
-    that store columns of groups from slices. Why is not known: torch makes them there.
+    """Whether Triton's code would lose elements at the end of a group's columns: that of 3.9 does on an H200, for reasons
+    not known. Torch makes them there.
     """
     return x.is_cuda and triton_release() == "3.9"
 
