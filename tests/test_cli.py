@@ -369,7 +369,8 @@ def test_a_table_cuts_nothing_off(
 
 def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
     rows = as_json(capsys, "kernels", "--arch", "90", "--kernel", "rmsnorm")["kernels"]
-    assert {r["kernel"] for r in rows} == {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
+    assert {r["kernel"] for r in rows} >= {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
+    assert all("rmsnorm" in r["kernel"] for r in rows)
     assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
     shown = output(capsys, "kernels", "--arch", "80")
     worst = max(
@@ -378,7 +379,7 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     assert str(worst) in shown and "reference (needs sm_89)" in shown
     assert max(map(len, shown.splitlines())) <= 120
     header, *lines = output(capsys, "kernels", "--kernel", "rmsnorm", "--variants").splitlines()
-    assert header.split()[-1] == "variant" and all("BLOCK_N=" in line for line in lines)
+    assert header.split()[-1] == "variant" and all("BLOCK_" in line or "reference" in line for line in lines)
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
     assert "rmsnorm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 

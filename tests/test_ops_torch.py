@@ -1,5 +1,6 @@
 """Ops that share a name with a torch module are that module: constructor, state_dict, values, gradients."""
 
+import copy
 import inspect
 from typing import Any, NamedTuple
 
@@ -87,7 +88,21 @@ def test_values_and_gradients_are_torchs(
     for got, expected in zip(mine[:2], theirs[:2], strict=True):
         for name in expected:
             found = difference(name, got[name], expected[name], tol, ("ours", "torch's"))
-            assert found is None or found.worst < tol, found
+            if found is not None and found.worst >= tol:
+                # what cancels is rounding in both: ours is no further from the truth then
+                true = in_float64(case)[name]
+                assert off(got[name], true) <= off(expected[name], true), found
+
+
+def in_float64(case: Case) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(case.model).double()
+    side = {k: t.double() if t.is_floating_point() else t for k, t in case.side.items()}
+    step = training_step(model, (case.x.double(),), side, all_inputs=True)
+    return {**step.outputs, **step.grads}
+
+
+def off(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).abs().max())
 
 
 @every_twin

@@ -231,10 +231,11 @@ def test_a_dropout_that_drops_nothing_runs_outside_of_the_node() -> None:
 
 
 def test_a_change_of_grad_mode() -> None:
-    seq, x = model(), data()
-    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            assert_as_fresh(seq, x)
+    seq = model()
+    for x in (data(), data().detach()):
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                assert_as_fresh(seq, x)
 
 
 def test_a_change_of_autocast() -> None:

@@ -166,9 +166,11 @@ def _dot_scaled(
 
 
 def _masked(self: Any, *args: Any, original: Any, **keywords: Any) -> Any:
-    """With a mask of truth values."""
+    """With a mask of truth values; that of a descriptor's is an array of them already."""
     at = 1 if original.__name__ == "create_masked_load" else 2
-    mask = tri.TensorHandle(args[at].data.astype(bool), tl.int1)
+    mask = args[at]
+    if isinstance(mask, tri.TensorHandle):
+        mask = tri.TensorHandle(mask.data.astype(bool), tl.int1)
     return original(self, *args[:at], mask, *args[at + 1 :], **keywords)
 
 

@@ -350,8 +350,9 @@ def _outputs(x: Tensor, dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor
 
 
 def loses_columns(x: Tensor) -> bool:
-    """Whether Triton's code would lose elements at the end of a group's columns: that of 3.9 does on an H200, for reasons
-    not known. Torch makes them there.
+    """Whether Triton's code would lose elements at the end of a group's columns, as that of 3.9 does on an H200.
+
+    Torch makes them there, until it is known why.
     """
     return x.is_cuda and triton_release() == "3.9"
 

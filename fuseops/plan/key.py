@@ -136,8 +136,11 @@ class Glance:
                     self.again.append((home, name, known))
             alias = FIXED if op.__class__.alias is Op.alias else facts[2]
             self.ops.append((op, own, registered, buffers, *facts[:2], alias))
+        tensors = [home[name] for home, name in self.homes]
+        self.grad = torch.is_grad_enabled()
+        self.trains = any(t.requires_grad for t in tensors)  # the guard does not see the mode
         try:
-            self.alike = tensor_guard([home[name] for home, name in self.homes])
+            self.alike = tensor_guard(tensors)
         except RuntimeError as error:  # sparse ones have no strides
             raise KeyError from error
 
@@ -155,6 +158,7 @@ class Glance:
             or live != key.live
             or _autocast(x) is not key.autocast
             or hooked() is not key.hooked
+            or (self.trains and grad is not self.grad)
         ):
             return False
         for name, dtype, meta, wanted in key.sides:
