@@ -379,7 +379,9 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     assert str(worst) in shown and "reference (needs sm_89)" in shown
     assert max(map(len, shown.splitlines())) <= 120
     header, *lines = output(capsys, "kernels", "--kernel", "rmsnorm", "--variants").splitlines()
-    assert header.split()[-1] == "variant" and all("BLOCK_" in line or "reference" in line for line in lines)
+    assert header.split()[-1] == "variant" and all(
+        "BLOCK_" in line or "reference" in line for line in lines
+    )
     assert "give one of them" in output(capsys, "kernels", "--check", "--rebuild", code=2)
     assert "rmsnorm_fwd_kernel" in output(capsys, "kernels", "--kernel", "nosuch", code=2)
 
