@@ -499,3 +499,33 @@ def test_a_bias_alone_in_need_of_a_gradient_asks_for_no_layout() -> None:
     with fo.recipe(RECIPE):
         op(x).backward(dy)
     torch.testing.assert_close(op.bias.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(fo.recipes.Float8BlockScaling(wgrad=wgrad) for wgrad in ("square", "block", "bf16")),
+        fo.recipes.Float8CurrentScaling(),
+        fo.recipes.MXFP8BlockScaling(),
+    ],
+    ids=repr,
+)
+def test_adapters_beside_quantized_weights_have_their_gradients(recipe: Any, frozen: bool) -> None:
+    """The weight's gradient reads columns, theirs reads rows."""
+    model = fo.Sequential(fo.ops.GroupedLinear(3, 128, 256, low_rank=4)).bfloat16()
+    for p in model.parameters():
+        p.data.normal_(0, 0.1)
+    model[0].weight.requires_grad_(not frozen)
+    x, offs = torch.randn(300, 128).bfloat16(), torch.tensor([70, 70, 300], dtype=torch.int32)
+
+    def gradients(precision: Any) -> dict[str, Tensor]:
+        model.zero_grad()
+        with fo.recipe(precision, strict=True):
+            model(x, offs=offs).float().square().mean().backward()
+        return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(None)
+    for name, found in gradients(recipe).items():
+        off = (found - expected[name]).norm() / expected[name].norm()
+        assert off < 2**-3, (name, off)  # a step of e4m3

@@ -63,8 +63,8 @@ def grouped_linear(
     out: (R, out), where y is written to if no other kernel comes after the product.
     low_rank: down and up, whose product is added.
     """
-    y, kept = _whole(x, weight, bias, offs, probs, call, index, out)
     down, up = low_rank
+    y, kept = _whole(x, weight, bias, offs, probs, call, index, out, down is not None)
     if down is None or up is None:
         return y, kept
     tiles = tiles_of(call, offs, y.shape[0])
@@ -81,6 +81,7 @@ def _whole(
     call: Call,
     index: Tensor | None,
     out: Tensor | None,
+    adapted: bool,
 ) -> tuple[Tensor, Operand]:
     """The product with the weight itself."""
     rows = index.shape[0] if index is not None else rows_of(x)
@@ -90,7 +91,7 @@ def _whole(
     if roles is not None:
         q = input_operand(x, call, roles, offs, index)
         y = gemm.fprop(q, weight_rows(weight, call), offs, tiles, call.name)
-        kept = saved_operand(x, q, roles)
+        kept = saved_operand(x, q, roles, row=adapted)
     else:
         x = cast("Tensor", x)
         w: Tensor = call.precision.cast(weight)  # type: ignore[assignment]

@@ -202,13 +202,16 @@ def _weight(weight: Tensor, call: Call, layout: str, both: bool) -> Operand:
     return q
 
 
-def saved_operand(x: Operand, q: Operand, roles: Roles) -> Operand:
-    """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it."""
+def saved_operand(x: Operand, q: Operand, roles: Roles, row: bool = False) -> Operand:
+    """What of x the weight gradient reads: one layout, or x itself where it reads that, or makes columns of it.
+
+    row: rows are read too, as adapters do.
+    """
     if roles.high_wgrad or not isinstance(q, Quantized):
         return replace(x, col=None) if isinstance(x, Quantized) else x
     if not roles.columns:
         return q
-    return x if q.col is None else replace(q, row=None)
+    return x if q.col is None else q if row else replace(q, row=None)
 
 
 def saved_input(
