@@ -258,7 +258,8 @@ def test_no_figure_is_stale() -> None:
     assert readme == made.readme(readme), "stale: python benchmarks/tables.py"
 
 
-def test_no_picture_is_stale() -> None:
+def test_no_picture_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     drawn = loaded("pictures").pictures()
     assert {path.name for path in drawn} == {"speed.svg", "memory.svg", "plan.svg", "curves.svg"}
     for path, text in drawn.items():
