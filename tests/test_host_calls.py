@@ -1,5 +1,6 @@
 """What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,12 +20,15 @@ def calls_in(run: Callable[[], Any]) -> int:
         nonlocal count
         count += event == "call" and not frame.f_code.co_name.startswith("<")
 
+    gc.collect()
+    gc.disable()  # what others left behind ends in calls of its own
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(seen)
         try:
             run()
         finally:
             sys.setprofile(None)
+            gc.enable()
     return count
 
 
