@@ -165,7 +165,8 @@ def test_whatever_happens_to_the_weights_what_is_kept_is_what_would_be_made(
         found = gradients(mine, x, call, recipe(weights=policy))
         expected = gradients(other, x, call, recipe())
         for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), (event, call)
+            # a program may drive the weights to infinity and NaN
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=f"{event}, {call}")
     assert not kept(other)
 
 
