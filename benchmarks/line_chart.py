@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from fuseops.explain.charts import STYLE
+from fuseops.explain.charts import sheet
 
 PANEL, HEIGHT, TOP, EDGE, LEGEND = 320, 190, 60, 44, 18
 COLORS = {
@@ -30,20 +30,12 @@ class Line(NamedTuple):
 
 def line_chart(title: str, note: str, panels: Sequence[Sequence[Line]]) -> str:
     """Panels of lines side by side, each with axes of its own, as the text of an SVG file."""
-    parts = [
-        f'<text class="title" x="14" y="24">{escape(title)}</text>',
-        f'<text class="soft" x="14" y="42">{escape(note)}</text>',
-    ]
+    parts: list[str] = []
     for number, lines in enumerate(panels):
         parts += _panel(lines, EDGE + number * (PANEL + EDGE))
     width = len(panels) * (PANEL + EDGE) + 14
     height = TOP + HEIGHT + 34 + LEGEND * max(sum(bool(line.label) for line in p) for p in panels)
-    frame = f'width="{width - 1}" height="{height - 1}" rx="8" fill="#fff" stroke="#d5dce4"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}"><title>{escape(f"{title}: {note}")}</title><style>{STYLE}</style>'
-        f'<rect x="0.5" y="0.5" {frame}/>{"".join(parts)}</svg>\n'
-    )
+    return sheet(title, note, width, height, parts)
 
 
 def _panel(lines: Sequence[Line], left: float) -> list[str]:

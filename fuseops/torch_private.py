@@ -215,18 +215,11 @@ def _symmetric(group: Any) -> str:
     return name
 
 
-def largest_over(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest of every element over the ranks of a group, given by its name."""
+def all_reduce(x: torch.Tensor, group: Any, how: str = "sum") -> torch.Tensor:
+    """The sum of the ranks' tensors, or "max" of every element, in a new one."""
     from torch.distributed import _functional_collectives as collectives
 
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "max", group))  # type: ignore[no-untyped-call]
-
-
-def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the ranks' tensors, in a new one."""
-    from torch.distributed import _functional_collectives as collectives
-
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, group))  # type: ignore[no-untyped-call]
 
 
 def shard_placement_on(mesh: Any) -> tuple[Any, Any]:

@@ -217,11 +217,12 @@ def test_state_goes_through_checkpoints_copies_and_other_dtypes() -> None:
 def test_amaxes_are_the_largest_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def largest(t: Tensor, group: str) -> Tensor:
+    def largest(t: Tensor, group: str, how: str) -> Tensor:
+        assert how == "max"
         asked.append((group, t.numel()))
         return t * 2
 
-    monkeypatch.setattr("fuseops.torch_private.largest_over", largest)
+    monkeypatch.setattr("fuseops.torch_private.all_reduce", largest)
     model, recipe = moe(), DELAYED(group="0")
     call(model, filled((20, D), torch.float32, "normal", 1), torch.ones(20, D), recipe)
     noted = state(model)

@@ -655,7 +655,7 @@ def test_collectives_over_one_rank_give_a_plain_tensor_of_the_same_values() -> N
             torch_private.all_gather(x, 1, group),
             torch_private.reduce_scatter(x, 1, group),
             torch_private.all_reduce(x, group),
-            torch_private.largest_over(x, group.group_name),
+            torch_private.all_reduce(x, group.group_name, "max"),
         ):
             assert type(y) is Tensor and torch.equal(y, x) and y.data_ptr() != x.data_ptr()
     finally:

@@ -48,15 +48,19 @@ def bar_chart(
             parts += _bar(bar, y, scale)
             y += ROW
         y += 22
+    return sheet(title, note, WIDTH, y - 18, parts)
+
+
+def sheet(title: str, note: str, width: int, height: float, parts: Sequence[str]) -> str:
+    """What is drawn, on a framed page under its title and note, as the text of an SVG file."""
     head = (
         f'<text class="title" x="{EDGE}" y="24">{escape(title)}</text>'
         f'<text class="soft" x="{EDGE}" y="42">{escape(note)}</text>'
     )
-    height = y - 18
-    frame = f'width="{WIDTH - 1}" height="{height - 1:.0f}" rx="8" fill="#fff" stroke="#d5dce4"'
+    frame = f'width="{width - 1}" height="{height - 1:.0f}" rx="8" fill="#fff" stroke="#d5dce4"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{height:.0f}" '
-        f'viewBox="0 0 {WIDTH} {height:.0f}"><title>{escape(f"{title}: {note}")}</title><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height:.0f}" '
+        f'viewBox="0 0 {width} {height:.0f}"><title>{escape(f"{title}: {note}")}</title><style>{STYLE}</style>'
         f'<rect x="0.5" y="0.5" {frame}/>{head}{"".join(parts)}</svg>\n'
     )
 

@@ -131,7 +131,7 @@ def advance(states: Iterable[ScaleState]) -> None:
             groups.setdefault(state.recipe.group, []).append(state)  # type: ignore[union-attr]
     for name, members in groups.items():
         amaxes: list[Any] = [state.buffers[AMAX] for state in members]
-        largest = torch_private.largest_over(torch.cat([t.flatten() for t in amaxes]), name)
+        largest = torch_private.all_reduce(torch.cat([t.flatten() for t in amaxes]), name, "max")
         sizes = [t.numel() for t in amaxes]
         for amax, part in zip(amaxes, torch.split(largest, sizes), strict=True):
             amax.copy_(part.view(amax.shape))

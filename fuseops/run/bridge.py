@@ -362,7 +362,9 @@ def _backward_in(
 ) -> list[Any]:
     """`run_backward` with autocast off, and with a note on any error that says where it happened."""
     entered = ctx.entered
-    once = (Once() if live is None else live.once)._replace(seed=ctx.seed)
+    once = Once() if live is None else live.once
+    if ctx.seed is not None:
+        once = once._replace(seed=ctx.seed)
     if live is None:
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 cannot trace what sets the flag
             return run_backward(seg, saved, dy, dsides, entered, once)
