@@ -388,11 +388,9 @@ def _of_matrices(
         return rows, columns
     if see is not None:
         up = see(_amax_of_matrices(matrices))
-        parts = [
-            K.saturate(matrices[:, piece].float() * up[:, None, None], scaling.data)
-            for piece in K.pieces(matrices)
-        ]
-        codes = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))
+        made = [K.saturate(part, scaling.data) for part in scaled]
+        codes = made[0] if len(made) == 1 else torch.cat(made, 1)
         rows = Layout(codes, 1 / up) if row else None
         return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
     if scaling.block is None:

@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of, through
-from .scaling import E4M3, SQUARE, Block, Scaling
+from .scaling import SQUARE, Block, Scaling
 
 BLOCK = 128
 
