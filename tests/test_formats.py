@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
+from fuseops.kernels.reference import formats
 from fuseops.recipes import Scaling
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes import nvfp4 as nv
 from fuseops.recipes.operands import operand, weight_operand
-from fuseops.recipes.quantized import features, values
+from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
 from fuseops.testing.strategies import Split, filled
 
@@ -112,6 +113,10 @@ def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
     wanted = torch.from_numpy(coded(x.float().numpy(), scaling).values)
     if scaling.scale is E4M3:  # times a float32 scale
         torch.testing.assert_close(values(q, "row").double(), wanted, rtol=2**-23, atol=2**-149)
+        found, whole = factors(q, "row")
+        assert found.dtype is dtype and whole is not None
+        expected = wanted / float(whole)  # codes times the scales of blocks alone
+        torch.testing.assert_close(found.double(), expected, rtol=2**-50, atol=0)
     else:
         assert torch.equal(values(q, "row").double(), wanted)
 
@@ -177,6 +182,27 @@ def test_a_backward_rounds_alike_when_it_runs_twice_and_otherwise_in_another_cal
             assert not torch.equal(a, c) or a.shape == (
                 32,
             )  # but for a bias, which sums dy as it is
+
+
+@pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)
+def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
+    scaling: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.from_numpy(hard(300, 70))
+    offs = torch.tensor([40, 40, 290], dtype=torch.int32)
+
+    def made() -> list[Tensor]:
+        if scaling.square:
+            q = weight_operand(torch.stack([x, x.flip(0)]), scaling, row=True, col=True)
+        else:
+            q = operand(x, scaling, offs, row=True, col=True)
+        return [t.contiguous().view(torch.uint8) for t in q.components().values()]
+
+    whole = made()
+    monkeypatch.setattr(formats, "LEAST_PIECE", 1)
+    assert len(formats.pieces(x)) > 10
+    for mine, theirs in zip(made(), whole, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_forward_never_rounds_at_random() -> None:

@@ -78,6 +78,7 @@ from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
 from .reference import accumulator as accumulator
 from .reference import amax_of_groups as amax_of_groups
+from .reference import amax_of_tokens as amax_of_tokens
 from .reference import by_group as by_group
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
@@ -86,10 +87,12 @@ from .reference import dequantize_format as dequantize_format
 from .reference import hadamard as hadamard
 from .reference import magnitude as magnitude
 from .reference import padding_mask as padding_mask
+from .reference import pieces as pieces
 from .reference import quantize_format as quantize_format
 from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
+from .reference import turned as turned
 from .reference import turned_in_groups as turned_in_groups
 from .reference import whole_inverse as whole_inverse
 from .registry import kernel_op as kernel_op

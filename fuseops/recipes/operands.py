@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
@@ -158,12 +159,13 @@ def _by_format(
     if row:
         rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
     if col:
-        turned = K.turned_in_groups(x, offs)
-        if scaling.hadamard:
-            turned = K.hadamard(turned.float() * K.signs(turned.shape[1], turned))
+        turned, turn = K.turned_in_groups(x, offs), scaling.hadamard
+        if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
+            turned, turn = K.turned(turned), False
         ends = None if offs is None else K.column_offs(offs)
         other = None if seed is None else seed + 1
-        columns = _coded(turned, scaling, _by_group(turned, scaling, ends, 0), other)
+        whole = _by_group(turned, scaling, ends, 0, turn)
+        columns = _coded(turned, scaling, whole, other, turn)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
     return Quantized(rows, columns, scaling, offs, x.dtype, odd=odd)
 
@@ -173,12 +175,13 @@ Whole = tuple[
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
-def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Whole | None:
+def _by_group(
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+) -> Whole | None:
     """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
     if scaling.scale is not E4M3:
         return None
-    by_token = K.magnitude(x).amax(axis) if x.shape[axis] else x.new_zeros(x.shape[1 - axis])
-    found = K.amax_of_groups(by_token.float(), ends)
+    found = K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
     spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
     if not spread.dim():
         return spread[None, None], found
@@ -186,11 +189,15 @@ def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Wh
 
 
 def _coded(
-    x: Tensor, scaling: Scaling, whole: Whole | None = None, seed: Tensor | None = None
+    x: Tensor,
+    scaling: Scaling,
+    whole: Whole | None = None,
+    seed: Tensor | None = None,
+    turn: bool = False,
 ) -> Layout:
     """Matrices in blocks along their last axis."""
     spread, amax = (None, None) if whole is None else whole
-    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed)
+    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed, turn)
     found: Layout = layout_of(*parts, None if amax is None else 1 / K.whole_inverse(amax))
     return found
 
@@ -205,6 +212,8 @@ def _from_codes(
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
     check_codes(x, scaling, offs, row, col, index is not None)
+    if index is None and (col or _one_a_group(x)):
+        x = _of_this_split(x, offs)
     as_given = index is None and (not col or columns_fit(x, scaling, offs))
     if as_given and scaling.block is not None:
         return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
@@ -268,6 +277,40 @@ def columns_fit(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
     return (x.offs is None) == (offs is None) and (offs is None or len(offs) == len(x.offs))  # type: ignore[arg-type]
 
 
+def _one_a_group(x: Quantized) -> bool:
+    """Whether a scale goes over a whole tensor, or a whole group."""
+    return x.scaling.block is None or x.scaling.scale is E4M3
+
+
+def _of_this_split(x: Quantized, offs: Tensor | None) -> Quantized:
+    """x, whose columns, and scales of groups, are those of groups that end where offs says.
+
+    For other groups of as many an error, and on a device, whose numbers nobody waits for, NaN.
+    """
+    mine = x.offs
+    if mine is None or offs is None or mine is offs or len(mine) != len(offs) or is_fake(offs):
+        return x
+    if mine.device.type == "meta" or mine.data_ptr() == offs.data_ptr():
+        return x
+    alike = (mine == offs).all()
+    if not alike.is_cuda:
+        if not alike:
+            raise FuseOpsError(
+                f"an operand arrived as {x}, which end at {mine.tolist()}; those of this GEMM end at "
+                f"{offs.tolist()}: quantize it with the same offs (fo.quantize)."
+            )
+        return x
+    row = x.row if x.row is None or not _one_a_group(x) else _lost_unless(alike, x.row)
+    return replace(x, row=row, col=None if x.col is None else _lost_unless(alike, x.col))
+
+
+def _lost_unless(alike: Tensor, layout: Layout) -> Layout:
+    """The same with scales that are NaN unless a number on the device is true: all bits of one."""
+    raw = layout.scale.view(torch.uint8 if layout.scale.itemsize == 1 else torch.int32)
+    nan = torch.full_like(raw, 255 if raw.dtype is torch.uint8 else -1)
+    return layout._replace(scale=torch.where(alike, raw, nan).view(layout.scale.dtype))
+
+
 def check_codes(
     x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, by_index: bool
 ) -> None:
@@ -282,8 +325,7 @@ def check_codes(
     )
     if replace(x.scaling, columns=scaling.columns) != scaling:
         raise FuseOpsError(f"{given}: quantize it in that format.")
-    one = x.scaling.block is None or x.scaling.scale is E4M3
-    if one and by_index and x.offs is not None:
+    if _one_a_group(x) and by_index and x.offs is not None:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
     missing = row and x.row is None
     if col and (by_index or not columns_fit(x, scaling, offs)):
@@ -328,7 +370,8 @@ def _amax_of_matrices(matrices: Tensor) -> Tensor:
     """(E, N, K) -> (E,) float32"""
     if not matrices.numel():
         return matrices.new_zeros(len(matrices), dtype=torch.float32)
-    return K.magnitude(matrices).amax((1, 2))
+    parts = [K.magnitude(matrices[:, piece]).amax((1, 2)) for piece in K.pieces(matrices)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
 
 
 def _of_matrices(
@@ -345,7 +388,9 @@ def _of_matrices(
         return rows, columns
     if see is not None:
         up = see(_amax_of_matrices(matrices))
-        codes = K.saturate(matrices.float() * up[:, None, None], scaling.data)
+        scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))
+        made = [K.saturate(part, scaling.data) for part in scaled]
+        codes = made[0] if len(made) == 1 else torch.cat(made, 1)
         rows = Layout(codes, 1 / up) if row else None
         return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
     if scaling.block is None:

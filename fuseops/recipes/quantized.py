@@ -20,7 +20,7 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 
 from .carrier import carrier_of, through
-from .scaling import E4M3, SQUARE, Block, Scaling
+from .scaling import SQUARE, Block, Scaling
 
 BLOCK = 128
 
@@ -296,26 +296,33 @@ pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 
 def product_dtype(q: Quantized) -> torch.dtype:
-    """In which codes times scales are exact, and none is out of range."""
-    powers = q.scaling.block is not None and q.scaling.scale is not E4M3
-    exact = powers and q.dtype is torch.bfloat16
+    """In which codes times the scales of blocks are exact, and none is out of range."""
+    exact = q.scaling.block is not None and q.dtype is torch.bfloat16
     return torch.bfloat16 if exact else torch.float32
 
 
-def values(q: Quantized, layout: str) -> Tensor:
-    """What a layout stands for, in `product_dtype`: rows (R, K), columns (K, C), a weight as it lies."""
+Factors = tuple[Tensor, Tensor | None]
+
+
+def factors(q: Quantized, layout: str) -> Factors:
+    """What a layout stands for as a product: rows (R, K), columns (K, C), a weight as it lies, in `product_dtype`; and
+    one float32 number for all, (), or for each group, (E,), where the scales of blocks stand over one.
+    """
     found: Layout | None = getattr(q, layout)
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
-    data, scale = found[:2]
-    whole: tuple[Tensor, ...] = found[2:]
-    if not q.scaling.family.codes:
-        codes = K.dequantize_format(data, scale, q.scaling.data, q.scaling.grain)
-        codes = codes[..., : codes.shape[-1] - (layout in q.odd)]
-        for of_whole in whole:
-            codes = codes * _spread(q, layout, codes, of_whole)
-        return codes.to(product_dtype(q))
-    return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
+    (data, scale), whole = found[:2], cast("tuple[Tensor, ...]", found[2:])
+    if q.scaling.family.codes:
+        return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q)), None
+    form = q.scaling.data, q.scaling.grain, product_dtype(q)
+    codes = K.dequantize_format(data, scale, *form)
+    return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
+
+
+def values(q: Quantized, layout: str) -> Tensor:
+    """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies."""
+    found, whole = factors(q, layout)
+    return found if whole is None else found.float() * _spread(q, layout, found, whole)
 
 
 def features(q: Quantized) -> Tensor:

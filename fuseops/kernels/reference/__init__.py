@@ -25,12 +25,15 @@ from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_gr
 from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
 from .formats import amax_of_groups as amax_of_groups
+from .formats import amax_of_tokens as amax_of_tokens
 from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
+from .formats import pieces as pieces
 from .formats import quantize_format as quantize_format
 from .formats import signs as signs
 from .formats import spread_over_groups as spread_over_groups
+from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
 from .formats import whole_inverse as whole_inverse
 from .fp8 import dequantize as dequantize
