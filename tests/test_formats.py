@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import kernels as K
 from fuseops.kernels.reference import formats
-from fuseops.recipes import Scaling
+from fuseops.recipes import Scaling, gemm
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes import nvfp4 as nv
 from fuseops.recipes.operands import operand, weight_operand
@@ -350,6 +350,26 @@ RECIPES = st.builds(
 ) | st.builds(
     fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
 )
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> None:
+    squares, columns = Scaling(), Scaling(columns=COLUMN)
+    x, dy = (
+        filled((150, 140), torch.float32, "normal", 1),
+        filled((150, 64), torch.float32, "normal", 2),
+    )
+    offs = torch.tensor([20, 150], dtype=torch.int32) if grouped else None
+    for of_x, of_dy in ((squares, columns), (columns, squares)):
+        left = operand(dy, of_dy, offs, row=False, col=True)
+        right = operand(x, of_x, offs, row=False, col=True)
+        dw = gemm.wgrad(left, right, torch.float32, offs)
+        a, b = values(left, "col").double(), values(right, "col").double()
+        ends = [(0, 128), (128, a.shape[1])] if grouped else [(0, a.shape[1])]
+        for mine, (begin, end) in zip(dw.view(-1, 64, 140), ends, strict=True):
+            torch.testing.assert_close(
+                mine.double(), a[:, begin:end] @ b[:, begin:end].t(), rtol=1e-5, atol=1e-4
+            )
 
 
 @given(

@@ -1,11 +1,11 @@
 """What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import torch
 from torch import nn
 
@@ -72,4 +72,4 @@ def test_the_first_call_of_a_model_imports_no_compiler() -> None:
         fo.Sequential(fo.Residual(*ops), fo.Residual(*ops))(torch.randn(3, 16))
         assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
     """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    assert not (ran := fresh.run("-c", code)).returncode, ran.stderr

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -446,7 +446,8 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
     return made
 
 
-class Formats(NamedTuple):
+@dataclass(frozen=True)
+class Formats:
     """The formats of roles, as `ByRole` asks for them."""
 
     input: Scaling | None
