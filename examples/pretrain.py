@@ -259,13 +259,19 @@ class Run:
     def plans(
         self, peak: int | None = None, policy: offload.Policy | None = None
     ) -> tuple[offload.OffloadPlan, ...]:
-        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch."""
+        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch; without a pipeline
+        the one of this rank, from a recorded step.
+        """
         c, hardware = self.c, self.hardware()
+        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
+        if self.schedule is None:
+            text = torch.zeros(c.batch, c.context, dtype=torch.long, device=self.device)
+            options |= {"record": True, "peak": peak, "loss": lambda y: loss_of(y, text)}
+            return (offload.plan(self.stages[0], text, **options),)
         with torch.device("meta"):
             whole = Stage(c, range(c.layers), self.device.type == "cuda")
             text = torch.zeros(c.batch // c.micro_batches, c.context, dtype=torch.long)
         spread_experts(whole, c, self.mesh)
-        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
         profile = offload.plan(whole, text, **options).profile
         pipeline = offload.Pipeline(c.pp, c.micro_batches, c.chunks)
         return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
