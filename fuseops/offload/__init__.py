@@ -26,6 +26,7 @@ from .planning.pipeline import plan_pipeline as plan_pipeline
 from .planning.plan import OffloadPlan as OffloadPlan
 from .planning.plan import plan as plan
 from .planning.planner import Limits as Limits
+from .planning.together import share_host as share_host
 from .planning.turns import Pipeline as Pipeline
 from .policy import Candidate as Candidate
 from .policy import Policy as Policy
@@ -55,6 +56,7 @@ __all__ = [
     "plan",
     "plan_pipeline",
     "recompute",
+    "share_host",
     "start_offload",
     "to_host",
 ]
