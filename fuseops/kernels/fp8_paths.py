@@ -66,16 +66,10 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [TALL]
 
 
-def _vector_into_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Nor tall ones, with sums to add to."""
-    return [SQUARE]
-
-
 MM = Space("fp8_mm", _mm_candidates, _mm_default, dims=GEMM)
 MM_FAST = Space("fp8_mm_fast", _fast_candidates, dims=GEMM)
 WGRAD = Space("fp8_wgrad", _wgrad_candidates, _wgrad_default, dims=GEMM)
 WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
-WGRAD_VECTORS_INTO = Space("fp8_wgrad_vectors_into", _vector_into_candidates, dims=GEMM)
 
 
 def path_of(*reasons: str | None) -> str:
@@ -159,6 +153,6 @@ def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:
         return f"K is {k}, not a multiple of 16"
     if dtype.itemsize == 1 and n % 128:
         return f"rows of codes are {n} numbers, not a multiple of 128"
-    if n % 8 and dtype != torch.float32:
-        return f"rows of the result are {n} numbers, not a multiple of 8"
+    if n * dtype.itemsize % 16:
+        return f"rows of the result are {n} numbers, not a multiple of {16 // dtype.itemsize}"
     return None
