@@ -91,22 +91,13 @@ def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> s
     )
 
 
-def wgrad_path(
-    dy: Tensor,
-    x: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    scaling: str = "square",
-    grouped: bool = True,
-) -> str:
+def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
     """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
-    # of 72 runs over groups on an H200 one differed from its like
-    apart = grouped and scaling == "block" and dtype == torch.float32
     return path_of(
         *_device(x.device),
         _codes("dy", dy),
         _codes("x", x),
         _sizes(dy.shape[1], x.shape[0], dtype),
-        "vectors of scales over groups, with a float32 sum" if apart else None,
         None if x.numel() and dy.numel() else "an operand is empty",
     )
 

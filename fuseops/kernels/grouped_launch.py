@@ -228,8 +228,7 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
     programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
     launch(
         module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),
-        out, left, index, module.describe_rows(b), g.offs, g.tiles,
-        g.rows, groups, m, width, a.stride(0),
+        g.offs, g.tiles, out, left, index, module.describe_rows(b), g.rows, groups, m, width, a.stride(0),
         GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

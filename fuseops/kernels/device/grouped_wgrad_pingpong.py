@@ -259,7 +259,7 @@ def multiply_tiles(
 
 @gluon.jit(do_not_specialize=["R", "E"])
 def grouped_wgrad_pingpong_kernel(
-    dw, a, index_ptr, b, offs_ptr, tiles_ptr, R, E, M, N, stride_a,
+    offs_ptr, tiles_ptr, dw, a, index_ptr, b, R, E, M, N, stride_a,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
