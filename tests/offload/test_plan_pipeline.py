@@ -18,6 +18,7 @@ from fuseops.offload.planning.pipeline import (
     BACKWARD,
     FORWARD,
     INPUT,
+    RECEIVED,
     WEIGHT,
     Pipeline,
     Turn,
@@ -138,6 +139,36 @@ def test_what_leaves_in_one_micro_batch_leaves_by_name() -> None:
             mixed += len(ways) > 1
             assert plan.decisions[name] == ("offload" if "offload" in ways else "keep")
     assert mixed
+
+
+def received(profile: Profile) -> Profile:
+    """The profile where every layer saves its input, which the layer before it has made."""
+    first = {s.call: k for k, s in reversed([*enumerate(profile.saved)])}
+    saved = [
+        s._replace(made=profile.calls[s.call].enter - 1) if k in first.values() else s
+        for k, s in enumerate(profile.saved)
+    ]
+    return replace(profile, saved=tuple(saved))
+
+
+@given(pipelines(), st.integers(1, 2))
+def test_what_a_stage_receives_stays_in_its_buffers(pipeline: Pipeline, layers: int) -> None:
+    """A buffer for each micro-batch and direction lasts, so to move what lies in it would free nothing; and what a
+    stage has sent is held until its backward.
+    """
+    size = 10 * MB
+    profile = received(profile_for(pipeline, layers, size))
+    for rank in range(pipeline.ranks):
+        ran = profile_of_rank(profile, pipeline, rank)
+        mine = range(rank, pipeline.stages, pipeline.ranks)
+        borders = sum((stage > 0) + (stage < pipeline.stages - 1) for stage in mine)
+        buffers = borders * pipeline.micro_batches * size
+        assert ran.ops[-1].resident == BASE // pipeline.ranks + buffers
+        stay = [s for s in ran.saved if s.why == RECEIVED]
+        assert len(stay) == sum(stage > 0 for stage in mine) * pipeline.micro_batches
+        own = profile_of_rank(profile_for(pipeline, layers, size), pipeline, rank)
+        before, after = (own.peak - own.ops[-1].resident, ran.peak - ran.ops[-1].resident)
+        assert after <= before + len(mine) * pipeline.micro_batches * size
 
 
 def test_stages_cover_the_step() -> None:

@@ -17,7 +17,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 def magnitude(x: Tensor) -> Tensor:
     """|x| for an amax: NaN does not count, infinity counts as the largest finite value."""
-    return x.float().abs().nan_to_num(0.0, FLT_MAX)
+    return x.float().abs().nan_to_num_(0.0, FLT_MAX)
 
 
 def inverse_scale(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:

@@ -15,8 +15,13 @@ ROUNDS = 9
 HOT = 0.15  # seconds until power limits the clock
 
 
-def copy_rates() -> dict[str, tuple[tuple[int, float], ...]]:
-    """(bytes, GB/s) of copies out, back and both ways at once, over SIZES."""
+def copy_rates(
+    meet: Callable[[], object] = lambda: None,
+) -> dict[str, tuple[tuple[int, float], ...]]:
+    """(bytes, GB/s) of copies out, back and both ways at once, over SIZES.
+
+    meet  waits until all who measure are there, so that they copy at the same time
+    """
     points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
     out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for size in SIZES:
@@ -35,7 +40,7 @@ def copy_rates() -> dict[str, tuple[tuple[int, float], ...]]:
             ("h2d", ((back, up),)),
             ("both", ((out, down), (back, up))),
         ):
-            seconds = _seconds(works, repeat)
+            seconds = _seconds(works, repeat, meet)
             points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
     return {name: tuple(curve) for name, curve in points.items()}
 
@@ -110,13 +115,16 @@ def attention_rate() -> tuple[float, str]:
 Work = tuple[torch.cuda.Stream, Callable[[], object]]
 
 
-def _seconds(works: tuple[Work, ...], repeat: int) -> float:
+def _seconds(
+    works: tuple[Work, ...], repeat: int, meet: Callable[[], object] = lambda: None
+) -> float:
     """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up
         start, stop = (event() for _ in range(2))
         main.synchronize()
+        meet()
         main.record_event(start)
         for stream, work in works:
             stream.wait_stream(main)

@@ -33,6 +33,7 @@ MADE_BY = re.compile(
     r"\.\w+Backward\d*\.(\d+)$"
 )  # a name of torch's own: what a stage received is a leaf to it
 HELD = "held until its weight gradient is computed"
+RECEIVED = "received from another stage, whose buffer the pipeline keeps"
 
 
 class Turn(NamedTuple):
@@ -231,10 +232,23 @@ def rank_profile(
     saved, calls = _copies(profile, split, at)
     change: dict[int, int] = defaultdict(int)
     for s in saved:
-        change[s.at] += s.nbytes
-        change[s.freed] -= s.nbytes
-    mine = [layer for stage in {turn.stage for turn in at} for layer in split[stage].layers]
+        if s.why != RECEIVED:  # among the buffers
+            change[s.at] += s.nbytes
+            change[s.freed] -= s.nbytes
+    stages = {turn.stage for turn in at}
+    mine = [layer for stage in stages for layer in split[stage].layers]
     held = memory.lasting * len(mine) // len(profile.calls)
+    came = [sum(s.nbytes for s in profile.saved if _received(part, s)) for part in split]
+    came.append(0)  # nobody comes after the last
+    for (
+        stage
+    ) in stages:  # buffers of activations that come from before, and of gradients from behind
+        held += pipeline.micro_batches * (came[stage] + came[stage + 1])
+    for turn in at:  # what a stage has sent on is kept until its backward
+        if turn.way == FORWARD:
+            end, backward = _forward_and_backward(split, at, turn)
+            change[end] += came[turn.stage + 1]
+            change[backward] -= came[turn.stage + 1]
     done = []
     for position, (name, seconds, temporary) in enumerate(ops):
         held += change[position]
@@ -258,6 +272,19 @@ def rank_profile(
     )
 
 
+def _received(part: Part, s: Saved) -> bool:
+    """Whether a stage gets a storage that its layers save from the stage before it."""
+    return s.call in part.layers and 0 <= s.made < part.forward.start
+
+
+def _forward_and_backward(split: list[Part], at: dict[Turn, int], turn: Turn) -> tuple[int, int]:
+    """Where a forward ends, and where its backward, or the input half of it, begins."""
+    backward = at.get(turn._replace(way=INPUT))
+    if backward is None:
+        backward = at[turn._replace(way=BACKWARD)]
+    return at[turn] + len(split[turn.stage].forward), backward
+
+
 def _copies(
     profile: Profile, split: list[Part], at: dict[Turn, int]
 ) -> tuple[list[Saved], list[LayerCall]]:
@@ -266,8 +293,7 @@ def _copies(
     calls: list[LayerCall] = []
     forwards = [turn for turn in at if turn.way == FORWARD]
     for turn in sorted(forwards, key=lambda t: at[t]):
-        part, split_at = split[turn.stage], at.get(turn._replace(way=INPUT))
-        backward = at[turn._replace(way=BACKWARD)] if split_at is None else split_at
+        part, (_, backward) = split[turn.stage], _forward_and_backward(split, at, turn)
         weight = at.get(turn._replace(way=WEIGHT))
         copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls), weight)
         calls += [copy.call(profile.calls[k]) for k in part.layers]
@@ -331,6 +357,7 @@ class _Copy(NamedTuple):
             held=self.place(s.held),
             read=self.place(s.read),
             freed=self.place(s.freed),
+            why=s.why or (RECEIVED if _received(self.part, s) else None),
             made=self.forward - 1 if before else self.place(s.made),
             again=tuple(
                 a._replace(call=self.number(a.call), at=self.place(a.at), read=self.place(a.read))
