@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 
@@ -51,12 +52,7 @@ def model_file(tmp_path: Path) -> str:
 
 
 def test_explain_prints_the_plan_and_the_misses_of_the_quickstart() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "fuseops", "explain", QUICKSTART],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    run = fresh.run("-m", "fuseops", "explain", QUICKSTART, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert "GroupedMLP  rule grouped_mlp (joint)" in run.stdout
     assert "DenseMLP  rule norm_mlp (joint)" in run.stdout
@@ -350,7 +346,7 @@ def test_only_demo_imports_the_demo() -> None:
         "import sys; from fuseops.cli import main; main(['env', '--json']); "
         "sys.exit('fuseops.demo' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    run = fresh.run("-c", probe, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 

@@ -76,6 +76,7 @@ from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_rows as quantize_rows
 from .quantize import quantize_tensor as quantize_tensor
 from .reference import GATES as GATES
+from .reference import Format as Format
 from .reference import accumulator as accumulator
 from .reference import amax_of_groups as amax_of_groups
 from .reference import amax_of_tokens as amax_of_tokens
@@ -85,6 +86,7 @@ from .reference import column_offs as column_offs
 from .reference import columns_in_groups as columns_in_groups
 from .reference import dequantize_format as dequantize_format
 from .reference import hadamard as hadamard
+from .reference import inverse_scale as inverse_scale
 from .reference import magnitude as magnitude
 from .reference import padding_mask as padding_mask
 from .reference import pieces as pieces

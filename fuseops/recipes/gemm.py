@@ -22,7 +22,7 @@ from fuseops import kernels as K
 from .numbers import watching
 from .operands import Operand
 from .quantized import Factors, Quantized, factors, features, layout_of
-from .scaling import SQUARE
+from .scaling import SQUARE, VECTOR, Scaling
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,8 +73,9 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        kind = _kernel(a, weight)
-        if kind is not None and codes is not None and turned is not None:
+        kind = _kernel(a.scaling, weight.scaling.of(layout))
+        vectors = weight.scaling.of(layout).block == VECTOR  # which kernels read of rows alone
+        if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
     if offs is None:
         return _dense(a, "row", _stands_for(weight, layout), a.dtype)
@@ -90,7 +91,9 @@ def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tenso
     """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
     found = a if isinstance(a, Tensor) else getattr(a, layout).data
     y = found.new_empty(len(found), len(right[0]), dtype=dtype)
-    whole = isinstance(a, Quantized) and a.scaling.family.codes  # whose scales lie in another order
+    whole = (
+        isinstance(a, Quantized) and a.scaling.of(layout).family.codes
+    )  # whose scales lie in another order
     cut = [slice(0, len(y))] if whole else K.pieces(max(found, y, key=Tensor.numel))
     for piece in cut:
         part = a[piece] if isinstance(a, Tensor) else a if whole else _rows_of(a, layout, piece)
@@ -115,16 +118,16 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
         return None
-    kind = _kernel(dy, x)
-    if dy.col is None or x.col is None or kind is None:
+    kind = _kernel(dy.scaling.of("col"), x.scaling.of("col"))
+    if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind
 
 
-def _kernel(a: Quantized, b: Quantized) -> str | None:
-    """How the kernels call the scales of two operands; None where none multiplies their codes."""
-    return a.scaling.kernel if a.scaling.kernel == b.scaling.kernel else None
+def _kernel(a: Scaling, b: Scaling) -> str | None:
+    """How the kernels call the scales of two formats; None where none multiplies their codes."""
+    return a.kernel if a.kernel == b.kernel else None
 
 
 def wgrad(
@@ -202,7 +205,7 @@ def _same_columns(dy: Operand, x: Operand) -> bool:
     """Whether both have columns that went through a Hadamard transform, which cancels, or neither."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col):
         return False
-    return dy.scaling.hadamard == x.scaling.hadamard
+    return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard
 
 
 def _stands_for(t: Operand, layout: str) -> Factors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from .carrier import carrier_of
 from .numbers import watching
 from .quantized import Layout, Quantized, layout_of, tokens_of
 from .scales import See, quantize_given
-from .scaling import E4M3, SQUARE, Scaling
+from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
@@ -57,7 +58,7 @@ def quantize(
 
 def columns_follow(scaling: Scaling) -> bool:
     """Whether columns are made of the codes of rows: shifted to one exponent a square, or with the rows' one scale."""
-    return scaling.block is None or scaling.columns == SQUARE
+    return scaling.colwise is None and (scaling.block is None or scaling.columns == SQUARE)
 
 
 # --- of rows
@@ -80,7 +81,7 @@ def operand(
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
-    if scaling.stochastic and seed is None and isinstance(x, Tensor):
+    if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
     if (seen := watching()) is not None:
@@ -104,13 +105,23 @@ def _operand(
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
     x = x.reshape(-1, x.shape[-1])
-    if index is not None and scaling.columns == SQUARE:  # tokens once, however many rows they are
+    if (
+        index is not None and columns_follow(scaling) and scaling.block is not None
+    ):  # tokens once, however many rows they are
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    if not scaling.family.codes:
+    if scaling.colwise is not None:
+        mine = _operand(x, replace(scaling, colwise=None), offs, True, False, None, seed, see)
+        other = _operand(x, scaling.colwise, offs, False, True, None, seed, see)
+        odd = mine.odd if row else other.odd
+        found = mine.row if row else None, other.col if col else None
+        return Quantized(*found, scaling, offs, x.dtype, odd=odd)
+    if scaling.block is not None and not (scaling.family.codes and scaling.plain):
         return _by_format(x, scaling, offs, row, col, seed)
+    if see is None and not scaling.plain:
+        see = partial(_up, scaling)
     if see is not None:
         data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
         rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
@@ -156,9 +167,12 @@ def _by_format(
 ) -> Quantized:
     """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
     rows, columns = None, None
-    if row:
+    shifted = col and columns_follow(scaling)
+    if row or shifted:
         rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
-    if col:
+    if shifted:
+        columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+    elif col:
         turned, turn = K.turned_in_groups(x, offs), scaling.hadamard
         if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
             turned, turn = K.turned(turned), False
@@ -167,7 +181,13 @@ def _by_format(
         whole = _by_group(turned, scaling, ends, 0, turn)
         columns = _coded(turned, scaling, whole, other, turn)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
-    return Quantized(rows, columns, scaling, offs, x.dtype, odd=odd)
+    return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
+
+
+def _up(scaling: Scaling, amax: Tensor) -> Tensor:
+    """What brings a tensor, or groups, of this amax into the range of its format."""
+    amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
+    return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
 
 
 Whole = tuple[
@@ -197,8 +217,13 @@ def _coded(
 ) -> Layout:
     """Matrices in blocks along their last axis."""
     spread, amax = (None, None) if whole is None else whole
-    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed, turn)
-    found: Layout = layout_of(*parts, None if amax is None else 1 / K.whole_inverse(amax))
+    form = K.Format(
+        scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
+    )
+    codes, scale = K.quantize_format(x, form, spread, seed, turn)
+    if scaling.family.codes and not scaling.square:  # as kernels read them
+        scale = scale.mT.contiguous()
+    found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
     return found
 
 
@@ -215,7 +240,7 @@ def _from_codes(
     if index is None and (col or _one_a_group(x)):
         x = _of_this_split(x, offs)
     as_given = index is None and (not col or columns_fit(x, scaling, offs))
-    if as_given and scaling.block is not None:
+    if as_given and (scaling.block is not None or scaling.colwise is not None):
         return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
@@ -323,7 +348,7 @@ def check_codes(
     given = (
         f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
     )
-    if replace(x.scaling, columns=scaling.columns) != scaling:
+    if x.scaling.but_columns != scaling.but_columns:
         raise FuseOpsError(f"{given}: quantize it in that format.")
     if _one_a_group(x) and by_index and x.offs is not None:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
@@ -350,7 +375,9 @@ def weight_operand(
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    rows, columns = _of_matrices(matrices, scaling, row, col, see)
+    rows, columns = _of_matrices(matrices, scaling, row, col and scaling.colwise is None, see)
+    if col and scaling.colwise is not None:
+        _, columns = _of_matrices(matrices, scaling.colwise, False, True, see)
     if weight.dim() == 2:
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     odd = odd_layouts(weight, scaling)
@@ -363,7 +390,8 @@ def weight_operand(
 def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     """`Quantized.odd` of a weight (..., N, K)."""
     n, k = weight.shape[-2:]
-    return tuple([name for name, width in (("row", k), ("col", n)) if width % scaling.packs])
+    widths = (("row", k), ("col", n))
+    return tuple([name for name, width in widths if width % scaling.of(name).packs])
 
 
 def _amax_of_matrices(matrices: Tensor) -> Tensor:
@@ -378,7 +406,9 @@ def _of_matrices(
     matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None
 ) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
-    if not scaling.family.codes:
+    scaling = replace(scaling, colwise=None)
+    by_kernels = scaling.family.codes and scaling.plain and scaling.block != VECTOR
+    if scaling.block is not None and not by_kernels:
         whole = None
         if scaling.scale is E4M3:
             amax = _amax_of_matrices(matrices)
@@ -386,6 +416,8 @@ def _of_matrices(
         both = (matrices, row), (matrices.mT, col)
         rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
         return rows, columns
+    if see is None and not scaling.plain:
+        see = partial(_up, scaling)
     if see is not None:
         up = see(_amax_of_matrices(matrices))
         scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))

@@ -24,6 +24,7 @@ from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
 from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
+from .formats import Format as Format
 from .formats import amax_of_groups as amax_of_groups
 from .formats import amax_of_tokens as amax_of_tokens
 from .formats import codes_values as codes_values
@@ -81,6 +82,7 @@ from .quantize import SMALLEST as SMALLEST
 from .quantize import column_offs as column_offs
 from .quantize import expert_quantize as expert_quantize
 from .quantize import grouped_quantize as grouped_quantize
+from .quantize import inverse_scale as inverse_scale
 from .quantize import magnitude as magnitude
 from .quantize import quantize_blocks as quantize_blocks
 from .quantize import quantize_columns as quantize_columns

@@ -12,6 +12,7 @@ An amax is that of `quantize.magnitude`: NaN does not count, infinity counts as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 from .dropout import BITS, draws
 from .grouped import group_of_row
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, magnitude, saturate
+from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -59,8 +60,36 @@ def e4m3_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[T
     return scale, torch.where(scale.float() == 0, 0.0, inverse.clamp(max=FLT_MAX))
 
 
+def float32_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale, its inverse), any float32 number."""
+    inverse = inverse_scale(amax, data, False)
+    return 1 / inverse, inverse
+
+
+def float32_power(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale, its inverse), powers of two in float32."""
+    inverse = inverse_scale(amax, data, True)
+    return 1 / inverse, inverse
+
+
 Scale = Callable[[Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor]]
-SCALES: Mapping[torch.dtype, Scale] = {E8M0: e8m0_scale, E4M3: e4m3_scale}
+SCALES: Mapping[tuple[torch.dtype, bool], Scale] = {
+    (E8M0, True): e8m0_scale,
+    (E4M3, False): e4m3_scale,
+    (torch.float32, False): float32_scale,
+    (torch.float32, True): float32_power,
+}
+"""By dtype, and whether scales are powers of two."""
+
+
+class Format(NamedTuple):
+    """How matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
+
+    data: torch.dtype
+    scale: torch.dtype
+    block: Block
+    powers: bool
+    epsilon: float = 0.0
 
 
 def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
@@ -107,9 +136,7 @@ def pieces(x: Tensor, step: int = 1) -> list[slice]:
 
 def quantize_format(
     x: Tensor,
-    data: torch.dtype,
-    scale: torch.dtype,
-    block: Block,
+    form: Format,
     whole: Tensor | None = None,
     seed: Tensor | None = None,
     turn: bool = False,
@@ -119,7 +146,7 @@ def quantize_format(
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
     seed: (1,) int64, of random rounding.  turn: by the random Hadamard transform first.
     """
-    rows, found = block[0], []
+    rows, found = form.block[0], []
     for number, piece in enumerate(pieces(x, rows)):
         part = turned(x[..., piece, :]) if turn else x[..., piece, :]
         if whole is not None and whole.shape[-2] > 1:
@@ -127,7 +154,7 @@ def quantize_format(
         else:
             own = whole
         random = None if seed is None else seed + 2 * number
-        found.append(_quantize_piece(part, data, scale, block, own, random))
+        found.append(_quantize_piece(part, form, own, random))
     if len(found) == 1:
         return found[0]
     codes, scales = (torch.cat(parts, -2) for parts in zip(*found, strict=True))
@@ -135,14 +162,9 @@ def quantize_format(
 
 
 def _quantize_piece(
-    x: Tensor,
-    data: torch.dtype,
-    scale: torch.dtype,
-    block: Block,
-    whole: Tensor | None,
-    seed: Tensor | None,
+    x: Tensor, form: Format, whole: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    rows, width = block
+    data, (rows, width) = form.data, form.block
     r, k = x.shape[-2:]
     padded = x.float()
     if k % width or r % rows:
@@ -150,11 +172,13 @@ def _quantize_piece(
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
     if whole is not None:
         whole = whole.unsqueeze(-1).unsqueeze(-3)
-    scales, inverse = SCALES[scale](magnitude(tiles).amax((-3, -1), keepdim=True), data, whole)
+    amax = magnitude(tiles).amax((-3, -1), keepdim=True)
+    amax = amax.clamp(min=form.epsilon) if form.epsilon else amax
+    scales, inverse = SCALES[form.scale, form.powers](amax, data, whole)
     scaled = (tiles * inverse).flatten(-4, -3).flatten(-2)[..., :r, :k]
     if data is E2M1:
         scales = torch.where(tiles.isnan().any(-1, True).any(-3, True), torch.nan, scales.float())
-        scales = scales.to(scale)
+        scales = scales.to(form.scale)
         del tiles, padded
         random = None if seed is None else draws(seed, scaled.numel()).view(scaled.shape)
         codes = packed(e2m1_codes(scaled, random))
