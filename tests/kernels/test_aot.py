@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import fresh
 import pytest
 
 from fuseops.kernels import aot
@@ -14,15 +13,13 @@ FAST = {**os.environ, "TRITON_INTERPRET": "0"}
 
 
 def run(*args):
-    command = [sys.executable, "-m", "fuseops", "kernels", *args]
-    return subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=500)
+    return fresh.run("-m", "fuseops", "kernels", *args, env=FAST)
 
 
 def compile_and_look(script, *arguments):
     """Kernels are compiled in a process of their own: this one may interpret them."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=FAST, capture_output=True, text=True, timeout=300)
+    done = fresh.run("-c", script, *arguments, env=FAST)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
