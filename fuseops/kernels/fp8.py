@@ -254,7 +254,8 @@ def fp8_wgrad_into(
 def _into(g: ScaledGradient) -> None:
     """Write or add the gradient to dw."""
     g = checked_wgrad(g._replace(tiles=_tiles(g.offs, g.tiles, g.dy.shape[-1])))
-    if wgrad_path(g.dy, g.x, g.dw.dtype, g.scaling, g.offs is not None) == COOPERATIVE:
+    path = wgrad_path(g.dy, g.x, g.dw.dtype)
+    if path == COOPERATIVE and g.dw.data_ptr() % 16 == 0:
         launch_wgrad(g)
     else:
         _gradient(g)
