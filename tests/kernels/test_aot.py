@@ -116,25 +116,6 @@ def test_a_conversion_that_does_not_saturate_may_not_ship():
     assert "without saturation" in aot.problem_of(row, result)
 
 
-RAGGED = """
-import torch
-from fuseops.kernels import aot, quantize
-from fuseops.kernels.launch import recording
-x, fp8 = torch.empty(6, 16, device="meta"), torch.float8_e4m3fn
-with recording(90) as recorder:
-    quantize.quantize_tensor.launcher(x, fp8, "both")
-    quantize.quantize_blocks.launcher(x, fp8, 128, "both")
-for launch in recorder.launches:
-    wrong = aot.misread(aot.compiled(launch, 90).asm["ptx"])
-    assert not wrong, (launch.kernel.__name__, wrong)
-"""
-
-
-def test_both_fp8_layouts_of_ragged_float32_compile_right():
-    """None of the table's rows, but where a conversion was both packed and stored in bytes."""
-    compile_and_look(RAGGED)
-
-
 CONVERSIONS = """
 cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r1;
 cvt.rn.satfinite.e5m2x2.f32 %rs2, %r4, %r3;
