@@ -3,6 +3,7 @@
     reference  that in which the reference system reports its offload: data parallel 4, experts over 4 ranks, a pipeline
                of 2 with 2 virtual stages
     fsdp       FSDP2 over all ranks, each with all experts
+    experts    experts over all ranks, FSDP2 of the rest: tokens travel, copies and compute share a step
 
     python benchmarks/distributed.py --layout reference --out FILE                        (eight CUDA devices)
     python benchmarks/distributed.py --layout reference --backend gloo --ranks 8 --small  (eight CPU processes)
@@ -52,9 +53,10 @@ SMALL = {
     "dim": 16, "heads": 2, "layers": 4, "ffn": 8, "experts": 8, "top-k": 2, "context": 16,
     "batch": 8, "micro-batches": 4, "dense-every": 2,
 }  # fmt: skip
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, int]] = {
     "reference": {"pp": 2, "chunks": 2},
     "fsdp": {"ep": 1, "batch": 4, "micro-batches": 1},
+    "experts": {"batch": 4, "micro-batches": 1, "capacity": 4},
 }
 MODULES = {  # what may leave, by module
     "attention": "blocks.*.attention.**",
@@ -260,7 +262,8 @@ def on_every_rank(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group(options.backend, device_id=device if cuda else None)
-    alone = options.layout == "fsdp" or dist.get_world_size() == 2  # nobody to send tokens to
+    pair = options.layout == "reference" and dist.get_world_size() == 2
+    alone = options.layout == "fsdp" or pair  # nobody to send tokens to
     ways: list[str | None] = [None] if alone or not cuda else ["peer_memory", "host_counts"]
     found: dict[str, Any] = {}
     for way in ways:
@@ -305,7 +308,8 @@ def weak_scaling(ranks: int, small: bool) -> Iterator[tuple[str, dict[str, float
     if not small:
         sizes |= {"batch": 4, "layers": 8}
     for n in (n for n in (1, 2, 4, 8) if n <= ranks):
-        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6))
+        # room for all tokens, wherever they go
+        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6, capacity=n))
         rates = [float(r.replace(",", "")) for r in re.findall(r"([\d,]+) tokens/s", said)]
         yield str(n), {"tokens_s_a_rank": statistics.median(rates[2:])}
 

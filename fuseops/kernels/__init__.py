@@ -70,11 +70,8 @@ from .peers import token_slots as token_slots
 from .permute import combine_fwd as combine_fwd
 from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
-from .quantize import quantize_blocks as quantize_blocks
-from .quantize import quantize_columns as quantize_columns
 from .quantize import quantize_group_blocks as quantize_group_blocks
-from .quantize import quantize_rows as quantize_rows
-from .quantize import quantize_tensor as quantize_tensor
+from .quantize import quantize_vectors as quantize_vectors
 from .reference import GATES as GATES
 from .reference import Format as Format
 from .reference import accumulator as accumulator

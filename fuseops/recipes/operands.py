@@ -141,13 +141,13 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     rows: Layout | None = None
     columns: Layout | None = None
     if row:
-        data, _, scale, _ = K.quantize_blocks(x, scaling.data, 1, "row", True)
+        data, scale = K.quantize_vectors(x, scaling.data)
         rows = Layout(data, scale)
     if col:  # from high precision, never from rows
         ends = offs
         if ends is None:
             ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data, True))
+        columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data))
     return rows, columns
 
 

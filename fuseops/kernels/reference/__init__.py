@@ -84,12 +84,10 @@ from .quantize import expert_quantize as expert_quantize
 from .quantize import grouped_quantize as grouped_quantize
 from .quantize import inverse_scale as inverse_scale
 from .quantize import magnitude as magnitude
-from .quantize import quantize_blocks as quantize_blocks
-from .quantize import quantize_columns as quantize_columns
 from .quantize import quantize_group_blocks as quantize_group_blocks
-from .quantize import quantize_rows as quantize_rows
-from .quantize import quantize_tensor as quantize_tensor
+from .quantize import quantize_vectors as quantize_vectors
 from .quantize import saturate as saturate
+from .quantize import tensor_quantize as tensor_quantize
 from .rope import apply_rope as apply_rope
 from .rope import apply_rope_pair as apply_rope_pair
 from .router import router_bwd as router_bwd

@@ -112,6 +112,7 @@ class Hardware:
     arch         compute capability as one number, 90 on Hopper; 0: kernels as on the device at hand
     attention_rate TFLOP/s of causal scaled_dot_product_attention, forward and backward together, what
                  it masks not counted, after as many; 0: as matrix products
+    network      GB/s that a rank sends to others while all of them do; 0: unknown, and then it takes no time
     attention    backend of scaled_dot_product_attention, a key of ATTENTION_SAVES
     source       where the figures come from
     """
@@ -127,6 +128,7 @@ class Hardware:
     device_bytes: int = 0
     arch: int = 0
     attention_rate: float = 0.0
+    network: float = 0.0
     attention: str = "flash"
     source: str = "given"
 
@@ -173,6 +175,10 @@ class Hardware:
         arithmetic = flops / (rate * 1e12) if rate else 0.0
         memory = (self.transposing if transposing else 0.0) or self.memory
         return self.launch + math.hypot(arithmetic, nbytes / (memory * 1e9))
+
+    def network_seconds(self, nbytes: float) -> float:
+        """Seconds in which a rank sends so many bytes to others."""
+        return nbytes / (self.network * 1e9) if self.network else 0.0
 
     # --- files
 
@@ -234,9 +240,9 @@ class Hardware:
         arch = 10 * here.major + here.minor
         attention_rate, node = measure.attention_rate()
         meet = partial(dist.barrier, group) if group is not None else lambda: None
+        d2h, h2d, both = (Curve(points) for points in measure.copy_rates(meet).values())
         mine = cls(
-            here.name,
-            **{name: Curve(points) for name, points in measure.copy_rates(meet).items()},
+            *(here.name, d2h, h2d, both),
             memory=measure.memory_rate(),
             matmul={dtype_name(d): measure.matmul_rate(d) for d in measure.matmul_dtypes(arch)},
             device_bytes=here.total_memory,
@@ -249,6 +255,7 @@ class Hardware:
         )
         if group is None:
             return mine
+        mine = replace(mine, network=measure.network_rate(group))
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, mine, group)
         return cls.slowest(found)
@@ -263,7 +270,7 @@ class Hardware:
         rates: dict[str, Any] = {
             name: Curve.lowest([getattr(h, name) for h in found]) for name in ("d2h", "h2d", "both")
         }
-        for name in ("memory", "transposing", "attention_rate", "device_bytes"):
+        for name in ("memory", "transposing", "attention_rate", "network", "device_bytes"):
             rates[name] = min(getattr(h, name) for h in found)
         dtypes = [d for d in first.matmul if all(d in h.matmul for h in found)]
         rates["matmul"] = {d: min(h.matmul[d] for h in found) for d in dtypes}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from fuseops import torch_private
 
@@ -43,6 +45,16 @@ def copy_rates(
             seconds = _seconds(works, repeat, meet)
             points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
     return {name: tuple(curve) for name, curve in points.items()}
+
+
+def network_rate(group: dist.ProcessGroup) -> float:
+    """GB/s that this rank sends to the others while every rank sends all of them as much.  0: it is alone"""
+    ranks = dist.get_world_size(group)
+    sent = torch.empty(256 * MIB // ranks * ranks, dtype=torch.uint8, device="cuda")
+    got = torch.empty_like(sent)
+    works = ((torch.cuda.current_stream(), lambda: dist.all_to_all_single(got, sent, group=group)),)
+    seconds = _seconds(works, 4, partial(dist.barrier, group))
+    return _digits(sent.numel() * (ranks - 1) / ranks / seconds / 1e9)
 
 
 def memory_rate() -> float:
