@@ -158,7 +158,9 @@ def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
 def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) -> None:
     if mesh["ep"].size() > 1 and any(isinstance(m, fo.MoE) for m in model.modules()):
         tokens = c.batch * c.context // c.micro_batches
-        parallelize_module(model, mesh["ep"], fd.ExpertParallel(way=c.way, tokens=tokens))
+        parallelize_module(
+            model, mesh["ep"], fd.ExpertParallel(way=c.way, tokens=tokens, capacity=c.capacity)
+        )
 
 
 def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
@@ -323,6 +325,7 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--way", help="how tokens travel to their experts")
+    parser.add_argument("--capacity", type=float, default=1.5, help="times the mean of a rank")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
     parser.add_argument(
         "--memory", metavar="GiB", help="what a step may take; the rest is offloaded"

@@ -23,7 +23,7 @@ from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
-from .dispatch import ExpertCollect, ExpertDispatch
+from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
 from .dispatch.choose import choose
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ class ExpertParallel(ParallelStyle):
             )
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
+        shared = "shared" in children
+        if shared:
+            children = _ahead_of_shared(children, ExpertArrive(exchange))
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):
@@ -93,7 +96,7 @@ class ExpertParallel(ParallelStyle):
             elif isinstance(child, ops.Router):
                 child.over = mesh
             elif name == "dispatch":
-                child = ExpertDispatch(exchange, dispatch.capacity_factor)
+                child = ExpertDispatch(exchange, dispatch.capacity_factor, ahead=shared)
             layer.add_module(name, child)
             if name == combine[0]:
                 layer.add_module("collect", ExpertCollect(exchange))
@@ -126,6 +129,18 @@ class ExpertParallel(ParallelStyle):
             if p is not None:
                 experts._parameters[name] = sharded(p, mesh)
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+
+
+def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:
+    """The children with `shared` behind `dispatch`, so that it is computed while tokens travel."""
+    shared, _ = children.pop("shared"), children.pop("swap")
+    found = {}
+    for name, child in children.items():
+        found[name] = child
+        if name == "dispatch":
+            found["away"] = ops.Swap("tokens", "arrived")
+            found |= {"shared": shared, "swap": ops.Swap("arrived", "shared"), "arrive": arrive}
+    return found
 
 
 def sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

@@ -13,7 +13,8 @@ counting.
 Nothing here waits: between the first and the second of a pair, and of the other pair, all ranks pass a barrier.
 flag (1,) int32 is set where a rank had no room for its tokens or rows; sums are NaN from then on.
 Shapes: slots (T, W) int32, experts (T, K) int, weights (T, K) float32.
-place: [rank, room, E, K, bytes of a half, and where in it the ids, weights and counts begin].
+place: [rank, room, E, K, bytes of a half, where in it the ids, weights and counts begin, and how many multiprocessors a
+launch takes, 0 for all].
 Hardware: sm_80 and later, peers over NVLink or PCIe.
 """
 
@@ -47,6 +48,14 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 PEERS = Space("peers", _candidates)
 
 
+def _config(rows: int, x: Tensor, programs: int) -> Config:
+    """Of a launch that takes `programs` multiprocessors: as many threads as one has, so that it is alone there."""
+    if not programs:
+        return PEERS.pick(rows, (x.shape[1],), x)
+    n = pow2(x.shape[1], most=2048)
+    return {"BLOCK_R": 16384 // n, "BLOCK_N": n, "num_warps": 32}
+
+
 def layout(world: int, room: int, k: int, row: int, weight: int) -> tuple[int, int, int, int]:
     """Where ids, weights and counts begin in a half, and its bytes.   row, weight: bytes of a row, and of a weight"""
     ids_at = _aligned(world * room * row)
@@ -78,7 +87,7 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
         x = torch.empty(tokens, 2048, dtype=dtype, **meta)
         there = torch.empty(WORLD * room, 2048, dtype=dtype, **meta)
         *at, half = layout(WORLD, room, k, 2048 * dtype.itemsize, 4)
-        place = [1, room, experts, k, half, *at]
+        place = [1, room, experts, k, half, *at, 0]
         if what == "send":
             yield x, slots, table, uses, flag, place, counts, chosen, weights
             yield x, slots, table, uses, flag, place
@@ -151,14 +160,14 @@ def send_tokens(
     counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every token into the buffers of the ranks that it goes to; with experts, their ids and weights beside it."""
-    rank, room, num_experts, k, half, ids_at, weights_at, counts_at = place
+    rank, room, num_experts, k, half, ids_at, weights_at, counts_at, programs = place
     x2, (tokens, n), heads = as_rows(x), x.shape, experts is not None
-    config = PEERS.pick(tokens, (n,), x)
-    blocks = max(cdiv(tokens, config["BLOCK_R"]), 1)
+    config = _config(tokens, x, programs)
+    tiles = max(cdiv(tokens, config["BLOCK_R"]), 1) * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").send_tokens_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
+        device("peers").send_tokens_kernel, (min(tiles, programs or tiles),),
         x2, slots, table, uses, flag, *_given(slots, counts, experts, weights),
-        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at,
+        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at, tiles,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
     )  # fmt: skip
 
@@ -189,15 +198,16 @@ def take_tokens(
 
     like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
-    rank, room, _, k, half, ids_at, weights_at, counts_at = place
+    rank, room, _, k, half, ids_at, weights_at, counts_at, programs = place
     y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
     n = like.shape[1]
-    config = PEERS.pick(len(y), (n,), like)
+    config = _config(len(y), like, programs)
     blocks = cdiv(room, config["BLOCK_R"])
+    tiles = len(table) * blocks * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
+        device("peers").take_tokens_kernel, (min(tiles, programs or tiles),),
         y, table, uses, ids, got, counts if arrivals is None else arrivals,
-        n, rank, room, half, ids_at, weights_at, counts_at, blocks,
+        n, rank, room, half, ids_at, weights_at, counts_at, blocks, tiles,
         K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
     )  # fmt: skip
     return y, ids, got, counts
@@ -209,14 +219,15 @@ def return_sums(
     dweights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every sum into the buffer of the rank that it is for; beside it the gradients of its weights."""
-    rank, room, _, k, half, _, weights_at, _ = place
+    rank, room, _, k, half, _, weights_at, _, programs = place
     x2, n = as_rows(x), x.shape[1]
-    config = PEERS.pick(len(x), (n,), x)
+    config = _config(len(x), x, programs)
     blocks = cdiv(room, config["BLOCK_R"])
+    tiles = len(table) * blocks * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").return_sums_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
+        device("peers").return_sums_kernel, (min(tiles, programs or tiles),),
         x2, table, uses, flag, arrivals, *_given(arrivals, dweights),
-        n, x2.stride(0), rank, room, half, weights_at, blocks,
+        n, x2.stride(0), rank, room, half, weights_at, blocks, tiles,
         K=k, BLOCK_K=pow2(k), HEADS=dweights is not None, **config,
     )  # fmt: skip
 
@@ -236,14 +247,15 @@ def add_sums(
     experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sums (T, N), what came back beside them of every copy (T, K), with experts).   weights: a tensor of its dtype"""
-    rank, room, num_experts, k, half, _, weights_at, _ = place
+    rank, room, num_experts, k, half, _, weights_at, _, programs = place
     y, copies = _added(like, slots, table, uses, flag, place, experts, weights)
     tokens, n = y.shape
-    config = PEERS.pick(tokens, (n,), like)
+    config = _config(tokens, like, programs)
+    tiles = cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
+        device("peers").add_sums_kernel, (min(tiles, programs or tiles),),
         y, slots, table, uses, flag, *_given(slots, experts), copies,
-        tokens, n, num_experts, rank, room, half, weights_at,
+        tokens, n, num_experts, rank, room, half, weights_at, tiles,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=experts is not None, **config,
     )  # fmt: skip
     return y, copies

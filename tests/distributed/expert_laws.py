@@ -60,6 +60,7 @@ class SharedFiles:
 
 
 symmetric._made = SharedFiles.fabric
+symmetric.PeerMemory.beside = True
 
 
 @cache
@@ -434,7 +435,12 @@ def an_overflow_is_said() -> None:
     parallelize_module(moe, mesh(), parallel(capacity=0.3))
     y = moe(x)
     assert y.isnan().any()
-    raises("capacity", check_overflow)
+    raises("on rank 0, 1 more tokens", check_overflow)
+    check_overflow()
+    moe(x)
+    flag = overflow._flags[mesh().get_group()]
+    flag.fill_(dist.get_rank() == 1)  # as where the experts of the second alone have no room
+    raises("on rank 1 more tokens", check_overflow)
     check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
 

@@ -9,7 +9,7 @@ T: tokens here.  C: tokens that arrive here, in the order of ranks and of their 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class Exchange(abc.ABC):
     """
 
     name: str
+    beside = False  # whether it can run aside
     not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
@@ -80,6 +81,11 @@ class Exchange(abc.ABC):
         _numbered.append(self)
 
     @property
+    def overlap(self) -> str:
+        """For `explain()`: what runs beside what, and at which price."""
+        return ""
+
+    @property
     def group(self) -> Any:
         return self.mesh.get_group()
 
@@ -97,11 +103,15 @@ class Exchange(abc.ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """dx (C, D), dweights (C, K) or None -> those of (T, D) and (T, K)."""
 
-    def start_dispatch_bwd(
-        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
-        """Begin `dispatch_bwd` beside what runs next.   -> what waits for its results; None: this way begins nothing"""
-        return None
+    def aside(self, *read: Any) -> AbstractContextManager[None]:
+        """What is called inside runs beside what comes next, until `arrive`. By default it runs where it stands.
+
+        read: tensors that it reads, which stay until then.
+        """
+        return nullcontext()
+
+    def arrive(self) -> None:  # noqa: B027
+        """Wait, on the device, for what was called aside."""
 
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:

@@ -1,11 +1,13 @@
-"""The two ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
+"""The ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
 
 ExpertDispatch   x (T, D) -> (C, D), the tokens that arrive; publishes offs, probs, index, pos over them
+ExpertArrive     where the tokens are read that were sent ahead, beside what stands between the two
 ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,13 +20,14 @@ from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.permute import ON_DX
+from fuseops.ops.structure import Alias, NothingSaved
 from fuseops.recipes import Operand, Quantized, quantize
 
 from . import compiled
 from .codes import packed, travelling, travels, unpacked
 from .exchange import Arrived, Exchange, within_capacity
 
-BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what waits for what they give at home
+BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what they give at home
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -64,15 +67,18 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     live_call = True
     apart_when_compiled = True
 
-    def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, capacity_factor: float | None = None, ahead: bool = False
+    ) -> None:
+        """ahead: whether an `ExpertArrive` comes behind it, until which tokens travel beside what stands between."""
         super().__init__()
         self.exchange, self.capacity_factor = exchange, capacity_factor
-        self.num_experts = exchange.local
+        self.num_experts, self.ahead = exchange.local, ahead
 
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        return f"experts over {e.world} ranks, {e.local} here; {e.name}"
+        return f"experts over {e.world} ranks, {e.local} here; {e.name}{e.overlap}"
 
     def extra_repr(self) -> str:
         e = self.exchange
@@ -106,7 +112,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
-        y, side = self._dispatched(x, experts, weights)
+        with self.exchange.aside(x, experts, weights) if self.ahead else nullcontext():
+            y, side = self._dispatched(x, experts, weights)
         saved = ExpertDispatchSaved(
             experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
         )
@@ -118,13 +125,13 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         self, saved: ExpertDispatchSaved, scratch: dict[str, Any], dx: Tensor, dprobs: Any
     ) -> None:
         """Send dx home while gradients of weights are made."""
-        if torch_private.is_fake(dx) or dx.is_meta:
+        if not self.exchange.beside or torch_private.is_fake(dx) or dx.is_meta:
             return
         experts, slots, arrivals, pos, offs = saved
         copies = None if dprobs is None else _by_copy(dprobs, pos, offs)
-        wait = self.exchange.start_dispatch_bwd(dx, copies, experts, slots, arrivals)  # type: ignore[arg-type]
-        if wait is not None:
-            scratch[BEGUN] = dx, dprobs, wait
+        args: tuple[Any, ...] = dx, copies, experts, slots, arrivals
+        with self.exchange.aside(*args):
+            scratch[BEGUN] = dx, dprobs, self.exchange.dispatch_bwd(*args)
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
         number, factor = self.exchange.number, self.capacity_factor or 0.0
@@ -158,9 +165,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         experts, slots, arrivals, pos, offs = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
-        results = (None, None) if begun is None else begun[2]()
+        self.exchange.arrive()
         if begun is not None and begun[0] is dy and begun[1] is dprobs:
-            dx, dweights = results
+            dx, dweights = begun[2]
         else:  # not begun, or of other gradients: every rank runs the same backward
             dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
         return Grads(dx if "x" in call.needs else None, side={"weights": dweights})
@@ -184,6 +191,24 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
 def _by_copy(dprobs: Tensor, pos: Any, offs: Any) -> Tensor:
     """Of rows (R,) to copies of tokens (C, K): rows of one number to tokens of one copy."""
     return K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs).view_as(pos)
+
+
+class ExpertArrive(Alias):
+    """y = x, the tokens that an `ExpertDispatch` further up has sent ahead, once they are there."""
+
+    takes_quantized = True
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def fwd(self, x: Operand) -> Out:
+        if not torch.compiler.is_compiling():
+            self.exchange.arrive()
+        return Out(x, NothingSaved())
+
+    def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
+        return Grads(dy)
 
 
 class ExpertCollect(Op[ExpertCollectSaved]):
