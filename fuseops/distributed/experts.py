@@ -24,7 +24,7 @@ from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
 from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
-from .dispatch.choose import choose
+from .dispatch.choose import Way, choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,8 +38,9 @@ class ExpertParallel(ParallelStyle):
     comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
     with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
 
-    way: how tokens travel: "host_counts", "fixed_capacity", "peer_memory" (docs/moe.md), or None for the fastest of the
-        first and the last that all ranks can take, which they vote on.
+    way: how tokens travel: "host_counts", "fixed_capacity", "peer_memory" (docs/moe.md), None for the fastest of the
+        first and the last that all ranks can take, which they vote on, or one of your own, called with the mesh, the
+        experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
     capacity, tokens: with the last two, how many times the mean there is room for, and the most tokens of a rank, by
         default those of the first forward.
     average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
@@ -50,7 +51,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        way: str | None = None,
+        way: Way | None = None,
         average: bool = True,
         capacity: float = 1.5,
         tokens: int = 0,

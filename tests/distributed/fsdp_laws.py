@@ -142,6 +142,12 @@ def law_pretraining_resumes_bit_for_bit() -> None:
         other = losses("--ep", "4", "--steps", "4", *out)
         assert len(other) == 1 and abs(other[0] - whole[3]) < 1e-5
     with SharedFolder() as folder:
+        out = ["--out", str(folder), "--stock"]
+        whole = losses("--stock", "--steps", "3")
+        assert losses("--steps", "2", *out) == whole[:2]
+        dist.barrier()
+        assert losses("--steps", "3", *out) == whole[2:]
+    with SharedFolder() as folder:
         out = ["--out", str(folder), "--pp", "2", "--layers", "4", "--dense-every", "2"]
         out += ["--batch", "4", "--micro-batches", "4"]
         whole = losses("--chunks", "2", "--steps", "5", "--every", "2", *out)
