@@ -25,9 +25,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
+from fuseops import offload
 from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
 from fuseops.distributed.dispatch import lost, overflow, symmetric
 from fuseops.integrations import hf
+from fuseops.observe.memory import outside_bytes
 
 D, F, E, TOP = 6, 5, 8, 3
 
@@ -519,3 +521,25 @@ def law_wrong_use_says_so() -> None:
     parallelize_module(both, mesh(), tp_plan(both))
     raises("over a mesh already", lambda: ExpertParallel()._apply(both, mesh()))
     raises("main_grad", lambda: layer(accumulate_into_main_grad=True, ep=mesh()))
+
+
+def law_buffers_outside_of_the_allocator_count_in_peaks() -> None:
+    """Before and after they are there; once for all layers; in plans of fusion and of offload."""
+    moe, other = fo.MoE(D, F, E, TOP), fo.MoE(D, F, E, TOP)
+    x = torch.randn(40, D).requires_grad_()
+    peaks, residents = [], []
+    for way in ("fixed_capacity", "peer_memory"):
+        both = nn.Sequential(copy.deepcopy(moe), copy.deepcopy(other))
+        style = ExpertParallel(way=way, capacity=2.0, tokens=48)
+        parallelize_module(both, mesh(), style)
+        for _ in range(2):
+            first: Any = both[0]
+            peaks.append(first.plan(x).peak_bytes)
+            residents.append(offload.plan(both, x, layers="*").profile.peak)
+            both(x).sum().backward()
+    nbytes = outside_bytes(both)
+    room = symmetric.layout(dist.get_world_size(), 48, TOP, 4 * D, 4)[-1]
+    assert nbytes == 2 * room, (nbytes, room)
+    less = 4 * dist.get_world_size() * (48 - 1)  # its `arrivals` are counts, not slots
+    assert peaks[2:] == [peaks[0] + nbytes - less] * 2, (peaks, nbytes)
+    assert residents[2] - residents[0] == residents[3] - residents[1] == nbytes - 2 * less, residents

@@ -121,10 +121,15 @@ class Exchange(abc.ABC):
     def no_arrivals(self, x: Tensor) -> Tensor:
         """A tensor as `arrivals` is, without values."""
 
-    def expected(self, tokens: int) -> tuple[int, int]:
-        """C and `rows` where ranks with so many tokens send each other alike: for plans without the others."""
+    def expected(self, x: Tensor) -> tuple[int, int]:
+        """C and `rows` where ranks with as many tokens as x (T, D) send each other alike: for plans of one rank."""
+        tokens = len(x)
         share = 1 - (1 - 1 / self.world) ** self.top_k
         return round(tokens * self.world * share), tokens * self.top_k
+
+    def outside(self) -> dict[Any, int]:
+        """As of `Op`: buffers that it has, or will have for what it was asked to expect."""
+        return {}
 
     def bound(self, offs: Tensor, rows: int) -> None:  # noqa: B027
         """Keep the ends of the experts here, in place, within the rows that `dispatch` said there are."""

@@ -80,6 +80,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         e = self.exchange
         return f"experts over {e.world} ranks, {e.local} here; {e.name}{e.overlap}"
 
+    def outside(self) -> dict[Any, int]:
+        return self.exchange.outside()
+
     def extra_repr(self) -> str:
         e = self.exchange
         limit = (
@@ -143,14 +146,16 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     def _dispatched(
         self, x: Tensor, experts: Tensor, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if torch_private.is_fake(x) or x.is_meta:
+        planned = torch_private.is_fake(x) or x.is_meta
+        if planned:
             got = _as_many(self.exchange, x, experts, weights)
         else:
             if self.capacity_factor is not None:
                 experts = within_capacity(self.exchange, experts, self.capacity_factor)
             got = self.exchange.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
-        self.exchange.bound(offs, got.rows)
+        if not planned:
+            self.exchange.bound(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
         return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals}
 
@@ -245,7 +250,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
 def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
     """What arrives where ranks send each other alike, in shapes: for plans without the others."""
-    tokens, rows = exchange.expected(len(x))
+    tokens, rows = exchange.expected(x)
     return Arrived(
         x.new_empty(tokens, x.shape[1]),
         experts.new_empty(tokens, experts.shape[1], dtype=torch.int32),

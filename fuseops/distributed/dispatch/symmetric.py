@@ -98,6 +98,7 @@ class PeerMemory(Bounded):
     sms = 24  # multiprocessors that a launch takes while others run beside it, 0 for all
     programs = 0  # and those of the next launch
     fabric: Fabric | None = None
+    foreseen = 0  # bytes of the buffers, by a plan
 
     @property
     def overlap(self) -> str:
@@ -121,6 +122,20 @@ class PeerMemory(Bounded):
         x, ids, weights, arrivals = K.take_tokens(x, *args, place, None, weights)
         fabric.uses += 1
         return Arrived(x, ids, weights, self.rows, slots, arrivals)
+
+    def expected(self, x: Tensor) -> tuple[int, int]:
+        arriving, rows = super().expected(x)
+        self.foreseen = self._most(x, arriving // self.world)
+        return arriving, rows
+
+    def _most(self, x: Tensor, room: int) -> int:
+        """Bytes of the two halves for tokens like those of x."""
+        row, weight = x.shape[1] * x.element_size(), max(x.element_size(), 4)
+        return 2 * layout(self.world, room, self.top_k, row, weight)[-1]
+
+    def outside(self) -> dict[Any, int]:
+        there = 0 if self.fabric is None else self.fabric.nbytes
+        return {self.group.group_name: max(there, self.foreseen)}
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.world, dtype=torch.int32)
@@ -187,12 +202,11 @@ class PeerMemory(Bounded):
 
     def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
-        row = x.shape[1] * x.element_size()
         if self.fabric is None:
             self.agree(x)
-            largest = layout(self.world, self.room, self.top_k, row, max(x.element_size(), 4))[-1]
-            self.fabric = fabric_of(self.group, 2 * largest, x.device)
+            self.fabric = fabric_of(self.group, self._most(x, self.room), x.device)
         self._fabric().wait()
+        row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:
             self.fabric = fabric_of(self.group, 2 * most, x.device)
