@@ -13,8 +13,8 @@ seconds to warm up and as long in each round; a figure is that of the slowest ra
     titan                       rows once a copy, all_to_all_single with counts that the host reads, sorted by torch
                                 ops, `F.grouped_mm`
 
-`overlap` is the captured step of `peer_memory` alone and with two shared experts: all in line, and with communication
-beside shared experts and fc1's weight gradient, by launches that take so many multiprocessors ("all": as they come).
+`--overlap` measures the captured step of `peer_memory` alone and with two shared experts: all in line, and with
+communication beside shared experts and fc1's weight gradient.
 """
 
 from __future__ import annotations
@@ -268,13 +268,10 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
         record["kernels"] = {name: layers.kernels(step) for name, step in steps.items()}
         record["communication"] = communication(record["kernels"]["captured"])
     check_overflow()
-    del steps
-    record["overlap"] = overlap(p, mesh, options)
+    if options.overlap:
+        del steps
+        record["overlap"] = overlap(p, mesh, options)
     return record
-
-
-BESIDE = {"in_line": (False, 0), "all": (True, 0), "16": (True, 16), "32": (True, 32)}
-"""Whether communication runs beside other kernels, and on how many multiprocessors."""
 
 
 def overlap(p: Problem, mesh: DeviceMesh, options: argparse.Namespace) -> dict[str, Any]:
@@ -282,10 +279,9 @@ def overlap(p: Problem, mesh: DeviceMesh, options: argparse.Namespace) -> dict[s
     found = {}
     for shared in (0, 2):
         steps, kernels = {}, {}
-        for name, (beside, sms) in BESIDE.items():
+        for name in ("in_line", "beside"):
             moe = p.layer(mesh, "peer_memory", shared)
-            exchange: Any = moe["dispatch"].exchange
-            exchange.beside, exchange.sms = beside, sms
+            moe["dispatch"].exchange.beside = name == "beside"
             step = layers.training_step(partial(moe, p.x), p.dy, [p.x, *moe.parameters()])
             step()
             steps[name] = layers.captured(step)
@@ -294,7 +290,7 @@ def overlap(p: Problem, mesh: DeviceMesh, options: argparse.Namespace) -> dict[s
             kernels = {name: layers.kernels(step)[-1] for name, step in steps.items()}
         found[f"{shared} shared"] = {
             "us": measure.medians(us),
-            "faster": {n: measure.paired(us[n], us["in_line"]) for n in steps if n != "in_line"},
+            "faster": measure.paired(us["beside"], us["in_line"]),
             "kernels": kernels,
         }
         check_overflow()
@@ -315,6 +311,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times the number of candidates")
     parser.add_argument("--span", type=float, default=0.2)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--layout", choices=("reference",), help="distributed_layout.py instead, without torchrun"

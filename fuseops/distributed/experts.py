@@ -43,6 +43,8 @@ class ExpertParallel(ParallelStyle):
         experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
     capacity, tokens: with the last two, how many times the mean there is room for, and the most tokens of a rank, by
         default those of the first forward.
+    sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added up: torch.float32 for
+        one rounding of all, None for one a rank.
     average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
         an expert's is: it sees the tokens of all ranks.
     Raises FuseOpsError for a module without experts, and for experts that the ranks do not divide.
@@ -52,12 +54,13 @@ class ExpertParallel(ParallelStyle):
         self,
         *,
         way: Way | None = None,
+        sums: torch.dtype | None = None,
         average: bool = True,
         capacity: float = 1.5,
         tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.way, self.average = way, average
+        self.way, self.sums, self.average = way, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -87,6 +90,7 @@ class ExpertParallel(ParallelStyle):
             )
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
+        exchange.sums = self.sums
         shared = "shared" in children
         if shared:
             children = _ahead_of_shared(children, ExpertArrive(exchange))
@@ -96,6 +100,8 @@ class ExpertParallel(ParallelStyle):
                 self._shard(child, mesh)
             elif isinstance(child, ops.Router):
                 child.over = mesh
+            elif isinstance(child, ops.Combine):
+                child.sums = self.sums
             elif name == "dispatch":
                 child = ExpertDispatch(exchange, dispatch.capacity_factor, ahead=shared)
             layer.add_module(name, child)

@@ -13,8 +13,7 @@ counting.
 Nothing here waits: between the first and the second of a pair, and of the other pair, all ranks pass a barrier.
 flag (1,) int32 is set where a rank had no room for its tokens or rows; sums are NaN from then on.
 Shapes: slots (T, W) int32, experts (T, K) int, weights (T, K) float32.
-place: [rank, room, E, K, bytes of a half, where in it the ids, weights and counts begin, and how many multiprocessors a
-launch takes, 0 for all].
+place: [rank, room, E, K, bytes of a half, and where in it the ids, weights and counts begin].
 Hardware: sm_80 and later, peers over NVLink or PCIe.
 """
 
@@ -48,14 +47,6 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 PEERS = Space("peers", _candidates)
 
 
-def _config(rows: int, x: Tensor, programs: int) -> Config:
-    """Of a launch that takes `programs` multiprocessors: as many threads as one has, so that it is alone there."""
-    if not programs:
-        return PEERS.pick(rows, (x.shape[1],), x)
-    n = pow2(x.shape[1], most=2048)
-    return {"BLOCK_R": 16384 // n, "BLOCK_N": n, "num_warps": 32}
-
-
 def layout(world: int, room: int, k: int, row: int, weight: int) -> tuple[int, int, int, int]:
     """Where ids, weights and counts begin in a half, and its bytes.   row, weight: bytes of a row, and of a weight"""
     ids_at = _aligned(world * room * row)
@@ -87,7 +78,7 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
         x = torch.empty(tokens, 2048, dtype=dtype, **meta)
         there = torch.empty(WORLD * room, 2048, dtype=dtype, **meta)
         *at, half = layout(WORLD, room, k, 2048 * dtype.itemsize, 4)
-        place = [1, room, experts, k, half, *at, 0]
+        place = [1, room, experts, k, half, *at]
         if what == "send":
             yield x, slots, table, uses, flag, place, counts, chosen, weights
             yield x, slots, table, uses, flag, place
@@ -160,14 +151,14 @@ def send_tokens(
     counts: Tensor | None = None, experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every token into the buffers of the ranks that it goes to; with experts, their ids and weights beside it."""
-    rank, room, num_experts, k, half, ids_at, weights_at, counts_at, programs = place
+    rank, room, num_experts, k, half, ids_at, weights_at, counts_at = place
     x2, (tokens, n), heads = as_rows(x), x.shape, experts is not None
-    config = _config(tokens, x, programs)
-    tiles = max(cdiv(tokens, config["BLOCK_R"]), 1) * cdiv(n, config["BLOCK_N"])
+    config = PEERS.pick(tokens, (n,), x)
+    blocks = max(cdiv(tokens, config["BLOCK_R"]), 1)
     launch(
-        device("peers").send_tokens_kernel, (min(tiles, programs or tiles),),
+        device("peers").send_tokens_kernel, (blocks * cdiv(n, config["BLOCK_N"]),),
         x2, slots, table, uses, flag, *_given(slots, counts, experts, weights),
-        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at, tiles,
+        tokens, n, num_experts, x2.stride(0), rank, room, half, ids_at, weights_at, counts_at,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=heads, **config,
     )  # fmt: skip
 
@@ -198,16 +189,15 @@ def take_tokens(
 
     like, weights: tensors of their dtypes and widths. arrivals: how many, where x alone was sent, and comes back alone.
     """
-    rank, room, _, k, half, ids_at, weights_at, counts_at, programs = place
+    rank, room, _, k, half, ids_at, weights_at, counts_at = place
     y, ids, got, counts = _taken(like, table, uses, place, arrivals, weights)
     n = like.shape[1]
-    config = _config(len(y), like, programs)
+    config = PEERS.pick(len(y), (n,), like)
     blocks = cdiv(room, config["BLOCK_R"])
-    tiles = len(table) * blocks * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").take_tokens_kernel, (min(tiles, programs or tiles),),
+        device("peers").take_tokens_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         y, table, uses, ids, got, counts if arrivals is None else arrivals,
-        n, rank, room, half, ids_at, weights_at, counts_at, blocks, tiles,
+        n, rank, room, half, ids_at, weights_at, counts_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=arrivals is None, **config,
     )  # fmt: skip
     return y, ids, got, counts
@@ -219,15 +209,14 @@ def return_sums(
     dweights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every sum into the buffer of the rank that it is for; beside it the gradients of its weights."""
-    rank, room, _, k, half, _, weights_at, _, programs = place
+    rank, room, _, k, half, _, weights_at, _ = place
     x2, n = as_rows(x), x.shape[1]
-    config = _config(len(x), x, programs)
+    config = PEERS.pick(len(x), (n,), x)
     blocks = cdiv(room, config["BLOCK_R"])
-    tiles = len(table) * blocks * cdiv(n, config["BLOCK_N"])
     launch(
-        device("peers").return_sums_kernel, (min(tiles, programs or tiles),),
+        device("peers").return_sums_kernel, (len(table) * blocks * cdiv(n, config["BLOCK_N"]),),
         x2, table, uses, flag, arrivals, *_given(arrivals, dweights),
-        n, x2.stride(0), rank, room, half, weights_at, blocks, tiles,
+        n, x2.stride(0), rank, room, half, weights_at, blocks,
         K=k, BLOCK_K=pow2(k), HEADS=dweights is not None, **config,
     )  # fmt: skip
 
@@ -247,15 +236,14 @@ def add_sums(
     experts: Tensor | None = None, weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sums (T, N), what came back beside them of every copy (T, K), with experts).   weights: a tensor of its dtype"""
-    rank, room, num_experts, k, half, _, weights_at, _, programs = place
+    rank, room, num_experts, k, half, _, weights_at, _ = place
     y, copies = _added(like, slots, table, uses, flag, place, experts, weights)
     tokens, n = y.shape
-    config = _config(tokens, like, programs)
-    tiles = cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"])
+    config = PEERS.pick(tokens, (n,), like)
     launch(
-        device("peers").add_sums_kernel, (min(tiles, programs or tiles),),
+        device("peers").add_sums_kernel, (cdiv(tokens, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),),
         y, slots, table, uses, flag, *_given(slots, experts), copies,
-        tokens, n, num_experts, rank, room, half, weights_at, tiles,
+        tokens, n, num_experts, rank, room, half, weights_at,
         W=len(table), K=k, BLOCK_K=pow2(k), HEADS=experts is not None, **config,
     )  # fmt: skip
     return y, copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import peer_laws
 import pytest
@@ -28,9 +29,9 @@ def test_law(gpus: Ranks, law: str) -> None:
     gpus.run("peer_laws", law)
 
 
-def test_a_rank_that_was_killed_inside_a_dispatch_is_named() -> None:
-    both = Ranks(2, allocator="expandable_segments:False")
-    with pytest.raises(AssertionError) as raised:
-        both.run("peer_laws", "the_second_is_killed_inside_a_dispatch")
+def test_a_rank_that_was_killed_inside_a_dispatch_is_named(tmp_path: Path) -> None:
+    both, said = Ranks(2, allocator="expandable_segments:False"), tmp_path / "said"
+    with pytest.raises(AssertionError, match="rank 1: died"):
+        both.run("peer_laws", "the_second_is_killed_inside_a_dispatch", str(said))
     both.stop()
-    assert str(raised.value) == "rank 1: died"
+    assert "rank 1 has ended (process " in said.read_text()

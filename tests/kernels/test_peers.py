@@ -16,14 +16,14 @@ from fuseops.kernels.peers import layout
 class Group:
     """W ranks in one process, and what each sends and gets, by kernels (`K`) or by their twins (`reference`)."""
 
-    def __init__(self, kernels, world, room, experts, k, n, dtype, programs=0) -> None:
+    def __init__(self, kernels, world, room, experts, k, n, dtype) -> None:
         self.kernels, self.world, self.experts = kernels, world, experts
         *at, half = layout(world, room, k, n * dtype.itemsize, 4)
         self.memory = [torch.full((2 * half,), 255, dtype=torch.uint8) for _ in range(world)]
         self.table = torch.tensor([m.data_ptr() for m in self.memory])
         self.uses = torch.zeros(1, dtype=torch.int64)
         self.flags = [torch.zeros(1, dtype=torch.int32) for _ in range(world)]
-        self.places = [[rank, room, experts, k, half, *at, programs] for rank in range(world)]
+        self.places = [[rank, room, experts, k, half, *at] for rank in range(world)]
 
     def __iter__(self):
         return iter(range(self.world))
@@ -67,14 +67,11 @@ def routed(tokens: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
     st.sampled_from([3, 16, 40]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(3, 9),
-    st.sampled_from([0, 0, 1, 2]),
 )
-def test_what_travels_is_what_the_twins_send(world, counts, k, n, dtype, room, programs) -> None:
+def test_what_travels_is_what_the_twins_send(world, counts, k, n, dtype, room) -> None:
     torch.manual_seed(room)
     experts = 4 * world
-    groups = [
-        Group(kernels, world, room, experts, k, n, dtype, programs) for kernels in (K, reference)
-    ]
+    groups = [Group(kernels, world, room, experts, k, n, dtype) for kernels in (K, reference)]
     heads, xs = [], []
     for tokens in counts[:world]:
         chosen, weights = routed(tokens, experts, k)

@@ -50,6 +50,7 @@ class Exchange(abc.ABC):
     """
 
     name: str
+    sums: torch.dtype | None = None  # in which partial sums travel: None for that of the rows
     beside = False  # whether it can run aside
     not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
@@ -79,11 +80,6 @@ class Exchange(abc.ABC):
         """By which compiled code finds it, for as long as the process lives."""
         self.number = len(_numbered)
         _numbered.append(self)
-
-    @property
-    def overlap(self) -> str:
-        """For `explain()`: what runs beside what, and at which price."""
-        return ""
 
     @property
     def group(self) -> Any:

@@ -36,6 +36,7 @@ class ExpertDispatchSaved(NamedTuple):
     arrivals: Tensor | None
     pos: Tensor | None  # (C, K) int32
     offs: Tensor | None  # (L,) int32
+    dtype: torch.dtype | None  # of dx, where dy has another
 
 
 class ExpertCollectSaved(NamedTuple):
@@ -56,9 +57,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
 
     reads = ("experts", "weights")
     writes = ("offs", "probs", "index", "pos", "slots", "arrivals")
-    integers = frozenset({"offs", "index", "pos", "slots", "arrivals"})
+    integers = frozenset({"offs", "index", "pos", "slots", "arrivals", "like"})
     saves_for = {
-        "x": ("slots", "arrivals"),
+        "x": ("slots", "arrivals", "dtype"),
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
@@ -74,11 +75,13 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         super().__init__()
         self.exchange, self.capacity_factor = exchange, capacity_factor
         self.num_experts, self.ahead = exchange.local, ahead
+        if exchange.sums is not None:
+            self.writes = (*self.writes, "like")
 
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        return f"experts over {e.world} ranks, {e.local} here; {e.name}{e.overlap}"
+        return f"experts over {e.world} ranks, {e.local} here; {e.name}{', in line' * (self.ahead and not e.beside)}"
 
     def outside(self) -> dict[Any, int]:
         return self.exchange.outside()
@@ -118,21 +121,28 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         with self.exchange.aside(x, experts, weights) if self.ahead else nullcontext():
             y, side = self._dispatched(x, experts, weights)
         saved = ExpertDispatchSaved(
-            experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
+            *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
+            dtype=None if self.exchange.sums is None else x.dtype,
         )
         if call.scratch is not None and "x" in call.needs:
             call.scratch[ON_DX] = partial(self._begin, saved)
         return Out(y, saved, side)
 
     def _begin(
-        self, saved: ExpertDispatchSaved, scratch: dict[str, Any], dx: Tensor, dprobs: Any
+        self,
+        saved: ExpertDispatchSaved,
+        scratch: dict[str, Any],
+        dx: Tensor,
+        dprobs: Any,
+        sums: Any,
     ) -> None:
         """Send dx home while gradients of weights are made."""
-        if not self.exchange.beside or torch_private.is_fake(dx) or dx.is_meta:
+        wanted = self.exchange.beside or self.exchange.sums is not None
+        if not wanted or torch_private.is_fake(dx) or dx.is_meta:
             return
-        experts, slots, arrivals, pos, offs = saved
+        experts, slots, arrivals, pos, offs, _ = saved
         copies = None if dprobs is None else _by_copy(dprobs, pos, offs)
-        args: tuple[Any, ...] = dx, copies, experts, slots, arrivals
+        args: tuple[Any, ...] = sums, copies, experts, slots, arrivals
         with self.exchange.aside(*args):
             scratch[BEGUN] = dx, dprobs, self.exchange.dispatch_bwd(*args)
 
@@ -141,7 +151,11 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
         offs, index, pos, probs = K.route(ids, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
-        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals})
+        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals, **self._like(x)})
+
+    def _like(self, x: Tensor) -> dict[str, Tensor]:
+        """A tensor without elements that says the dtype of x to who adds up the sums."""
+        return {} if self.exchange.sums is None else {"like": x.new_empty(0)}
 
     def _dispatched(
         self, x: Tensor, experts: Tensor, weights: Tensor
@@ -157,7 +171,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if not planned:
             self.exchange.bound(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
-        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals}
+        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
 
     def bwd(
         self,
@@ -167,7 +181,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        experts, slots, arrivals, pos, offs = saved
+        experts, slots, arrivals, pos, offs, dtype = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
         self.exchange.arrive()
@@ -175,7 +189,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             dx, dweights = begun[2]
         else:  # not begun, or of other gradients: every rank runs the same backward
             dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
-        return Grads(dx if "x" in call.needs else None, side={"weights": dweights})
+        if "x" not in call.needs:
+            return Grads(side={"weights": dweights})
+        return Grads(dx if dtype is None else dx.to(dtype), side={"weights": dweights})
 
     def _returned(
         self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
@@ -226,13 +242,20 @@ class ExpertCollect(Op[ExpertCollectSaved]):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self.exchange = exchange
+        if exchange.sums is not None:
+            self.reads = (*self.reads, "like")
 
-    def fwd(self, x: Tensor, *, slots: Tensor, arrivals: Tensor) -> Out:
+    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+        slots, arrivals = side["slots"], side["arrivals"]
+        saved = None
         if torch.compiler.is_compiling():
-            return Out(compiled.collect(x, slots, arrivals, self.exchange.number))
-        if torch.is_grad_enabled() and x.requires_grad:
-            return Out(_Collected.apply(self, x, slots, arrivals))  # type: ignore[no-untyped-call]
-        return Out(self._collected(x, slots, arrivals), ExpertCollectSaved(slots, arrivals, len(x)))
+            y = compiled.collect(x, slots, arrivals, self.exchange.number)
+        elif torch.is_grad_enabled() and x.requires_grad:
+            y = _Collected.apply(self, x, slots, arrivals)  # type: ignore[no-untyped-call]
+        else:
+            y = self._collected(x, slots, arrivals)
+            saved = ExpertCollectSaved(slots, arrivals, len(x))
+        return Out(y.to(side["like"].dtype) if "like" in side else y, saved)
 
     def _collected(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:

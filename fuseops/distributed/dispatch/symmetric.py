@@ -94,18 +94,9 @@ class PeerMemory(Bounded):
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Bounded.not_copied | {"fabric"}
-    beside = False
-    sms = 24  # multiprocessors that a launch takes while others run beside it, 0 for all
-    programs = 0  # and those of the next launch
+    beside = False  # on GPUs not measured yet: set it on the class to try
     fabric: Fabric | None = None
     foreseen = 0  # bytes of the buffers, by a plan
-
-    @property
-    def overlap(self) -> str:
-        if not self.beside:
-            return ""
-        taken = f"{self.sms} SMs" if self.sms else "the SMs that it finds free"
-        return f"; takes {taken} beside shared experts and the weight gradient of fc1"
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         if x.is_cuda and x.element_size() > 4:
@@ -130,7 +121,8 @@ class PeerMemory(Bounded):
 
     def _most(self, x: Tensor, room: int) -> int:
         """Bytes of the two halves for tokens like those of x."""
-        row, weight = x.shape[1] * x.element_size(), max(x.element_size(), 4)
+        wide = max(x.element_size(), 0 if self.sums is None else self.sums.itemsize)
+        row, weight = x.shape[1] * wide, max(x.element_size(), 4)
         return 2 * layout(self.world, room, self.top_k, row, weight)[-1]
 
     def outside(self) -> dict[Any, int]:
@@ -154,8 +146,8 @@ class PeerMemory(Bounded):
 
     @contextmanager
     def aside(self, *read: Any) -> Iterator[None]:
-        """On a stream of its own, by kernels that take `sms` multiprocessors; in line while somebody hooks the tensors
-        that are saved, who would read them before they are there.
+        """On a stream of its own; in line while somebody hooks the tensors that are saved, who would read them before
+        they are there.
         """
         hooked = torch_private.top_saved_tensor_hooks() is not None
         if self.fabric is None or hooked or not (self.beside and read[0].is_cuda):
@@ -163,13 +155,9 @@ class PeerMemory(Bounded):
             return
         side = self.fabric.side
         side.wait_stream(torch.cuda.current_stream())
-        self.programs = self.sms
-        try:
-            with torch.cuda.stream(side):
-                yield
-                self.fabric.begun = side.record_event(), read
-        finally:
-            self.programs = 0
+        with torch.cuda.stream(side):
+            yield
+            self.fabric.begun = side.record_event(), read
 
     def arrive(self) -> None:
         if self.fabric is not None:

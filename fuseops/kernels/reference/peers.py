@@ -135,7 +135,7 @@ class _Parcel:
         x: Tensor,
         weights: Tensor | None,
     ) -> None:
-        _, room, _, k, half, ids_at, weights_at, counts_at, _ = place
+        _, room, _, k, half, ids_at, weights_at, counts_at = place
         world, address = len(table), int(table[rank]) + (int(uses) & 1) * half
         rows = world * room
         self.rows = _at(address, (rows, x.shape[1]), x.dtype)
