@@ -313,9 +313,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--layout", choices=("reference",), help="distributed_layout.py instead, without torchrun"
-    )
     options = distributed_layout.options_of(parser).parse_args()
     if options.layout:
         distributed_layout.run(options)

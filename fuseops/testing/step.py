@@ -79,6 +79,7 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
 def restored(model: nn.Module) -> Iterator[None]:
     """Gradients (those that go elsewhere too), buffers and random states are afterwards what they were before."""
     grads = {p: p.grad for p in model.parameters()}
+    tables = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a recipe makes some
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -94,6 +95,9 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads.items():
             p.grad = grad
+        for table, own in tables:
+            table.clear()
+            table.update(own)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

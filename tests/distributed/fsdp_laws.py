@@ -165,12 +165,21 @@ def law_pretraining_resumes_bit_for_bit() -> None:
 
 def law_the_reference_layout_moves_what_its_plans_say() -> None:
     """`benchmarks/distributed.py --layout reference` on half the ranks: gradients to the bit, all that was planned."""
+    layout_moves_what_its_plans_say("reference", (2, 1, 2))
+
+
+def law_fsdp2_moves_what_its_plans_say() -> None:
+    """`--layout fsdp`."""
+    layout_moves_what_its_plans_say("fsdp", (1, 4, 1))
+
+
+def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import distributed_layout
 
-    options = argparse.Namespace(small=True, steps=1, seconds=0)
+    options = argparse.Namespace(layout=layout, small=True, steps=1, seconds=0)
     rank = distributed_layout.Rank(None, options, torch.device("cpu"))
-    assert rank.run.mesh.shape == (2, 1, 2)
+    assert rank.run.mesh.shape == mesh
     found = rank.found()
     assert found["not_as_planned"] == [], found["not_as_planned"]
     assert 0.95 < found["moves_over_planned"] < 1.05, (

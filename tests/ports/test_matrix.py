@@ -8,7 +8,7 @@ import importlib
 
 import pytest
 import table
-from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, drawn, refusal, title
+from features import FEATURES, PORTS, REFUSED, Cell, Feature, cells, drawn, in_turn, refusal, title
 from port import Port, Step
 from run import coarsest, differences, ported, reference
 
@@ -37,7 +37,7 @@ def judged(port: Port, cell: Cell) -> Step:
 @pytest.mark.parametrize("cell", SINGLE, ids=title)
 @pytest.mark.parametrize("name", PORTS)
 def test_cell(name: str, cell: Cell) -> None:
-    port, refused = load(name), refusal(name, cell)
+    port, refused, cell = load(name), refusal(name, cell), in_turn(name, cell)
     if refused is not None:
         with pytest.raises(refused.error, match=refused.match):
             ported(port, cell)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.observe.travel import travel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,6 +127,12 @@ class Exchange(abc.ABC):
     def outside(self) -> dict[Any, int]:
         """As of `Op`: buffers that it has, or will have for what it was asked to expect."""
         return {}
+
+    def in_a_dry_run(self, x: Tensor, rows: int) -> Tensor:
+        """x, tokens here or at their experts, as the `rows` that they are at the other end."""
+        tokens = max(len(x), rows)  # at their experts, where each is once a rank
+        sent = tokens * (self.world - 1) // self.world
+        return travel(x, rows, sent * x[:1].nbytes)
 
     def bound(self, offs: Tensor, rows: int) -> None:  # noqa: B027
         """Keep the ends of the experts here, in place, within the rows that `dispatch` said there are."""

@@ -197,7 +197,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
     ) -> tuple[Any, Any]:
         if torch_private.is_fake(slots) or slots.is_meta:
-            dx = None if dy is None else dy.new_empty(len(slots), dy.shape[1])
+            dx = None if dy is None else self.exchange.in_a_dry_run(dy, len(slots))
             return dx, None if dprobs is None else dprobs.new_empty(experts.shape)
         if dprobs is not None:
             dprobs = _by_copy(dprobs, pos, offs)
@@ -259,7 +259,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
     def _collected(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:
-            return x.new_empty(len(slots), x.shape[1])
+            return self.exchange.in_a_dry_run(x, len(slots))
         return self.exchange.collect(x, slots, arrivals)
 
     def bwd(self, saved: ExpertCollectSaved, dy: Tensor) -> Grads:
@@ -267,7 +267,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
     def _spread(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:
         if torch_private.is_fake(dy) or dy.is_meta:
-            return dy.new_empty(tokens, dy.shape[1])
+            return self.exchange.in_a_dry_run(dy, tokens)
         return self.exchange.collect_bwd(dy, slots, arrivals, tokens)
 
 
@@ -275,8 +275,8 @@ def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) ->
     """What arrives where ranks send each other alike, in shapes: for plans without the others."""
     tokens, rows = exchange.expected(x)
     return Arrived(
-        x.new_empty(tokens, x.shape[1]),
-        experts.new_empty(tokens, experts.shape[1], dtype=torch.int32),
+        exchange.in_a_dry_run(x, tokens),
+        exchange.in_a_dry_run(experts.to(torch.int32), tokens),
         weights.new_empty(tokens, weights.shape[1]),
         rows,
         experts.new_empty(len(x), exchange.world, dtype=torch.int32),
