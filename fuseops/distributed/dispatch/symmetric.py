@@ -208,5 +208,4 @@ class PeerMemory(Bounded):
             self.top_k,
             half,
             *at,
-            self.programs,
         ]
