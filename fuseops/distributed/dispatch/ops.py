@@ -56,7 +56,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     """
 
     reads = ("experts", "weights")
-    writes = ("offs", "probs", "index", "pos", "slots", "arrivals")
+    writes: tuple[str, ...] = ("offs", "probs", "index", "pos", "slots", "arrivals")
     integers = frozenset({"offs", "index", "pos", "slots", "arrivals", "like"})
     saves_for = {
         "x": ("slots", "arrivals", "dtype"),
@@ -235,7 +235,7 @@ class ExpertArrive(Alias):
 class ExpertCollect(Op[ExpertCollectSaved]):
     """Sends the sum of each token's experts here back to where it came from, and adds up what comes from all ranks."""
 
-    reads = ("slots", "arrivals")
+    reads: tuple[str, ...] = ("slots", "arrivals")
     apart_when_compiled = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
