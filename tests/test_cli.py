@@ -18,6 +18,7 @@ from fuseops import kernels
 from fuseops.cli import bench, main, show
 from fuseops.cli.progress import progress
 from fuseops.cli.tune import distinct
+from fuseops.kernels import aot
 from fuseops.offload.planning.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -368,6 +369,7 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     assert {r["kernel"] for r in rows} >= {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
     assert all("rmsnorm" in r["kernel"] for r in rows)
     assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
+    assert {r["triton"] for r in rows} == {aot.table_version(aot.PINNED)}  # whatever is installed
     shown = output(capsys, "kernels", "--arch", "80")
     worst = max(
         r["regs"] for r in as_json(capsys, "kernels", "--arch", "80")["kernels"] if "regs" in r
