@@ -22,7 +22,7 @@ from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
-from . import lent
+from . import lent, packing
 from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
 
 
@@ -118,8 +118,8 @@ class MLP(Op[MLPSaved]):
     def _parts(
         self, dh: Tensor, gate: Tensor | None, up: Tensor | None
     ) -> list[tuple[str, Tensor | None, Tensor]]:
-        """(name, weight, dh) of the first products."""
-        if self.kind not in K.GATES:
+        """(name, weight, dh) of the first products: one, where there is no gate or `up` holds both."""
+        if gate is None:
             return [("up", up, dh)]
         left, right = dh.chunk(2, dim=1)
         return [("gate", gate, left), ("up", up, right)]
@@ -168,23 +168,37 @@ def refused(module: nn.Module) -> str | None:
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
+    if packing.packed(module):
+        return packing.PACKED, "down_proj"
     return GATED if "gate_proj" in module._modules else PLAIN_MLP
 
 
 def build(module: nn.Module) -> MLP | None:
     """The op for this module, None where it computes something else."""
+    if packing.packed(module):  # nobody can run its class any more
+        found: MLP = module.__dict__[LENT]
+        return found
     act = mlp_of(module)
     if act is None:
         return None
     parts: Any = module._modules
     op = MLP(act, parts["up_proj"].in_features, parts["down_proj"].out_features)
+    lend(op, module)
+    return op
+
+
+def lend(op: MLP, module: nn.Module) -> None:
+    """Let the op read the module's weights, as they are named now."""
     sources: dict[str, lent.Source] = {}
     for name in _names(module):
-        short = name.removesuffix("_proj")
+        short = "up" if name == packing.PACKED else name.removesuffix("_proj")
         sources[short] = functools.partial(_read, name, "weight")
         sources[f"{short}_bias"] = functools.partial(_read, name, "bias")
     lent.lend(op, module, sources)
-    return op
+
+
+def in_words(op: MLP) -> str:
+    return f"one op, {op.kind}" + ", gate and up packed" * packing.packed(op.__dict__["owner"])
 
 
 def _read(child: str, name: str, owner: Any) -> Tensor | None:
@@ -195,5 +209,12 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     """As the module's own, which runs where a projection is no plain Linear at the moment: an adapter, a hook."""
     parts = [self._modules[name] for name in _names(self)]
     if any(lent.plain(part, nn.Linear) is not None for part in parts) or lent.sharded(*parts):
-        return type(self).forward(self, x)
+        return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
     return self.__dict__[LENT](x)
+
+
+def _written(module: Any, x: Tensor) -> Tensor:
+    """What a class says of gate and up, of both in one."""
+    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+    y: Tensor = module.down_proj(module.act_fn(gate) * up)
+    return y
