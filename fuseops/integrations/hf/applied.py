@@ -186,7 +186,7 @@ MLP = AppliedPart(
     mlp.build,
     mlp.refused,
     _unknown_mlp,
-    lambda op: f"one op, {op.kind}",
+    mlp.by,
 )
 NORM = AppliedPart(
     "norm",
