@@ -1,8 +1,13 @@
-"""The layout in which the reference system reports its offload: data parallel 4, experts over 4 ranks, a pipeline of 2
-with 2 virtual stages, mixed dense and MoE layers, several modules offloaded at once; one plan a rank.
+"""Offload of mixed dense and MoE layers over ranks, several modules at once, one plan a rank. The layouts:
+
+    reference  that in which the reference system reports its offload: data parallel 4, experts over 4 ranks, a pipeline
+               of 2 with 2 virtual stages
+    fsdp       FSDP2 over all ranks, each with all experts
+    experts    experts over all ranks, FSDP2 of the rest: tokens travel, copies and compute share a step
 
     python benchmarks/distributed.py --layout reference --out FILE                        (eight CUDA devices)
     python benchmarks/distributed.py --layout reference --backend gloo --ranks 8 --small  (eight CPU processes)
+    python benchmarks/distributed.py --layout fsdp --out FILE                             (any number of them)
 
 Built with `examples/pretrain.py`: whole steps, optimizer included, in turn without offload and with the Scheduler that
 follows the rank's plan of `offload.plan_pipeline`. What was to leave is the decrease of the peak that it predicts.
@@ -48,6 +53,11 @@ SMALL = {
     "dim": 16, "heads": 2, "layers": 4, "ffn": 8, "experts": 8, "top-k": 2, "context": 16,
     "batch": 8, "micro-batches": 4, "dense-every": 2,
 }  # fmt: skip
+LAYOUTS: dict[str, dict[str, int]] = {
+    "reference": {"pp": 2, "chunks": 2},
+    "fsdp": {"ep": 1, "batch": 4, "micro-batches": 1},
+    "experts": {"batch": 4, "micro-batches": 1, "capacity": 4},
+}
 MODULES = {  # what may leave, by module
     "attention": "blocks.*.attention.**",
     "norms": "blocks.*.norm.**",
@@ -69,7 +79,7 @@ def pretrain() -> Any:
     return module
 
 
-def words(sizes: dict[str, int], **more: Any) -> list[str]:
+def words(sizes: dict[str, Any], **more: Any) -> list[str]:
     return [w for k, v in {**sizes, **more}.items() for w in (f"--{k}", str(v))]
 
 
@@ -82,8 +92,8 @@ class Rank:
     def __init__(self, way: str | None, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.cuda = options, device.type == "cuda"
         sizes = SMALL if options.small else LARGE
-        stages = {"pp": 2, "chunks": 2} | ({} if way is None else {"way": way})
-        self.run = pretrain().Run(pretrain().parsed(words(sizes, **stages)), device)
+        more = LAYOUTS[options.layout] | ({} if way is None else {"way": way})
+        self.run = pretrain().Run(pretrain().parsed(words({**sizes, **more})), device)
         least = 1 if options.small else 1 << 20
         policy = offload.Policy(offload=tuple(MODULES.values()), min_bytes=least)
         plans = self.run.plans(policy=policy)
@@ -133,7 +143,7 @@ class Rank:
 
     def exact(self) -> dict[str, bool]:
         """Whether gradients repeat to the bit, and with offload too: under deterministic kernels."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         first, again, moved = (self.gradients(n) for n in ("nothing", "nothing", "offload"))
         torch.use_deterministic_algorithms(False)
         self.run.optimizer.zero_grad()
@@ -252,16 +262,16 @@ def on_every_rank(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group(options.backend, device_id=device if cuda else None)
-    ways: list[str | None] = ["peer_memory", "host_counts"] if cuda else [None]
-    if dist.get_world_size() == 2:  # a pipeline, and nobody to send tokens to
-        ways = [None]
+    pair = options.layout == "reference" and dist.get_world_size() == 2
+    alone = options.layout == "fsdp" or pair  # nobody to send tokens to
+    ways: list[str | None] = [None] if alone or not cuda else ["peer_memory", "host_counts"]
     found: dict[str, Any] = {}
     for way in ways:
         mine = Rank(way, options, device)
         layout = {"mesh": dict(zip(("pp", "dp", "ep"), mine.run.mesh.shape, strict=True))}
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, mine.found())
-        found[way or "host_counts"] = rows
+        found[way or ("none" if alone else "host_counts")] = rows
         if mine.cuda and dist.get_rank() == 0:
             print(f"{way}\n{mine.plan.explain()}", flush=True)
         del mine
@@ -298,7 +308,8 @@ def weak_scaling(ranks: int, small: bool) -> Iterator[tuple[str, dict[str, float
     if not small:
         sizes |= {"batch": 4, "layers": 8}
     for n in (n for n in (1, 2, 4, 8) if n <= ranks):
-        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6))
+        # room for all tokens, wherever they go
+        said = torchrun(n, str(PRETRAIN), *words(sizes, steps=6, capacity=n))
         rates = [float(r.replace(",", "")) for r in re.findall(r"([\d,]+) tokens/s", said)]
         yield str(n), {"tokens_s_a_rank": statistics.median(rates[2:])}
 
@@ -322,36 +333,38 @@ def shares(found: dict[str, Any]) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> None:
     """The whole of it, on `options.ranks` processes."""
     count = options.ranks or torch.cuda.device_count()
-    if count % 2:
-        sys.exit(f"--layout reference has a pipeline of 2: {count} ranks are none.")
+    if count % LAYOUTS[options.layout].get("pp", 1):
+        sys.exit(f"--layout {options.layout} has a pipeline of 2: {count} ranks are none.")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        same = ["--backend", options.backend, "--seconds", str(options.seconds)]
+        same = ["--layout", options.layout, "--backend", options.backend]
+        same += ["--seconds", str(options.seconds)]
         same += ["--steps", str(options.steps), *["--small"] * options.small, "--out", str(out)]
         print(torchrun(count, __file__, *same), end="")
         found = json.loads(out.read_text())
     result = {
         "environment": {**measure.environment(), "backend": options.backend, "ranks": count},
-        "model": SMALL if options.small else LARGE,
-        "pipeline": "ScheduleInterleaved1F1B, 2 ranks, 2 chunks",
+        "model": (SMALL if options.small else LARGE) | LAYOUTS[options.layout],
         "may_leave": MODULES,
         **found,
         **shares(found),
-        "weak_scaling": dict(weak_scaling(count, options.small)),
     }
+    if options.layout == "reference":
+        result["weak_scaling"] = dict(weak_scaling(count, options.small))
     for way, rows in result["ways"].items():
         for rank, row in enumerate(rows):
             print(
                 f"{way}, rank {rank}: {json.dumps({k: v for k, v in row.items() if k != 'schedule'})}"
             )
     for name in ("mesh", "bars", "host_synchronisation_over_step", "weak_scaling"):
-        print(f"{name}: {json.dumps(result[name])}")
+        print(f"{name}: {json.dumps(result.get(name))}")
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What the layout takes besides `--out`."""
+    """What a layout takes besides `--out`."""
+    parser.add_argument("--layout", choices=LAYOUTS, help="distributed_layout.py, without torchrun")
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--ranks", type=int, default=0, help="all GPUs unless it is given")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")

@@ -24,7 +24,7 @@ import measure
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from offload_stacks import SHAPES, SMALL, Stack, block
+from offload_stacks import SHAPES, SMALL, block
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,6 +52,19 @@ class Stage(nn.Module):
         for layer in self.blocks:
             x = layer(x)
         return x
+
+
+class Whole(nn.Module):
+    """The model of all ranks, with its loss."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return loss(x, target)
 
 
 class Part(nn.Module):
@@ -103,18 +116,17 @@ class Rank:
     def plans(self) -> dict[str, Any]:
         """The plans of this rank, from recorded steps of the whole model over one micro-batch."""
         with torch.device(self.device):
-            model = Stack(self.shape._replace(blocks=0))
-            model.blocks.extend(block(self.shape).to(self.dtype) for _ in range(self.shape.blocks))
+            model = Whole([block(self.shape).to(self.dtype) for _ in range(self.shape.blocks)])
             sample = torch.randn(self.shape.tokens, self.shape.d, dtype=self.dtype)
         cuda = self.device.type == "cuda"
-        hardware = offload.Hardware.measure() if cuda else offload.Hardware.h200()
+        hardware = offload.Hardware.measure(dist.group.WORLD) if cuda else offload.Hardware.h200()
         least = 1 if self.args.small else 32 << 20
         options: dict[str, Any] = {"record": True, "hardware": hardware, "layers": "blocks.*"}
         pipeline = offload.Pipeline(RANKS, self.args.micro_batches, CHUNKS)
         found = {}
         for name in self.args.moves:
             policy = offload.Policy(offload=MOVES[name], min_bytes=least)
-            step = offload.plan(model, sample.requires_grad_(), policy=policy, **options)
+            step = offload.plan(model, sample, sample.clone(), policy=policy, **options)
             found[name] = offload.plan_pipeline(step.profile, hardware, pipeline)[self.rank]
         return found
 
@@ -197,10 +209,10 @@ def run(rank: int, args: argparse.Namespace, store: str, out: Any) -> None:
 
 def alike(mine: Rank, ways: dict[str, Any]) -> dict[str, bool]:
     """Whether the gradients of each way are to the bit those of steps without offload, which are first repeated: under
-    deterministic kernels.
+    deterministic kernels. With `warn_only` attention's backward would add in any order: torch only warns of it then.
     """
     expected, found = None, {}
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         for name, way in [("first", contextlib.nullcontext), *ways.items()]:
             with way():

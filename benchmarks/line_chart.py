@@ -16,7 +16,9 @@ COLORS = {
     "fp8_block": "#c2670c",
     "float8_current": "#c2670c",
     "fp8_bf16_wgrad": "#6d4bc3",
+    "float8_delayed": "#b4487c",
     "mxfp8": "#6d4bc3",
+    "nvfp4": "#4f7a1f",
 }
 
 

@@ -45,8 +45,8 @@ from fuseops.kernels.registry import arch_of
 
 SMALL_ROWS = (64, 256, 1024)
 SMALL_CASES = (
-    "swiglu_fwd", "scaled_swiglu_bwd", "bias_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize_rows",
-    "quantize_tensor", "quantize_1x128_both",
+    "swiglu_fwd", "scaled_swiglu_bwd", "bias_bwd", "rmsnorm_fwd", "rmsnorm_bwd",
+    "quantize_vectors", "quantize_groups",
 )  # fmt: skip
 FOOTPRINT = 400 << 20
 COMPILED = 64

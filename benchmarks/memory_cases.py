@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fuseops.kernels import (
     activation,
+    amax,
     bias,
     dropout,
     layer_norm,
@@ -361,13 +362,7 @@ def cases() -> Iterator[Case]:
     yield Case("rmsnorm_bwd", norm.rmsnorm_bwd, norm_bwd_args, eager_rmsnorm_bwd, liger_rmsnorm_bwd)
     yield Case("add_rmsnorm_bwd", norm.rmsnorm_bwd, lambda r, n: (*norm_bwd_args(r, n), rnd(r, n)))
     yield from block_cases()
-    yield Case("quantize_tensor", q.quantize_tensor, x, tail=(E4M3, "row"))
-    yield Case("quantize_tensor_both", q.quantize_tensor, x, tail=(E4M3, "both"))
-    yield Case("quantize_rows", q.quantize_rows, x, tail=(E4M3,))
-    for block in (1, 128):
-        for layout in ("row", "col", "both"):
-            name = f"quantize_{block}x128_{layout}"
-            yield Case(name, q.quantize_blocks, x, tail=(E4M3, block, layout))
-    yield Case("quantize_columns", q.quantize_columns, x, tail=(E4M3,))
+    yield Case("quantize_vectors", q.quantize_vectors, x, tail=(E4M3,))
+    yield Case("quantize_groups", amax.quantize_groups, x, tail=(None, E4M3, True, True))
     yield Case("quantize_group_blocks", q.quantize_group_blocks, group_dbias, tail=(E4M3,))
     yield from moe_cases()

@@ -95,7 +95,8 @@ def curves() -> str:
     found = _result("recipe_curves_h200")["runs"]
     recipes = {
         "bf16": "bf16", "float8_block": "FP8, block scaling",
-        "float8_current": "FP8, current scaling", "mxfp8": "MXFP8",
+        "float8_current": "FP8, current scaling", "float8_delayed": "FP8, delayed scaling",
+        "mxfp8": "MXFP8", "nvfp4": "NVFP4",
     }  # fmt: skip
     small = [
         Line(label, found[f"{name}/0"]["held_out"][2:], "other" if name == "bf16" else name)

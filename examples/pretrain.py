@@ -158,7 +158,9 @@ def mesh_of(c: argparse.Namespace, device: str) -> DeviceMesh:
 def spread_experts(model: nn.Module, c: argparse.Namespace, mesh: DeviceMesh) -> None:
     if mesh["ep"].size() > 1 and any(isinstance(m, fo.MoE) for m in model.modules()):
         tokens = c.batch * c.context // c.micro_batches
-        parallelize_module(model, mesh["ep"], fd.ExpertParallel(way=c.way, tokens=tokens))
+        parallelize_module(
+            model, mesh["ep"], fd.ExpertParallel(way=c.way, capacity=c.capacity, tokens=tokens)
+        )
 
 
 def spread(stage: Stage, c: argparse.Namespace, mesh: DeviceMesh, every: DeviceMesh) -> None:
@@ -259,13 +261,19 @@ class Run:
     def plans(
         self, peak: int | None = None, policy: offload.Policy | None = None
     ) -> tuple[offload.OffloadPlan, ...]:
-        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch."""
+        """One of every rank of the pipeline, from a dry run of the whole model over one micro-batch; without a pipeline
+        the one of this rank, from a recorded step.
+        """
         c, hardware = self.c, self.hardware()
+        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
+        if self.schedule is None:
+            text = torch.zeros(c.batch, c.context, dtype=torch.long, device=self.device)
+            options |= {"record": True, "peak": peak, "loss": lambda y: loss_of(y, text)}
+            return (offload.plan(self.stages[0], text, **options),)
         with torch.device("meta"):
             whole = Stage(c, range(c.layers), self.device.type == "cuda")
             text = torch.zeros(c.batch // c.micro_batches, c.context, dtype=torch.long)
         spread_experts(whole, c, self.mesh)
-        options: dict[str, Any] = {"layers": "blocks.*", "hardware": hardware, "policy": policy}
         profile = offload.plan(whole, text, **options).profile
         pipeline = offload.Pipeline(c.pp, c.micro_batches, c.chunks)
         return offload.plan_pipeline(profile, hardware, pipeline, offload.Limits(peak))
@@ -274,10 +282,7 @@ class Run:
         """That of the rank with the slowest link while all of them copy: all ranks plan for the same."""
         if self.device.type != "cuda":
             return offload.Hardware.h200()
-        dist.barrier()
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, offload.Hardware.measure())
-        return min(found, key=lambda h: h.both.peak)
+        return offload.Hardware.measure(dist.group.WORLD)
 
     def save(self) -> None:
         """All of it, in a folder that has its name once it is whole."""
@@ -323,13 +328,10 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--way", help="how tokens travel to their experts")
+    parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
-    parser.add_argument(
-        "--memory", metavar="GiB", help="what a step may take; the rest is offloaded"
-    )
-    parser.add_argument(
-        "--stock", action="store_true", help="experts of plain torch, on every rank"
-    )
+    parser.add_argument("--memory", metavar="GiB", help="what a step may take, with offload")
+    parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
     if c.micro_batches > 1 and c.pp == 1:
         parser.error("--micro-batches go through a pipeline: --pp")

@@ -105,6 +105,38 @@ def nvfp4(x: Array, data: str, block: tuple[int, int]) -> Coded:
     return Coded(packed, scale[:, 0, :, 0], whole(values, x.shape), f(1) / up)
 
 
+def float32(
+    x: Array, data: str, block: tuple[int, int], powers: bool, epsilon: float = 0.0
+) -> Coded:
+    """Float32 scales: the range of the format over amax; rounded down to a power of two, up to 2^63, or not."""
+    f, kind = np.float32, CODES[data]
+    limit = f(ml_dtypes.finfo(kind).max)
+    tiles = tiles_of(x.astype(f), block)
+    with np.errstate(all="ignore"):
+        amax = np.maximum(amax_of(tiles).astype(f), f(epsilon))
+        inverse = np.where(amax == 0, f(1), np.minimum(limit / amax, f(BIG)))
+        if powers:
+            _, exponent = np.frexp(np.minimum(limit / amax, f(BIG)).astype(np.float64))
+            inverse = np.exp2(np.where(amax == 0, 63, np.minimum(exponent - 1, 63)).astype(f))
+        codes = np.clip(tiles * inverse, -limit, limit).astype(kind)
+        scale = (f(1) / inverse).astype(f)
+        values = codes.astype(np.float64) * scale
+    return Coded(whole(codes, x.shape), scale[:, 0, :, 0], whole(values, x.shape))
+
+
+def shifted(rows: Coded) -> tuple[Array, Array]:
+    """(codes, scales) of the transpose over whole squares of 128: the codes of rows in vectors of 128, shifted to the
+    largest scale of each square.
+    """
+    (r, k), kind = rows.codes.shape, rows.codes.dtype
+    limit = float(ml_dtypes.finfo(kind).max)
+    squares = rows.scale.reshape(r // 128, 128, -1).max(1)
+    by_row = np.repeat(rows.scale, 128, 1)[:, :k]
+    by_square = np.repeat(np.repeat(squares, 128, 0), 128, 1)[:, :k]
+    moved = rows.codes.astype(np.float32) * (by_row / by_square)
+    return np.ascontiguousarray(np.clip(moved, -limit, limit).astype(kind).T), squares.T
+
+
 def hadamard(x: Array) -> Array:
     """The last axis in sixteens: signs, then the Hadamard matrix over 4, summed in pairs as a butterfly is."""
     signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from fuseops import kernels
 from fuseops.cli import bench, main, show
 from fuseops.cli.progress import progress
 from fuseops.cli.tune import distinct
+from fuseops.kernels import aot
 from fuseops.offload.planning.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,12 +53,7 @@ def model_file(tmp_path: Path) -> str:
 
 
 def test_explain_prints_the_plan_and_the_misses_of_the_quickstart() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "fuseops", "explain", QUICKSTART],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    run = fresh.run("-m", "fuseops", "explain", QUICKSTART, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert "GroupedMLP  rule grouped_mlp (joint)" in run.stdout
     assert "DenseMLP  rule norm_mlp (joint)" in run.stdout
@@ -350,7 +347,7 @@ def test_only_demo_imports_the_demo() -> None:
         "import sys; from fuseops.cli import main; main(['env', '--json']); "
         "sys.exit('fuseops.demo' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    run = fresh.run("-c", probe, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 
@@ -372,6 +369,7 @@ def test_kernels_prints_what_each_takes(capsys: pytest.CaptureFixture[str]) -> N
     assert {r["kernel"] for r in rows} >= {"rmsnorm_fwd_kernel", "rmsnorm_bwd_kernel"}
     assert all("rmsnorm" in r["kernel"] for r in rows)
     assert all(r["arch"] == 90 and r["regs"] > 0 and r["shared"] >= 0 for r in rows)
+    assert {r["triton"] for r in rows} == {aot.table_version(aot.PINNED)}  # whatever is installed
     shown = output(capsys, "kernels", "--arch", "80")
     worst = max(
         r["regs"] for r in as_json(capsys, "kernels", "--arch", "80")["kernels"] if "regs" in r

@@ -155,6 +155,7 @@ def test_compiled_equals_eager_without_a_recompile_per_row_count(name: str) -> N
 
 @pytest.mark.cxx
 @pytest.mark.slow
+@pytest.mark.in_turn
 @pytest.mark.uninitialized
 @pytest.mark.parametrize("name", ["nested", "grouped_mlp"])
 def test_inductor_equals_eager(name: str) -> None:

@@ -4,14 +4,13 @@ import copy
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from norm_linear import NORM_LINEAR
@@ -141,23 +140,20 @@ def test_configuration_survives_copies_and_slices(derive: Callable) -> None:
     assert fired(derive(seq), data()) == set()
 
 
-def test_a_pickle_carries_settings_and_not_their_numbers() -> None:
+def test_a_pickle_carries_settings_and_not_their_numbers(tmp_path: Path) -> None:
     seq = fo.Sequential(fo.Sequential(Linear(4, 4)), Linear(4, 4))
     with fo.rules(TWICE):  # settings of this process that another one never saw
         fo.configure(seq, recipe=FP8, disable=["linear_act"])
     code = (
         "import pickle, sys, torch, fuseops as fo\n"
         "from fuseops.ops import scopes\n"
-        "seq = pickle.load(sys.stdin.buffer)\n"
+        "seq = pickle.load(open(sys.argv[1], 'rb'))\n"
         "for m in (seq, *seq, seq[0][0]): print(scopes.resolve(m.__dict__['_settings']).recipe)\n"
         "print(scopes.resolve(seq.__dict__['_settings']).disable)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(seq), capture_output=True, env=ENV
-    )
-    assert out.stdout.decode().split("\n") == [*[str(FP8)] * 4, "frozenset({'linear_act'})", ""], (
-        out.stderr
-    )
+    (file := tmp_path / "pickle").write_bytes(pickle.dumps(seq))
+    out = fresh.run("-c", code, str(file), env=ENV)
+    assert out.stdout.split("\n") == [*[str(FP8)] * 4, "frozenset({'linear_act'})", ""], out.stderr
 
 
 def test_a_pickle_holds_a_rule_by_import_path_or_raises() -> None:
@@ -315,12 +311,6 @@ print(sorted({s.rule for p in plans for s in p.forward if s.rule}))
 """
 
 
-def python(code: str, **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=ENV | environ, capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize(
     ("environ", "rules", "error"),
     [
@@ -335,13 +325,13 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess:
 def test_environment_variables_set_the_process_default(
     environ: dict, rules: str, error: str
 ) -> None:
-    out = python(PROBE, **environ)
+    out = fresh.run("-c", PROBE, env=ENV | environ)
     assert out.stdout.strip() == rules
     assert error in out.stderr and bool(error) == bool(out.stderr), out.stderr
 
 
 def test_fuseops_log_prints_one_line_per_new_plan() -> None:
-    err = python(PROBE, FUSEOPS_LOG="info").stderr
+    err = fresh.run("-c", PROBE, env=ENV | {"FUSEOPS_LOG": "info"}).stderr
     assert err.count("\n") == 1 and "linear_act" in err, err
 
 

@@ -1,10 +1,9 @@
 """Every example runs, as a user would run it, and stays short."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +27,7 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "error", str(example)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    ran = fresh.run(str(example), env=env, strict=True)
     assert ran.returncode == 0, ran.stderr
     assert EXPECTED.get(example.stem, "") in ran.stdout
     if example.stem == "quickstart":

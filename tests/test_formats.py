@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from format_oracle import Array, Coded, hadamard, hard, mxfp8, nvfp4
+from format_oracle import Array, Coded, float32, hadamard, hard, mxfp8, nvfp4, shifted
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,13 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
-from fuseops.recipes import Scaling
+from fuseops.kernels.reference import formats
+from fuseops.recipes import Scaling, gemm
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes import nvfp4 as nv
 from fuseops.recipes.operands import operand, weight_operand
-from fuseops.recipes.quantized import features, values
+from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
-from fuseops.testing.strategies import Split, filled
+from fuseops.recipes.scaling import COLUMN
+from fuseops.testing.strategies import Formats, Split, filled, scalings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [mx.mxfp8(E4M3), mx.mxfp8(E5M2), nv.nvfp4(), nv.nvfp4(hadamard=True)]
@@ -30,8 +32,12 @@ ORACLES = {torch.float8_e8m0fnu: mxfp8, E4M3: nvfp4}
 
 def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
     """A matrix by the oracle, along its last axis.   columns: that is the one of tokens"""
+    scaling = scaling.of("col") if columns else scaling
     if columns and scaling.hadamard:
         x = hadamard(x)
+    if scaling.scale is torch.float32:
+        tensor = max(x.shape[0], 1), max(x.shape[1], 1)
+        return by_float32(x, scaling, tensor if scaling.block is None else scaling.grain)
     return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.grain)
 
 
@@ -112,8 +118,138 @@ def test_what_codes_stand_for_is_exact_in_the_dtype_of_products(
     wanted = torch.from_numpy(coded(x.float().numpy(), scaling).values)
     if scaling.scale is E4M3:  # times a float32 scale
         torch.testing.assert_close(values(q, "row").double(), wanted, rtol=2**-23, atol=2**-149)
+        found, whole = factors(q, "row")
+        assert found.dtype is dtype and whole is not None
+        expected = wanted / float(whole)  # codes times the scales of blocks alone
+        torch.testing.assert_close(found.double(), expected, rtol=2**-50, atol=0)
     else:
         assert torch.equal(values(q, "row").double(), wanted)
+
+
+# --- float32 scales: of blocks, tensors and groups
+
+FREE = [
+    {},
+    {"data": E5M2},
+    {"columns": COLUMN},
+    {"columns": COLUMN, "powers": False},
+    {"columns": COLUMN, "epsilon": 0.5},
+    {"epsilon": 0.5, "data": E5M2},
+    {"columns": COLUMN, "powers": False, "epsilon": 3.0},
+]
+WHOLE = [{}, {"data": E5M2}, {"powers": True}, {"epsilon": 0.5}, {"powers": True, "epsilon": 700.0}]
+
+
+def by_float32(x: Array, scaling: Scaling, block: tuple[int, int]) -> Coded:
+    name = str(scaling.data).removeprefix("torch.")
+    return float32(x, name, block, bool(scaling.powers), scaling.epsilon)
+
+
+def like(found: Any, codes: Array, scale: Any) -> None:
+    """The same codes, bit for bit but for NaN, and the same float32 scales."""
+    mine, wide = found[0].contiguous(), codes.astype(np.float32)
+    there = ~np.isnan(wide)
+    assert np.array_equal(~np.isnan(mine.float().numpy()), there)
+    assert np.array_equal(mine.view(torch.uint8).numpy()[there], codes.view(np.uint8)[there])
+    assert np.array_equal(found[1].numpy(), scale)
+
+
+@pytest.mark.parametrize("options", FREE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_vectors_are_those_of_the_oracle(options: Any, dtype: torch.dtype) -> None:
+    scaling = Scaling(**options)
+    x = torch.from_numpy(hard(150, 140)).to(dtype)
+    offs = torch.tensor([3, 3, 140], dtype=torch.int32)  # and padding
+    q = operand(x, scaling, offs, row=True, col=True)
+    assert q.row is not None and q.col is not None
+    wide = x.float().numpy()
+    rows = by_float32(wide, scaling, (1, 128))
+    like(q.row, rows.codes, rows.scale.T)
+    for begin, end, at in [(0, 3, 0), (3, 3, 128), (3, 140, 256)]:
+        count = -(-(end - begin) // 128) * 128 or 128
+        data, scale = (t[:, at : at + count] for t in (q.col.data, q.col.scale))
+        across = np.pad(wide[begin:end], ((0, count - end + begin), (0, 0)))
+        if scaling.columns == COLUMN:
+            columns = by_float32(np.ascontiguousarray(across.T), scaling, (1, 128))
+            data, scale = q.col.data[:, at : at + count], q.col.scale[at // 128 :][: count // 128]
+            like((data, scale), columns.codes, columns.scale.T)
+        else:
+            of_rows = by_float32(across, scaling, (1, 128))
+            of_rows.scale[end - begin :] = 0  # no row is there
+            codes, squares = shifted(of_rows._replace(scale=np.maximum(of_rows.scale, 2.0**-63)))
+            like((data, q.col.scale[:, at // 128 :][:, : count // 128]), codes, squares)
+
+
+@pytest.mark.parametrize("options", WHOLE, ids=str)
+def test_scales_of_tensors_and_groups_are_those_of_the_oracle(options: Any) -> None:
+    scaling = Scaling(block=None, columns=None, **options)
+    x = torch.from_numpy(hard(40, 70))
+    x = x[
+        [k for k in range(40) if k not in (2, 3, 12)]
+    ]  # without infinities, which leave nothing of the rest
+    q = operand(x, scaling, row=True, col=True)
+    assert q.row is not None and q.col is not None
+    found = by_float32(x.numpy(), scaling, x.shape)  # type: ignore[arg-type]
+    like(q.row, found.codes, found.scale[0, 0])
+    assert torch.equal(q.col.scale, q.row.scale)
+    assert torch.equal(
+        q.col.data.float().nan_to_num(7)[:, : len(x)], q.row.data.t().float().nan_to_num(7)
+    )
+    ends = [3, 3, 30]
+    grouped = operand(x, scaling, torch.tensor(ends, dtype=torch.int32), row=True, col=True)
+    assert grouped.row is not None
+    for group, (begin, end) in enumerate([(0, 3), (3, 30)]):
+        part = x[begin:end].numpy()
+        found = by_float32(part, scaling, part.shape)
+        like(
+            (grouped.row.data[begin:end], grouped.row.scale[2 * group]),
+            found.codes,
+            found.scale[0, 0],
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"powers": False}, {"epsilon": 0.5}], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), None])
+def test_float32_scales_of_weights_are_those_of_the_oracle(options: Any, block: Any) -> None:
+    columns = {(128, 128): (128, 128), (1, 128): COLUMN, None: None}[block]
+    scaling = Scaling(block=block, columns=columns, **options)
+    weight = torch.stack(
+        [torch.from_numpy(hard(140, 150)), filled((140, 150), torch.float32, "normal", 1)]
+    )
+    weight[0, [2, 3, 12]] = 0.0
+    q = weight_operand(weight, scaling, row=True, col=True)
+    assert q.row is not None and q.col is not None
+    for k, matrix in enumerate(weight.numpy()):
+        for layout, m in ((q.row, matrix), (q.col, np.ascontiguousarray(matrix.T))):
+            found = by_float32(m, scaling, block or m.shape)
+            scale = found.scale[0, 0] if block is None else found.scale
+            like([t[k] for t in layout], found.codes, scale.T if block == (1, 128) else scale)
+
+
+PAIRS = [
+    (Scaling(E4M3, (1, 128), COLUMN), Scaling(E5M2, (1, 128), COLUMN)),
+    (mx.mxfp8(E4M3), mx.mxfp8(E5M2)),
+    (mx.mxfp8(E4M3), nv.nvfp4(hadamard=True)),
+    (nv.nvfp4(), Scaling(E5M2, (1, 128), COLUMN, powers=False)),
+    (Scaling(E4M3, None, None), Scaling(E5M2, None, None)),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=str)
+def test_columns_may_have_another_format_than_rows(rows: Scaling, columns: Scaling) -> None:
+    x, both = filled((70, 50), torch.float32, "normal", 1), replace(rows, colwise=columns)
+    offs = torch.tensor([30, 66], dtype=torch.int32)
+    q = operand(x, both, offs, row=True, col=True)
+    for layout, scaling in (("row", rows), ("col", columns)):
+        alone = operand(x, scaling, offs, row=layout == "row", col=layout == "col")
+        for mine, theirs in zip(getattr(q, layout), getattr(alone, layout), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(values(q, layout), values(alone, layout))
+    w = weight_operand(filled((2, 40, 30), torch.float32, "normal", 2), both, row=True, col=True)
+    assert values(w, "row").shape == (2, 40, 30) and values(w, "col").shape == (2, 30, 40)
+    assert q.groups(1, 2).shape == (36, 50) and torch.equal(
+        values(q.groups(1, 2), "col"), values(q, "col")[:, 128:]
+    )
 
 
 # --- the Hadamard transform, and rounding at random
@@ -179,6 +315,27 @@ def test_a_backward_rounds_alike_when_it_runs_twice_and_otherwise_in_another_cal
             )  # but for a bias, which sums dy as it is
 
 
+@pytest.mark.parametrize("scaling", [*ROWS, *SQUARES], ids=str)
+def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
+    scaling: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.from_numpy(hard(300, 70))
+    offs = torch.tensor([40, 40, 290], dtype=torch.int32)
+
+    def made() -> list[Tensor]:
+        if scaling.square:
+            q = weight_operand(torch.stack([x, x.flip(0)]), scaling, row=True, col=True)
+        else:
+            q = operand(x, scaling, offs, row=True, col=True)
+        return [t.contiguous().view(torch.uint8) for t in q.components().values()]
+
+    whole = made()
+    monkeypatch.setattr(formats, "LEAST_PIECE", 1)
+    assert len(formats.pieces(x)) > 10
+    for mine, theirs in zip(made(), whole, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_the_forward_never_rounds_at_random() -> None:
     with pytest.raises(fo.FuseOpsError, match=r"input is .*stochastic.*grad_output"):
         fo.recipes.Roles(input=nv.nvfp4(stochastic=True))
@@ -189,19 +346,50 @@ def test_the_forward_never_rounds_at_random() -> None:
 # --- GEMMs, in float64 of what the operands stand for
 
 COMMON = {"square_weights": st.booleans(), "backward": st.sampled_from(BACKWARDS)}
-RECIPES = st.builds(
-    fo.recipes.MXFP8BlockScaling,
-    fwd=st.sampled_from([E4M3, E5M2]),
-    bwd=st.sampled_from([E4M3, E5M2]),
-    **COMMON,
-) | st.builds(
-    fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
+SCALES = {"powers_of_two": st.booleans(), "epsilon": st.sampled_from([0.0, 1.0])}
+RECIPES = (
+    st.builds(fo.recipes.Float8BlockScaling, wgrad=st.just("block"), **SCALES, **COMMON)
+    | st.builds(fo.recipes.Float8CurrentScaling, backward=st.sampled_from(BACKWARDS), **SCALES)
+    | st.builds(
+        fo.recipes.ByRole,
+        st.builds(Formats, scalings(), scalings(), scalings()),
+        backward=st.sampled_from(BACKWARDS),
+    )
+    | st.builds(
+        fo.recipes.MXFP8BlockScaling,
+        fwd=st.sampled_from([E4M3, E5M2]),
+        bwd=st.sampled_from([E4M3, E5M2]),
+        **COMMON,
+    )
+    | st.builds(
+        fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
+    )
 )
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> None:
+    squares, columns = Scaling(), Scaling(columns=COLUMN)
+    x, dy = (
+        filled((150, 140), torch.float32, "normal", 1),
+        filled((150, 64), torch.float32, "normal", 2),
+    )
+    offs = torch.tensor([20, 150], dtype=torch.int32) if grouped else None
+    for of_x, of_dy in ((squares, columns), (columns, squares)):
+        left = operand(dy, of_dy, offs, row=False, col=True)
+        right = operand(x, of_x, offs, row=False, col=True)
+        dw = gemm.wgrad(left, right, torch.float32, offs)
+        a, b = values(left, "col").double(), values(right, "col").double()
+        ends = [(0, 128), (128, a.shape[1])] if grouped else [(0, a.shape[1])]
+        for mine, (begin, end) in zip(dw.view(-1, 64, 140), ends, strict=True):
+            torch.testing.assert_close(
+                mine.double(), a[:, begin:end] @ b[:, begin:end].t(), rtol=1e-5, atol=1e-4
+            )
 
 
 @given(
     recipe=RECIPES,
-    counts=st.lists(st.sampled_from([0, 1, 33, 130]), min_size=1, max_size=3),
+    counts=st.lists(st.sampled_from([0, 1, 33, 128, 130]), min_size=1, max_size=3),
     padding=st.sampled_from([0, 5]),
     k=st.sampled_from([4, 33, 50]),
     n=st.sampled_from([7, 70]),
@@ -214,7 +402,7 @@ def test_products_are_those_of_what_operands_stand_for(
     counts, padding = (counts[:1], 0) if dense else (counts, padding)
     split, roles, form = (
         Split(tuple(counts), padding),
-        recipe.roles(),
+        recipe.roles_of(None, ""),
         {"bias": False, "dtype": dtype},
     )
     op: Any = (
@@ -238,15 +426,41 @@ def test_products_are_those_of_what_operands_stand_for(
 
 def products(x: Array, w: Array, dy: Array, roles: Any) -> tuple[Array, Array, Array]:
     """y, dx and dw, each of the operands that its GEMM reads."""
-    y = coded(x, roles.input).values @ coded(w, roles.weight).values.T
+    y = read(x, roles.input) @ read(w, roles.weight).T
     if roles.backward == "high_precision":
         return y, dy @ w.astype(np.float64), dy.T @ x.astype(np.float64)
     if roles.backward == "dequantized":
-        return y, dy @ coded(w, roles.weight).values, dy.T @ coded(x, roles.input).values
-    w, columns, grad = (np.ascontiguousarray(t.T) for t in (w, x, dy))
-    dx = coded(dy, roles.grad_output).values @ coded(w, roles.weight).values.T
-    left, right = coded(grad, roles.grad_output, True), coded(columns, roles.input, True)
-    return y, dx, left.values @ right.values.T
+        return y, dy @ read(w, roles.weight), dy.T @ read(x, roles.input)
+    turned_w, columns, grad = (np.ascontiguousarray(t.T) for t in (w, x, dy))
+    dx = read(dy, roles.grad_output) @ read(turned_w, untransformed(roles.weight), True).T
+    if not roles.columns:  # one operand is as it is, so both are read by rows
+        return y, dx, read(dy, roles.grad_output).T @ read(x, roles.input)
+    left, right = roles.grad_output, roles.input
+    if left.of("col").hadamard != right.of("col").hadamard:
+        sides = (turned_back(t, s) for t, s in ((grad, left), (columns, right)))
+        a, b = sides
+        return y, dx, a @ b.T
+    return y, dx, read(grad, left, True) @ read(columns, right, True).T
+
+
+def untransformed(scaling: Scaling | None) -> Scaling | None:
+    """The format of columns as a weight has them: its transpose goes through no transform."""
+    return None if scaling is None else replace(scaling.of("col"), hadamard=False)
+
+
+def read(x: Array, scaling: Scaling | None, columns: bool = False) -> Array:
+    """What a GEMM reads of a matrix."""
+    return x.astype(np.float64) if scaling is None else coded(x, scaling, columns).values
+
+
+def turned_back(x: Array, scaling: Scaling) -> Array:
+    """What columns stand for without the transform that they went through."""
+    found = coded(x, scaling, True).values
+    if not scaling.of("col").hadamard:
+        return found
+    signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float64)
+    plain = hadamard(np.tile(signs, found.shape[1] // 16) * found) if found.shape[1] else found
+    return (np.tile(signs, found.shape[1] // 16) * plain)[:, : x.shape[1]]
 
 
 def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:

@@ -1,35 +1,11 @@
 """What a repeated step of an unchanged plan costs the host: Python functions called, which no clock makes noisy."""
 
-import gc
-import subprocess
-import sys
-from collections.abc import Callable
-from typing import Any
-
+import fresh
 import torch
+from counted import calls_in
 from torch import nn
 
 import fuseops as fo
-
-
-def calls_in(run: Callable[[], Any]) -> int:
-    """Python functions that are called, the backward in this thread too."""
-    count = 0
-
-    def seen(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call" and not frame.f_code.co_name.startswith("<")
-
-    gc.collect()
-    gc.disable()  # what others left behind ends in calls of its own
-    with torch.autograd.set_multithreading_enabled(False):
-        sys.setprofile(seen)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-    return count
 
 
 def step_of(model: nn.Module) -> int:
@@ -72,4 +48,4 @@ def test_the_first_call_of_a_model_imports_no_compiler() -> None:
         fo.Sequential(fo.Residual(*ops), fo.Residual(*ops))(torch.randn(3, 16))
         assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
     """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    assert not (ran := fresh.run("-c", code)).returncode, ran.stderr

@@ -346,7 +346,10 @@ def test_a_compiled_layer_counts_once_where_a_plan_recomputes_it() -> None:
     assert block[0]["router"].tokens_per_expert.sum() == 20
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.cxx)])
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.cxx, pytest.mark.in_turn])],
+)
 def test_a_compiled_checkpoint_counts_once(backend: str) -> None:
     torch._dynamo.reset()
     moe = fo.MoE(D, F, E, 2, expert_bias=True)

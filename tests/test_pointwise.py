@@ -118,7 +118,7 @@ def runs(draw: st.DrawFn) -> tuple[fo.Sequential, Tensor, dict[str, Tensor]]:
 
 @pytest.mark.usefixtures("graphs", "by_choice")
 def test_a_run_equals_its_ops_and_is_one_span() -> None:
-    @settings(deadline=None, max_examples=12)  # each is traced
+    @settings(max_examples=settings.default.max_examples // 5)  # each is traced
     @given(case=runs(), asks=st.booleans())
     def law(case: tuple[fo.Sequential, Tensor, dict[str, Tensor]], asks: bool) -> None:
         model, x, side = case

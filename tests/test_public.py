@@ -17,6 +17,7 @@ import torch
 
 import fuseops as fo
 from fuseops import offload
+from fuseops.ops import scopes
 
 PUBLIC = [
     "fuseops",
@@ -158,6 +159,33 @@ def test_an_explanation_is_written_to_a_page(tmp_path: Path) -> None:
     assert "linear_act" in said.to_html("of mine") and "<title>of mine</title>" in said.to_html(
         "of mine"
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (lambda: fo.fusion(False), "fusion=False"),
+        (lambda: fo.fusion(strict=["mlp"]), "strict=['mlp']"),
+        (lambda: fo.rules("pointwise"), "rules=['pointwise']"),
+        (lambda: fo.recipe(None), "recipe=None, strict_recipe=False"),
+        (lambda: fo.reference(), "reference=True"),
+    ],
+    ids=["fusion", "strict", "rules", "recipe", "reference"],
+)
+def test_a_scope_is_shown_by_what_it_says_and_can_be_entered_again(made: Any, shown: str) -> None:
+    model, x = stack()
+    scope, outside = made(), scopes.current().said
+    assert repr(scope) == f"<fuseops scope: {shown}>"
+
+    def inside() -> Any:
+        model(x)
+        return scopes.current().said
+
+    for _ in range(2):
+        with scope:
+            said = inside()
+        assert said is not outside and scopes.current().said is outside
+    assert scope(inside)() is said and scopes.current().said is outside
 
 
 def test_plans_and_scopes_are_shown_in_a_line() -> None:

@@ -1,5 +1,6 @@
 """Quantized tensors as values: into Sequentials, out of them and through them, with the gradient in high precision."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.recipes import Quantized
+from fuseops.recipes.operands import _lost_unless
 from fuseops.rules.builtin_rules import BUILTIN_RULES
 from fuseops.testing.catalogue import catalogue
 from fuseops.testing.strategies import Case, filled, op_cases, rule_cases
@@ -233,6 +235,28 @@ def test_what_is_no_value_is_refused_in_words() -> None:
         q.groups(0, 1)
     with pytest.raises(fo.FuseOpsError, match="floating-point"):
         q.to(torch.int32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_another_split_of_as_many_groups_is_refused(recipe: Any) -> None:
+    scaling, offs = input_of(recipe), torch.tensor([70, T], dtype=torch.int32)
+    op = fo.ops.GroupedLinear(2, D, F, bias=False, dtype=BF16)
+    with fo.recipe(recipe, strict=True):
+        q = fo.quantize(tokens(), scaling, offs)
+        assert torch.equal(op(q, offs=offs), op(q, offs=offs.clone()))
+        if scaling.block is None or recipe.roles().columns:
+            with pytest.raises(fo.FuseOpsError, match=r"end at \[70, 200\].*end at \[71, 200\]"):
+                op(q, offs=torch.tensor([71, T], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_is_lost_for_another_split_is_nan(recipe: Any, alike: bool) -> None:
+    q = fo.quantize(tokens(), input_of(recipe), torch.tensor([70, T], dtype=torch.int32))
+    assert q.col is not None
+    q = replace(q, row=None, col=_lost_unless(torch.tensor(alike), q.col), carrier=None)
+    assert bool(q.dequantize()[:, :70].isnan().all()) is not alike
+    assert alike or not q.dequantize().isfinite().any()
 
 
 # --- Quantize

@@ -58,12 +58,14 @@ def operands(m: nn.Module) -> dict[str, set[str]]:
 @settings(max_examples=8)
 @given(recipe=recipes())
 def test_a_function_that_gives_a_recipes_formats_is_that_recipe(recipe: Any) -> None:
-    roles = recipe.roles()
+    roles = recipe.roles_of(None, "")
     same_formats = fo.recipes.ByRole(
         lambda op, name, role: getattr(roles, role), backward=roles.backward
     )
     if roles.high_wgrad and roles.backward is None:
         return  # which no format of an operand says
+    if roles.delayed is not None:
+        recipe = replace(recipe, margin=0)  # nor that
     with fo.recipe(recipe):
         expected = step(
             model()

@@ -174,6 +174,54 @@ def test_a_replayed_graph_rounds_gradients_in_another_way_each_time() -> None:
         torch.testing.assert_close(a[1].norm(), b[1].norm(), rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+def test_quantized_values_are_captured_and_replayed_with_other_splits(
+    recipe: Any, no_synchronisation: Any
+) -> None:
+    torch.manual_seed(0)
+    where: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    model = fo.Sequential(
+        fo.ops.GroupedLinear(E, D, 2 * F, **where),
+        fo.ops.SwiGLU(),
+        fo.ops.GroupedLinear(E, F, D, **where),
+    )
+    x, offs = tokens(0), torch.full((E,), T // E, device="cuda").cumsum(0).int()
+
+    def gradients() -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        with fo.recipe(recipe(), strict=True):
+            y = model(fo.quantize(leaf, recipe().roles().input, offs), offs=offs)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], y.detach().sin())]
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradients()
+        with no_synchronisation():
+            gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gradients()
+    for seed in (1, 2, 3):
+        counts = torch.randint(0, T // E, (E,), generator=torch.Generator().manual_seed(seed))
+        x.copy_(tokens(seed))
+        offs.copy_(counts.cumsum(0).int())
+        graph.replay()
+        same(out, gradients())
+
+
+def test_another_split_of_a_quantized_gives_nan_and_never_waits(no_synchronisation: Any) -> None:
+    op = fo.ops.GroupedLinear(2, D, F, bias=False, device="cuda", dtype=torch.bfloat16)
+    offs, other = (torch.tensor([n, T], device="cuda", dtype=torch.int32) for n in (300, 301))
+    with fo.recipe(CURRENT(), strict=True):
+        q = fo.quantize(tokens(0), CURRENT().roles().input, offs)
+        right = op(q, offs=offs)
+        with no_synchronisation():
+            same_split, lost = op(q, offs=offs.clone()), op(q, offs=other)
+    assert torch.equal(same_split, right) and lost.isnan().all()
+
+
 @pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("n", [128, 1100])
 def test_scales_of_groups_and_matrices_are_those_of_their_twins(n: int, fmt: torch.dtype) -> None:

@@ -104,7 +104,7 @@ def test_a_dense_mlp_equals_its_ops_one_by_one_bit_for_bit(
 def test_the_producers_of_a_dense_mlp_write_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass quantizes what the norm, SwiGLU or its backward has made: of tensors only dy is."""
     passes: list[tuple[int, ...]] = []
-    for name in ("quantize_operand", "quantize_blocks", "permute_operand"):
+    for name in ("quantize_operand", "quantize_vectors", "permute_operand"):
         kernel = getattr(operands.K, name)
 
         def seen(x: Tensor, *args: Any, kernel: Any = kernel) -> Any:

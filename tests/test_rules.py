@@ -331,9 +331,10 @@ def saves(rule: fo.Rule, enough: set[str]) -> set[str]:
                 plain = cost(case)
             found.update(name for name, n in fused.items() if n < plain[name])
 
-        sample()
-        if enough and enough <= found:
-            break
+        for _ in range(5 if enough else 1):  # a few draws may be of no rows, say
+            sample()
+            if enough and enough <= found:
+                return found
     return found
 
 

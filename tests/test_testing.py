@@ -1,9 +1,8 @@
 """The tools of fuseops.testing see what they are for: each is shown a defect, and says where it is."""
 
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
+import fresh
 import pytest
 import torch
 from norm_linear import NormLinear
@@ -337,5 +336,5 @@ def test_the_tools_work_without_hypothesis() -> None:
         "print(fo.testing.assert_fused_matches_unfused(model, torch.randn(3, 4)))\n"
         "fo.testing.assert_bwd_is_vjp(fo.ops.Linear(4, 4), torch.randn(3, 4))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ran = fresh.run("-c", code)
     assert ran.returncode == 0 and "linear_act" in ran.stdout, ran.stderr

@@ -2,14 +2,12 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sharding import on_two_ranks
 from torch import Tensor
 from torch.func import functional_call
 
@@ -450,66 +448,6 @@ def test_hooks_behind_the_accumulation_run_once_the_delayed_gradient_is_there() 
     assert sorted(finished) == ["fc1", "fc2"] and len(seen) == 4
     for name, gradient in seen:
         torch.testing.assert_close(gradient, expected[name])
-
-
-DDP_RANK = """
-import copy, sys, warnings
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-import fuseops as fo
-
-warnings.simplefilter("ignore")
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-offs = torch.tensor([2, 6], dtype=torch.int32)
-
-def gradients(delay, packed, no_sync, view):
-    torch.manual_seed(0)
-    model = fo.Sequential({"a": fo.ops.GroupedLinear(2, 8, 8, delay_wgrad=delay, packed=packed)}).double()
-    ddp = DDP(model, gradient_as_bucket_view=view)
-    torch.manual_seed(10 + rank)
-    for step in range(2):
-        x = torch.randn(2, 6, 8, dtype=torch.float64)
-        if no_sync:
-            with ddp.no_sync():
-                ddp(x[0], offs=offs).square().sum().backward()
-                model.backward_dw()
-        ddp(x[1], offs=offs).square().sum().backward()
-        model.backward_dw()
-    return [p.grad.clone() for p in model.parameters()]
-
-for packed in (True, False):
-    for no_sync in (False, True):
-        for view in (False, True):
-            found = gradients(True, packed, no_sync, view)
-            for mine, theirs in zip(found, gradients(False, packed, no_sync, view), strict=True):
-                torch.testing.assert_close(mine, theirs)
-                both = [torch.empty_like(mine) for _ in range(2)]
-                dist.all_gather(both, mine.contiguous())
-                torch.testing.assert_close(both[0], both[1])
-
-hooked = fo.Sequential({"a": fo.ops.GroupedLinear(2, 8, 8, delay_wgrad=True)})
-ddp = DDP(hooked)
-
-def hook(state, bucket):
-    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return reduced.then(lambda f: f.value()[0])
-
-ddp.register_comm_hook(None, hook)
-try:
-    ddp(torch.randn(6, 8), offs=offs).sum().backward()
-except fo.FuseOpsError as error:
-    assert "GroupedLinear delays the gradients of ['weight']" in str(error)
-else:
-    raise AssertionError("not refused")
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_delayed_gradients_are_those_of_all_ranks(tmp_path: Path) -> None:
-    on_two_ranks(DDP_RANK, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["main_grad", "delays"])

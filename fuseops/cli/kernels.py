@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from fuseops.kernels import aot
+from fuseops.kernels import aot, configs
 from fuseops.kernels.registry import HAS_TRITON
 
 from .arguments import positive
@@ -63,36 +63,40 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(sorted({r["kernel"] for r in every}))
         raise UsageError(f"no kernel's name contains {args.kernel!r}. There are {names}.")
     if args.json:
-        as_json("kernels", triton=aot.table_version(), kernels=rows)
+        as_json("kernels", triton=configs.versions()["triton"], kernels=rows)
         return 0
     if args.variants:  # a variant is long, so it comes last
-        table(("kernel", "arch", *MEASURED, "variant"), _each(rows))
+        table(("kernel", "arch", "triton", *MEASURED, "variant"), _each(rows))
     else:
-        table(("kernel", "arch", "variants", *MEASURED), _summary(rows))
+        table(("kernel", "arch", "triton", "variants", *MEASURED), _summary(rows))
     return 0
 
 
 def described() -> list[dict[str, Any]]:
-    """The committed table, one record a row."""
-    records = []
-    for key, row in aot.read_table().items():
-        kernel, rest = key.split(" ", 1)
-        variant, arch = rest.rsplit(" sm_", 1)
-        records.append({"kernel": kernel, "variant": variant, "arch": int(arch), **row})
+    """The committed tables, one record a row: of this Triton, and of kernels that it has no row of the pinned one's."""
+    records: list[dict[str, Any]] = []
+    for release in dict.fromkeys((configs.triton_release(), aot.PINNED)):
+        rows, mine = aot.read_table(release), {r["kernel"] for r in records}
+        for key, row in rows.items():
+            kernel, rest = key.split(" ", 1)
+            variant, arch = rest.rsplit(" sm_", 1)
+            if kernel not in mine:
+                said = {"kernel": kernel, "variant": variant, "arch": int(arch)}
+                records.append({**said, "triton": aot.table_version(release), **row})
     return records
 
 
 def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
-    return [[r["kernel"], f"sm_{r['arch']}", *_cells([r]), r["variant"]] for r in rows]
+    return [[r["kernel"], f"sm_{r['arch']}", r["triton"], *_cells([r]), r["variant"]] for r in rows]
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[list[str]]:
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["kernel"], row["arch"]), []).append(row)
+        groups.setdefault((row["kernel"], row["arch"], row["triton"]), []).append(row)
     return [
-        [kernel, f"sm_{arch}", str(len(found)), *_cells(found)]
-        for (kernel, arch), found in sorted(groups.items())
+        [kernel, f"sm_{arch}", triton, str(len(found)), *_cells(found)]
+        for (kernel, arch, triton), found in sorted(groups.items())
     ]
 
 

@@ -1,6 +1,7 @@
 """Quantization to FP8 with one scale a group of rows, or one a matrix of a weight, from its own amax.
 
-Maths: as `fuseops.kernels.quantize` has it for one tensor: inv = limit / amax, q = saturate(x * inv), scale = 1 / inv.
+Maths: inv = limit / amax, correctly rounded, 1 for an amax of 0; q = saturate(x * inv) rounded to nearest even; scale =
+1 / inv. NaN stays NaN and does not count in amax; infinities become the ends of the range.
 Shapes: x (R, N) -> rows (R, N), columns (N, C), scale (E,). With `offs` the columns of each group begin at a multiple
 of 128, C = (R//128 + E) * 128, and what belongs to no row is zero; without it C = ceil(R/128) * 128, scale (). Rows of
 padding (at or beyond offs[-1]) are not written.  A weight (E, N, K) -> (E, N, K), (E, K, N), scale (E,).
@@ -20,9 +21,9 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, loses_columns
+from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, loses_columns, too_large
 from fuseops.kernels.registry import tensor_bytes
-from fuseops.kernels.tiles import as_rows, cdiv, require
+from fuseops.kernels.tiles import cdiv, require
 
 BLOCK = 128
 SPAN = 1024
@@ -66,9 +67,9 @@ def quantize_groups(
     x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True, col: bool = False
 ) -> Three:
     """(rows, columns, scale) of x, one scale a group, or one for all."""
-    x = _checked(x, 2, "(R, N)", dtype)
+    x = fp8_rows(x, dtype)
     rows, n = x.shape
-    if not x.numel() or _too_large(x) or (col and loses_columns(x)):
+    if not x.numel() or too_large(x) or (col and loses_columns(x)):
         return reference.quantize_groups(x, offs, dtype, row, col)
     groups = 0 if offs is None else len(offs)
     blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups
@@ -91,7 +92,7 @@ def quantize_matrices(
     """(codes, codes transposed, scale) with one scale a matrix.   (E, N, K)"""
     require(weight.dim() == 3, f"weight is {tuple(weight.shape)}, expected (E, N, K).")
     groups, n, k = weight.shape
-    x = _checked(weight.reshape(groups * n, k), 2, "", dtype).contiguous()
+    x = fp8_rows(weight.reshape(groups * n, k), dtype).contiguous()
     if not x.numel() or max(n, k) >= 1 << 24 or n % 16:
         return reference.quantize_matrices(weight, dtype, row, col)
     data = x.new_empty((groups, n, k) if row else 0, dtype=dtype)
@@ -134,14 +135,3 @@ def _launch(
         x, ends, amax, data, turned, scale, *sizes, x.stride(0),
         LIMIT=torch.finfo(data.dtype).max, BLOCK_E=grouping["BLOCK_E"], **form, **overlap(x.device), **config,
     )  # fmt: skip
-
-
-def _checked(x: Tensor, dims: int, expected: str, dtype: torch.dtype) -> Tensor:
-    require(x.dim() == dims, f"x is {tuple(x.shape)}, expected {expected}.")
-    require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
-    return as_rows(x)
-
-
-def _too_large(x: Tensor) -> bool:
-    """Offsets within a tile are 32 bits."""
-    return max(*x.shape, x.stride(0)) >= 1 << 24

@@ -35,7 +35,7 @@ from fuseops.kernels.fp8_launch import ScaledGradient, ScaledProduct, launch_mm,
 from fuseops.kernels.fp8_paths import COOPERATIVE, E4M3, OUTPUTS, mm_path, wgrad_path
 from fuseops.kernels.grouped import group_tiles, grouped_mm, grouped_wgrad_into
 from fuseops.kernels.grouped_launch import table_size
-from fuseops.kernels.quantize import quantize_blocks
+from fuseops.kernels.quantize import quantize_vectors
 from fuseops.kernels.reference.fp8 import dequantize, dequantized_rows, weight_scaling
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import cdiv, require
@@ -189,7 +189,7 @@ def fp8_mm_operand(
     tiles = _tiles(offs, tiles, x.shape[0])
     p = checked_mm(ScaledProduct(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias))
     if mm_path(p.x, p.weight, E4M3) != COOPERATIVE:
-        data, _, scale, _ = quantize_blocks(_multiplied(p, torch.bfloat16), E4M3, 1, "row", True)
+        data, scale = quantize_vectors(_multiplied(p, torch.bfloat16), E4M3)
         return data, scale
     rows, n = x.shape[0], weight.shape[-2]
     y, y_scale = x.new_empty(rows, n, dtype=E4M3), x_scale.new_empty(n // 128, rows)
@@ -254,7 +254,8 @@ def fp8_wgrad_into(
 def _into(g: ScaledGradient) -> None:
     """Write or add the gradient to dw."""
     g = checked_wgrad(g._replace(tiles=_tiles(g.offs, g.tiles, g.dy.shape[-1])))
-    if wgrad_path(g.dy, g.x, g.dw.dtype, g.scaling, g.offs is not None) == COOPERATIVE:
+    path = wgrad_path(g.dy, g.x, g.dw.dtype)
+    if path == COOPERATIVE and g.dw.data_ptr() % 16 == 0:
         launch_wgrad(g)
     else:
         _gradient(g)

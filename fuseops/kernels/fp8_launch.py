@@ -71,9 +71,7 @@ def launch_wgrad(g: ScaledGradient) -> None:
     """Write or add the weight gradient to dw."""
     (n, columns), k = g.dy.shape, g.x.shape[0]
     groups = 1 if g.offs is None else len(g.offs)
-    exact, space = g.dw.dtype == torch.float32, fp8_paths.WGRAD
-    if g.scaling == "block":
-        space = fp8_paths.WGRAD_VECTORS_INTO if exact else fp8_paths.WGRAD_VECTORS
+    space = fp8_paths.WGRAD_VECTORS if g.scaling == "block" else fp8_paths.WGRAD
     config = space.pick(columns, (groups, n, k), g.x)
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     module, scales = device("fp8_gemm"), (g.dy_scale, g.x_scale)
@@ -83,7 +81,7 @@ def launch_wgrad(g: ScaledGradient) -> None:
     _launch(
         config, min(num_sms(g.dw.device), groups * cdiv(n, block_m) * cdiv(k, block_n)), g.dw,
         module.describe_codes(g.dy, block_m), module.describe_codes(g.x, block_n),
-        g.dw if exact else module.describe_weight(g.dw), left, right,
+        module.describe_sums(g.dw) if g.dw.dtype == torch.float32 else module.describe_weight(g.dw), left, right,
         *(g.dw if t is None else t for t in (None, None, g.offs, g.tiles)), 2, 0,
         columns, groups, n, k, cdiv(columns, 128), *(int(s.numel() > 1) for s in scales),
         WGRAD=True, GROUPED=g.offs is not None, SCALING=g.scaling, IN_PLACE=False,

@@ -66,16 +66,10 @@ def _vector_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [TALL]
 
 
-def _vector_into_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Nor tall ones, with sums to add to."""
-    return [SQUARE]
-
-
 MM = Space("fp8_mm", _mm_candidates, _mm_default, dims=GEMM)
 MM_FAST = Space("fp8_mm_fast", _fast_candidates, dims=GEMM)
 WGRAD = Space("fp8_wgrad", _wgrad_candidates, _wgrad_default, dims=GEMM)
 WGRAD_VECTORS = Space("fp8_wgrad_vectors", _vector_candidates, dims=GEMM)
-WGRAD_VECTORS_INTO = Space("fp8_wgrad_vectors_into", _vector_into_candidates, dims=GEMM)
 
 
 def path_of(*reasons: str | None) -> str:
@@ -97,22 +91,13 @@ def mm_path(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> s
     )
 
 
-def wgrad_path(
-    dy: Tensor,
-    x: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    scaling: str = "square",
-    grouped: bool = True,
-) -> str:
+def wgrad_path(dy: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> str:
     """Which kernel `fp8_wgrad` of columns dy (N, C) and x (K, C) takes."""
-    # of 72 runs over groups on an H200 one differed from its like
-    apart = grouped and scaling == "block" and dtype == torch.float32
     return path_of(
         *_device(x.device),
         _codes("dy", dy),
         _codes("x", x),
         _sizes(dy.shape[1], x.shape[0], dtype),
-        "vectors of scales over groups, with a float32 sum" if apart else None,
         None if x.numel() and dy.numel() else "an operand is empty",
     )
 
@@ -159,6 +144,6 @@ def _sizes(k: int, n: int, dtype: torch.dtype) -> str | None:
         return f"K is {k}, not a multiple of 16"
     if dtype.itemsize == 1 and n % 128:
         return f"rows of codes are {n} numbers, not a multiple of 128"
-    if n % 8 and dtype != torch.float32:
-        return f"rows of the result are {n} numbers, not a multiple of 8"
+    if n * dtype.itemsize % 16:
+        return f"rows of the result are {n} numbers, not a multiple of {16 // dtype.itemsize}"
     return None

@@ -187,6 +187,8 @@ def launch_wgrad(g: Gradient) -> None:
     if g.dy_index is not None and g.x_index is not None:
         g = g.gathered()
     path = wgrad_path(g.dy, g.x, g.dy_index, g.x_index)
+    if g.dw.data_ptr() % 16:  # a part of somebody's buffer
+        path = "pointer"
     if g.index is not None and path != "gather":
         launch_wgrad(g.gathered())
         return
@@ -215,19 +217,18 @@ def launch_wgrad(g: Gradient) -> None:
 
 def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
     """Run the Gluon kernel of weight gradients."""
-    module, by_pointer = device("grouped_wgrad_pingpong"), g.dw.dtype == torch.float32
+    module, sums = device("grouped_wgrad_pingpong"), g.dw.dtype == torch.float32
     groups, n, k = g.dw.shape
     # the gathered operand is the left one; otherwise the wider one the right, whose tiles are wide,
-    # but float32 is stored by pointers, which a transposed tile scatters
-    swap = n > k and not by_pointer if path == "pingpong" else g.x_index is not None
+    # but parts of float32 are not transposed
+    swap = n > k and not sums if path == "pingpong" else g.x_index is not None
     (a, b), (m, width) = ((g.x, g.dy), (k, n)) if swap else ((g.dy, g.x), (n, k))
     left, index = (module.describe_rows(a), g.offs) if g.index is None else (a, g.index)
-    out = g.dw if by_pointer else module.describe_weight(g.dw)
+    out = module.describe_sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
     programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
     launch(
         module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),
-        g.dw, left, index, module.describe_rows(b), out, g.offs, g.tiles,
-        g.rows, groups, m, width, a.stride(0),
+        g.offs, g.tiles, out, left, index, module.describe_rows(b), g.rows, groups, m, width, a.stride(0),
         GATHER=path == "gather", TRANSPOSED=swap, ACCUMULATE=g.accumulate, **config,
         num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -22,11 +22,12 @@ from .marks import mark_not_offload as mark_not_offload
 from .marks import mark_offload as mark_offload
 from .marks import start_offload as start_offload
 from .planning.hardware import Hardware as Hardware
-from .planning.pipeline import Pipeline as Pipeline
 from .planning.pipeline import plan_pipeline as plan_pipeline
 from .planning.plan import OffloadPlan as OffloadPlan
 from .planning.plan import plan as plan
 from .planning.planner import Limits as Limits
+from .planning.together import share_host as share_host
+from .planning.turns import Pipeline as Pipeline
 from .policy import Candidate as Candidate
 from .policy import Policy as Policy
 from .report import Entry as Entry
@@ -55,6 +56,7 @@ __all__ = [
     "plan",
     "plan_pipeline",
     "recompute",
+    "share_host",
     "start_offload",
     "to_host",
 ]

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from .layers import EnterHook, Interrupted, LayerScope, LeaveHook
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.simulate import DEFAULT
+from .planning.together import of_this_machine, share_host
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
@@ -48,6 +50,8 @@ class Scheduler:
              `policy` lets leave; instead of `plan`
     hardware for that plan; default: this machine's, measured
     host     most bytes of host memory, as a number or a string such as "64GiB"; beyond it tensors stay
+    group    `host` is what all ranks of it on one machine have together: equal parts, or with `peak` by what their
+             plans need; and they plan for copies while all of them copy. Every rank makes a scheduler then
     lag      how many layers later the device bytes are let go; default: what the plan was made for, or 2
     ahead    how many layers before their backward they are brought back
     manual   nothing moves but by offload_layer, release_layer and reload_layer
@@ -64,6 +68,7 @@ class Scheduler:
         plan: OffloadPlan | Mapping[str, str] | None = None,
         peak: int | str | None = None,
         host: int | str | None = None,
+        group: dist.ProcessGroup | None = None,
         hardware: Hardware | None = None,
         lag: int | None = None,
         ahead: int = 1,
@@ -90,6 +95,10 @@ class Scheduler:
             raise FuseOpsError("Scheduler(peak=...) plans by itself: leave out plan= and manual=.")
         self._hardware = hardware
         self._host = None if host is None else parse_bytes(host, "Scheduler(host=...)")
+        self._group = group
+        if group is not None and self._host is not None and self._peak is None:
+            ranks, _ = of_this_machine(self._host, group)
+            self._host //= len(ranks)
         self._lag, self._ahead, self._manual = lag, ahead, manual
         paths = {id(module): path for path, module in self.layers.items()}
         self._scope = LayerScope(model, paths, self.policy, self._make_mover)
@@ -154,6 +163,8 @@ class Scheduler:
         it as it is, run dry.
         """
         self._scope.paused = True
+        if self._group is not None and self._hardware is None and torch.cuda.is_available():
+            self._hardware = Hardware.measure(self._group)
         args, kwargs = tree_map_only(Tensor, _leaf, (args, kwargs))
         planned = partial(
             plan,
@@ -173,6 +184,9 @@ class Scheduler:
                 self.plan = planned()
         finally:
             self._scope.paused = False
+        if self._group is not None and self._host is not None:
+            self.plan = share_host(self.plan, self._group)
+            self._host = self.plan.limits.host
         self._peak = None
         self._follow()
 

@@ -8,7 +8,7 @@ nothing in eager mode and is a plain guard under torch.compile. Only a new plan 
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -174,17 +174,31 @@ def current() -> Inside:
     return thread.inside
 
 
-@contextmanager
-def scope(override: Override) -> Iterator[None]:
-    """Lay `override` over everything said so far, in this thread, for the calls made inside."""
-    here = current()
-    before = here.said, here.token
-    here.said = said = lay(here.said, override)
-    here.token = said.token
-    try:
-        yield
-    finally:
-        here.said, here.token = before
+class scope(ContextDecorator):
+    """Lays an override over everything said so far, in this thread, for the calls made inside; can be entered again."""
+
+    def __init__(self, override: Override) -> None:
+        self.override = override
+        self.before: list[tuple[Said | None, int]] = []
+
+    def __enter__(self) -> None:
+        here = current()
+        self.before.append((here.said, here.token))
+        here.said = said = lay(here.said, self.override)
+        here.token = said.token
+
+    def __exit__(self, *error: object) -> None:
+        here = current()
+        here.said, here.token = self.before.pop()
+
+    def _recreate_cm(self) -> "scope":
+        return scope(
+            self.override
+        )  # of each call of a function that it decorates, whichever thread calls
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
+        return f"<fuseops scope: {said}>"
 
 
 @contextmanager

@@ -15,7 +15,8 @@ def tiles_of(call: Call, offs: Tensor, rows: int) -> Tensor | None:
 
     offs (E,) int32, rows: those of x, padding included. For ops with `live_call`, forward and backward: the table lies
     in `call.scratch`, under the memory that it was made from, so a copy of `offs` (recomputed, reloaded) makes one
-    more. Traced code has no scratch: there each op makes the table, and the compiler keeps one of them.
+    more. Traced code has no scratch: there each op makes the table, and the compiler keeps one of them (from torch 2.15
+    on one that the backward reads, and one that it does not).
     """
     last = None if call.scratch is None else call.scratch.get("last_tiles")
     if last is not None and last[0] is offs and last[1:3] == (rows, version(offs)):

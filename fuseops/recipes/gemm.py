@@ -1,12 +1,16 @@
 """The three GEMMs of a linear op over quantized operands, dense or grouped.
 
 fprop y = x w^T and dgrad dx = dy w read rows, wgrad dw = dy^T x reads columns. Where no kernel multiplies the codes,
-the operands are expanded and the high-precision kernels multiply them: exact, since power-of-two scales times codes are
-bfloat16 numbers; scales of other values are multiplied in float32. Two operands meet in the wider dtype of both.
+the operands are expanded and the high-precision kernels multiply them: exact, since codes times scales of blocks, which
+are powers of two or E4M3, are bfloat16 numbers. What such scales stand over, one float32 number a tensor or a group,
+multiplies the product: before it is rounded, and of groups, whose GEMMs round, behind that, so twice. Scales of whole
+tensors in FP8 are multiplied in float32. Two operands meet in the wider dtype of both.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,8 +21,8 @@ from fuseops import kernels as K
 
 from .numbers import watching
 from .operands import Operand
-from .quantized import Quantized, features, values
-from .scaling import SQUARE
+from .quantized import Factors, Quantized, factors, features, layout_of
+from .scaling import SQUARE, VECTOR, Scaling
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,12 +73,44 @@ def _multiplied(
     """A product of rows with a weight, whose layout has the summed axis last."""
     if isinstance(a, Quantized) and isinstance(weight, Quantized) and a.dtype in OUTPUTS:
         codes, turned = a.row, weight.row if layout == "row" else weight.col
-        kind = _kernel(a, weight)
-        if kind is not None and codes is not None and turned is not None:
+        kind = _kernel(a.scaling, weight.scaling.of(layout))
+        vectors = weight.scaling.of(layout).block == VECTOR  # which kernels read of rows alone
+        if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
-    left, right = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
-    y = F.linear(left, right) if offs is None else K.grouped_mm(left, right, offs, tiles)
+    if offs is None:
+        return _dense(a, "row", _stands_for(weight, layout), a.dtype)
+    left, right, whole = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
+    y = K.grouped_mm(left, right, offs, tiles)
+    if whole is not None:
+        by_row = whole.expand(1) if whole.dim() == 0 else K.by_group(whole, offs, len(y))
+        y.mul_(by_row[:, None])
     return y.to(a.dtype)
+
+
+def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
+    """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
+    found = a if isinstance(a, Tensor) else getattr(a, layout).data
+    y = found.new_empty(len(found), len(right[0]), dtype=dtype)
+    whole = (
+        isinstance(a, Quantized) and a.scaling.of(layout).family.codes
+    )  # whose scales lie in another order
+    cut = [slice(0, len(y))] if whole else K.pieces(max(found, y, key=Tensor.numel))
+    for piece in cut:
+        part = a[piece] if isinstance(a, Tensor) else a if whole else _rows_of(a, layout, piece)
+        left, other, factor = _meet(_stands_for(part, layout), right)
+        summed = min(left.shape[1], other.shape[1])  # of tokens in columns, behind which are zeros
+        product = K.wide_mm(left[:, :summed], other[:, :summed])
+        product = product if factor is None else product * factor
+        if len(cut) == 1:
+            return product.to(dtype)
+        y[piece] = product
+    return y
+
+
+def _rows_of(q: Quantized, layout: str, piece: slice) -> Quantized:
+    data, scale, *whole = getattr(q, layout)
+    part = layout_of(data[piece], scale[piece], *whole)
+    return replace(q, **{layout: part})
 
 
 def _columns(
@@ -83,16 +119,16 @@ def _columns(
     """Both columns with their scales, and how those lie, as the FP8 kernel takes them."""
     if not (isinstance(dy, Quantized) and isinstance(x, Quantized)) or dtype not in OUTPUTS:
         return None
-    kind = _kernel(dy, x)
-    if dy.col is None or x.col is None or kind is None:
+    kind = _kernel(dy.scaling.of("col"), x.scaling.of("col"))
+    if dy.col is None or x.col is None or kind is None or dy.scaling.columns != x.scaling.columns:
         return None
     squares = kind == "block" and x.scaling.columns == SQUARE
     return *dy.col, *x.col, "square" if squares else kind
 
 
-def _kernel(a: Quantized, b: Quantized) -> str | None:
-    """How the kernels call the scales of two operands; None where none multiplies their codes."""
-    return a.scaling.kernel if a.scaling.kernel == b.scaling.kernel else None
+def _kernel(a: Scaling, b: Scaling) -> str | None:
+    """How the kernels call the scales of two formats; None where none multiplies their codes."""
+    return a.kernel if a.kernel == b.kernel else None
 
 
 def wgrad(
@@ -109,13 +145,18 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, None, dtype)
-    left, right, ends = _tokens_first(dy, x, offs)
+    if offs is None and _same_columns(dy, x):
+        return _dense(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
+    left, right, whole, ends = _tokens_first(dy, x, offs)
     if ends is None:
-        return K.wide_mm(left.t(), right.t()).to(dtype)
+        return _dense(left.t(), "row", (right.t(), whole), dtype)
     if left.dtype is dtype:
-        return K.grouped_wgrad(left, right, ends)
-    dw = left.new_empty(len(ends), left.shape[1], right.shape[1], dtype=torch.float32)
-    K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)
+        dw = K.grouped_wgrad(left, right, ends)
+    else:
+        dw = left.new_empty(len(ends), left.shape[1], right.shape[1], dtype=torch.float32)
+        K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)
+    if whole is not None:
+        dw.mul_(whole.reshape(-1, 1, 1))
     return dw.to(dtype)
 
 
@@ -133,33 +174,53 @@ def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumu
     if columns is not None:
         K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
         return
-    left, right, ends = _tokens_first(dy, x, offs)
-    K.grouped_wgrad_into(main_grad, left, right, ends, accumulate=accumulate)  # type: ignore[arg-type]
+    left, right, whole, ends = _tokens_first(dy, x, offs)
+    if whole is None or not accumulate:
+        K.grouped_wgrad_into(main_grad, left, right, ends, accumulate=accumulate)  # type: ignore[arg-type]
+        if whole is not None:
+            main_grad.mul_(whole.reshape(-1, 1, 1))
+        return
+    dw = torch.empty_like(main_grad)
+    K.grouped_wgrad_into(dw, left, right, ends, accumulate=False)  # type: ignore[arg-type]
+    main_grad.addcmul_(dw, whole.reshape(-1, 1, 1))
 
 
 def _tokens_first(
     dy: Operand, x: Operand, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the columns of both stand for, tokens first, and where their groups end; of one operand in high precision
-    and one quantized, the rows.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What the columns of both stand for, tokens first, the factor of their product, and where their groups end; of
+    one operand in high precision and one quantized, the rows.
     """
     if isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col:
-        turned = dy.scaling.hadamard == x.scaling.hadamard  # by both, which cancels
-        left, right = _meet(*(values(q, "col") if turned else features(q) for q in (dy, x)))
-        return left.t(), right.t(), None if offs is None else K.column_offs(offs)
-    return *_meet(_stands_for(dy, "row"), _stands_for(x, "row")), offs
+        same = _same_columns(dy, x)
+        sides = (factors(q, "col") if same else (features(q), None) for q in (dy, x))
+        left, right, whole = _meet(*sides)
+        return left.t(), right.t(), whole, None if offs is None else K.column_offs(offs)
+    left, right, whole = _meet(_stands_for(dy, "row"), _stands_for(x, "row"))
+    if whole is not None and offs is not None and whole.dim() == 0:
+        whole = whole.expand(len(offs))
+    return left, right, whole, offs
 
 
-def _stands_for(t: Operand, layout: str) -> Tensor:
-    """What an operand, or a weight, stands for: of another layout where that one is not there."""
+def _same_columns(dy: Operand, x: Operand) -> bool:
+    """Whether both have columns that went through a Hadamard transform, which cancels, or neither."""
+    if not (isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col):
+        return False
+    return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard
+
+
+def _stands_for(t: Operand, layout: str) -> Factors:
+    """What an operand, or a weight, stands for, as `factors`: of another layout where that one is not there."""
     if not isinstance(t, Quantized):
-        return t if layout == "row" else t.mT
+        return t if layout == "row" else t.mT, None
     if getattr(t, layout) is None and layout == "col":
-        return values(t, "row").mT
-    return values(t, layout)
+        found, whole = factors(t, "row")
+        return found.mT, whole
+    return factors(t, layout)
 
 
-def _meet(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider dtype."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype), b.to(dtype)
+def _meet(a: Factors, b: Factors) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both in the wider dtype, and what their product is to be multiplied by."""
+    dtype, wholes = torch.promote_types(a[0].dtype, b[0].dtype), [a[1], b[1]]
+    found = [whole for whole in wholes if whole is not None]
+    return a[0].to(dtype), b[0].to(dtype), math.prod(found[1:], start=found[0]) if found else None

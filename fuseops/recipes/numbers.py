@@ -94,7 +94,7 @@ class Numbers:
             return
         layout = "col" if q.row is None else "row"
         stands = values(q, layout).float().abs()
-        codes = K.codes_values(getattr(q, layout).data, q.scaling.data).abs()
+        codes = K.codes_values(getattr(q, layout).data, q.scaling.of(layout).data).abs()
         codes = codes[..., : stands.shape[-1]]
         if layout == "col":
             codes, stands = codes.mT, stands.mT
@@ -105,7 +105,7 @@ class Numbers:
             there &= (rows < q.offs[-1])[:, None]
         size, count = size.where(there, 0.0), there.sum().clamp(min=1)
         # the last code stands for what is up to half a step beyond it
-        largest, nearest = q.scaling.largest
+        largest, nearest = q.scaling.of(layout).largest
         flushed = there & (codes == 0) & (size != 0)
         saturated = there & (codes == largest) & ((size / nearest > stands) | size.isinf())
         amax = size.amax() if size.numel() else size.sum()

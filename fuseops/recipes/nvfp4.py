@@ -24,8 +24,8 @@ class NVFP4BlockScaling(Recipe):
 
     With S = 448 * 6 / amax of the tensor, a block's scale is E4M3(amax of the block * S / 6), and data = x * S / scale,
     rounded to the nearest code. Rows and columns are quantized from high precision, each along its own axis. A NaN
-    makes the scale of its block NaN. Where no tensor cores take the format, GEMMs multiply what codes stand for, in
-    float32.
+    makes the scale of its block NaN. Where no tensor cores take the format, GEMMs multiply codes times their E4M3
+    scales, exact in bfloat16, and the float32 scales multiply the product.
 
     hadamard: columns of x and of gradients, which the weight gradient multiplies, are turned first by a Hadamard matrix
         over every 16 tokens, with fixed signs. It cancels in the product, and spreads outliers.

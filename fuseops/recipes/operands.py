@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
 from .quantized import Layout, Quantized, layout_of, tokens_of
 from .scales import See, quantize_given
-from .scaling import E4M3, SQUARE, Scaling
+from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
@@ -56,7 +58,7 @@ def quantize(
 
 def columns_follow(scaling: Scaling) -> bool:
     """Whether columns are made of the codes of rows: shifted to one exponent a square, or with the rows' one scale."""
-    return scaling.block is None or scaling.columns == SQUARE
+    return scaling.colwise is None and (scaling.block is None or scaling.columns == SQUARE)
 
 
 # --- of rows
@@ -79,7 +81,7 @@ def operand(
     seed: (1,) int64, of a format that rounds at random; drawn where it is not given.
     see: what gives the one scale of a tensor or of groups for its amax, where that is not its own.
     """
-    if scaling.stochastic and seed is None and isinstance(x, Tensor):
+    if scaling.rounds_at_random and seed is None and isinstance(x, Tensor):
         seed = torch.randint(2**62, (1,), device=x.device)
     q = _operand(x, scaling, offs, row, col, index, seed, see)
     if (seen := watching()) is not None:
@@ -103,13 +105,23 @@ def _operand(
     if isinstance(x, Quantized):
         return _from_codes(x, scaling, offs, row, col, index)
     x = x.reshape(-1, x.shape[-1])
-    if index is not None and scaling.columns == SQUARE:  # tokens once, however many rows they are
+    if (
+        index is not None and columns_follow(scaling) and scaling.block is not None
+    ):  # tokens once, however many rows they are
         tokens = operand(x, scaling)
         return _from_codes(tokens, scaling, offs, row, col, index)
     if index is not None:
         x = K.gather_rows(x, index, offs)  # type: ignore[arg-type]
-    if not scaling.family.codes:
+    if scaling.colwise is not None:
+        mine = _operand(x, replace(scaling, colwise=None), offs, True, False, None, seed, see)
+        other = _operand(x, scaling.colwise, offs, False, True, None, seed, see)
+        odd = mine.odd if row else other.odd
+        found = mine.row if row else None, other.col if col else None
+        return Quantized(*found, scaling, offs, x.dtype, odd=odd)
+    if scaling.block is not None and not (scaling.family.codes and scaling.plain):
         return _by_format(x, scaling, offs, row, col, seed)
+    if see is None and not scaling.plain:
+        see = partial(_up, scaling)
     if see is not None:
         data, turned, scale = quantize_given(x, offs, scaling, row, col, see)
         rows, columns = (None if t is None else Layout(t, scale) for t in (data, turned))
@@ -129,13 +141,13 @@ def _by_vector(x: Tensor, scaling: Scaling, offs: Tensor | None, row: bool, col:
     rows: Layout | None = None
     columns: Layout | None = None
     if row:
-        data, _, scale, _ = K.quantize_blocks(x, scaling.data, 1, "row", True)
+        data, scale = K.quantize_vectors(x, scaling.data)
         rows = Layout(data, scale)
     if col:  # from high precision, never from rows
         ends = offs
         if ends is None:
             ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-        columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data, True))
+        columns = Layout(*K.quantize_group_blocks(x, ends, scaling.data))
     return rows, columns
 
 
@@ -155,17 +167,32 @@ def _by_format(
 ) -> Quantized:
     """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
     rows, columns = None, None
-    if row:
+    shifted = col and columns_follow(scaling)
+    if row or shifted:
         rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
-    if col:
-        turned = K.turned_in_groups(x, offs)
-        if scaling.hadamard:
-            turned = K.hadamard(turned.float() * K.signs(turned.shape[1], turned))
+    if shifted:
+        columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+    elif col:
+        if offs is None and scaling.family.codes:  # one group, as kernels lay it
+            one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+            turned = K.turned_in_groups(x, one)
+        else:
+            turned = K.turned_in_groups(x, offs)
+        turn = scaling.hadamard
+        if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
+            turned, turn = K.turned(turned), False
         ends = None if offs is None else K.column_offs(offs)
         other = None if seed is None else seed + 1
-        columns = _coded(turned, scaling, _by_group(turned, scaling, ends, 0), other)
+        whole = _by_group(turned, scaling, ends, 0, turn)
+        columns = _coded(turned, scaling, whole, other, turn)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
-    return Quantized(rows, columns, scaling, offs, x.dtype, odd=odd)
+    return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
+
+
+def _up(scaling: Scaling, amax: Tensor) -> Tensor:
+    """What brings a tensor, or groups, of this amax into the range of its format."""
+    amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
+    return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
 
 
 Whole = tuple[
@@ -173,12 +200,13 @@ Whole = tuple[
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
-def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Whole | None:
+def _by_group(
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+) -> Whole | None:
     """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
     if scaling.scale is not E4M3:
         return None
-    by_token = K.magnitude(x).amax(axis) if x.shape[axis] else x.new_zeros(x.shape[1 - axis])
-    found = K.amax_of_groups(by_token.float(), ends)
+    found = K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
     spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
     if not spread.dim():
         return spread[None, None], found
@@ -186,12 +214,21 @@ def _by_group(x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int) -> Wh
 
 
 def _coded(
-    x: Tensor, scaling: Scaling, whole: Whole | None = None, seed: Tensor | None = None
+    x: Tensor,
+    scaling: Scaling,
+    whole: Whole | None = None,
+    seed: Tensor | None = None,
+    turn: bool = False,
 ) -> Layout:
     """Matrices in blocks along their last axis."""
     spread, amax = (None, None) if whole is None else whole
-    parts = K.quantize_format(x, scaling.data, scaling.scale, scaling.grain, spread, seed)
-    found: Layout = layout_of(*parts, None if amax is None else 1 / K.whole_inverse(amax))
+    form = K.Format(
+        scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
+    )
+    codes, scale = K.quantize_format(x, form, spread, seed, turn)
+    if scaling.family.codes and not scaling.square:  # as kernels read them
+        scale = scale.mT.contiguous()
+    found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
     return found
 
 
@@ -205,8 +242,10 @@ def _from_codes(
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
     check_codes(x, scaling, offs, row, col, index is not None)
+    if index is None and (col or _one_a_group(x)):
+        x = _of_this_split(x, offs)
     as_given = index is None and (not col or columns_fit(x, scaling, offs))
-    if as_given and scaling.block is not None:
+    if as_given and (scaling.block is not None or scaling.colwise is not None):
         return replace(x, row=x.row if row else None, col=x.col if col else None, carrier=None)
     if scaling.block is None:
         return _by_scale(x, scaling, offs, row, col, index)
@@ -268,6 +307,40 @@ def columns_fit(x: Quantized, scaling: Scaling, offs: Tensor | None) -> bool:
     return (x.offs is None) == (offs is None) and (offs is None or len(offs) == len(x.offs))  # type: ignore[arg-type]
 
 
+def _one_a_group(x: Quantized) -> bool:
+    """Whether a scale goes over a whole tensor, or a whole group."""
+    return x.scaling.block is None or x.scaling.scale is E4M3
+
+
+def _of_this_split(x: Quantized, offs: Tensor | None) -> Quantized:
+    """x, whose columns, and scales of groups, are those of groups that end where offs says.
+
+    For other groups of as many an error, and on a device, whose numbers nobody waits for, NaN.
+    """
+    mine = x.offs
+    if mine is None or offs is None or mine is offs or len(mine) != len(offs) or is_fake(offs):
+        return x
+    if mine.device.type == "meta" or mine.data_ptr() == offs.data_ptr():
+        return x
+    alike = (mine == offs).all()
+    if not alike.is_cuda:
+        if not alike:
+            raise FuseOpsError(
+                f"an operand arrived as {x}, which end at {mine.tolist()}; those of this GEMM end at "
+                f"{offs.tolist()}: quantize it with the same offs (fo.quantize)."
+            )
+        return x
+    row = x.row if x.row is None or not _one_a_group(x) else _lost_unless(alike, x.row)
+    return replace(x, row=row, col=None if x.col is None else _lost_unless(alike, x.col))
+
+
+def _lost_unless(alike: Tensor, layout: Layout) -> Layout:
+    """The same with scales that are NaN unless a number on the device is true: all bits of one."""
+    raw = layout.scale.view(torch.uint8 if layout.scale.itemsize == 1 else torch.int32)
+    nan = torch.full_like(raw, 255 if raw.dtype is torch.uint8 else -1)
+    return layout._replace(scale=torch.where(alike, raw, nan).view(layout.scale.dtype))
+
+
 def check_codes(
     x: Quantized, scaling: Scaling, offs: Tensor | None, row: bool, col: bool, by_index: bool
 ) -> None:
@@ -280,10 +353,9 @@ def check_codes(
     given = (
         f"an operand arrived as {x}; this GEMM reads {scaling} by {' and '.join(wanted)}{groups}"
     )
-    if replace(x.scaling, columns=scaling.columns) != scaling:
+    if x.scaling.but_columns != scaling.but_columns:
         raise FuseOpsError(f"{given}: quantize it in that format.")
-    one = x.scaling.block is None or x.scaling.scale is E4M3
-    if one and by_index and x.offs is not None:
+    if _one_a_group(x) and by_index and x.offs is not None:
         raise FuseOpsError(f"{given}, and its rows by index: quantize the tokens without groups.")
     missing = row and x.row is None
     if col and (by_index or not columns_fit(x, scaling, offs)):
@@ -308,7 +380,9 @@ def weight_operand(
     if isinstance(weight, Quantized):
         return replace(weight, row=weight.row if row else None, col=weight.col if col else None)
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    rows, columns = _of_matrices(matrices, scaling, row, col, see)
+    rows, columns = _of_matrices(matrices, scaling, row, col and scaling.colwise is None, see)
+    if col and scaling.colwise is not None:
+        _, columns = _of_matrices(matrices, scaling.colwise, False, True, see)
     if weight.dim() == 2:
         rows, columns = (t and layout_of(*[part[0] for part in t]) for t in (rows, columns))
     odd = odd_layouts(weight, scaling)
@@ -321,21 +395,25 @@ def weight_operand(
 def odd_layouts(weight: Tensor, scaling: Scaling) -> tuple[str, ...]:
     """`Quantized.odd` of a weight (..., N, K)."""
     n, k = weight.shape[-2:]
-    return tuple([name for name, width in (("row", k), ("col", n)) if width % scaling.packs])
+    widths = (("row", k), ("col", n))
+    return tuple([name for name, width in widths if width % scaling.of(name).packs])
 
 
 def _amax_of_matrices(matrices: Tensor) -> Tensor:
     """(E, N, K) -> (E,) float32"""
     if not matrices.numel():
         return matrices.new_zeros(len(matrices), dtype=torch.float32)
-    return K.magnitude(matrices).amax((1, 2))
+    parts = [K.magnitude(matrices[:, piece]).amax((1, 2)) for piece in K.pieces(matrices)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).amax(0)
 
 
 def _of_matrices(
     matrices: Tensor, scaling: Scaling, row: bool, col: bool, see: See | None
 ) -> Layouts:
     """Both layouts of a weight (E, N, K)."""
-    if not scaling.family.codes:
+    scaling = replace(scaling, colwise=None)
+    by_kernels = scaling.family.codes and scaling.plain and scaling.block != VECTOR
+    if scaling.block is not None and not by_kernels:
         whole = None
         if scaling.scale is E4M3:
             amax = _amax_of_matrices(matrices)
@@ -343,9 +421,13 @@ def _of_matrices(
         both = (matrices, row), (matrices.mT, col)
         rows, columns = (_coded(t, scaling, whole) if wanted else None for t, wanted in both)
         return rows, columns
+    if see is None and not scaling.plain:
+        see = partial(_up, scaling)
     if see is not None:
         up = see(_amax_of_matrices(matrices))
-        codes = K.saturate(matrices.float() * up[:, None, None], scaling.data)
+        scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))
+        made = [K.saturate(part, scaling.data) for part in scaled]
+        codes = made[0] if len(made) == 1 else torch.cat(made, 1)
         rows = Layout(codes, 1 / up) if row else None
         return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
     if scaling.block is None:

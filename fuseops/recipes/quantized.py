@@ -50,7 +50,7 @@ class Quantized:
              128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
              scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K), of (32, 1) blocks (K, C/32); else
              that of the rows
-    scaling  the format
+    scaling  the format; that of `col` is `scaling.of("col")`
     offs     (E,) int32 row ends of the groups, or None
     dtype    of the tensor that it stands for
     carrier  of its gradient, (..., K) without values; None of one that lives inside an op, whose rows are its shape
@@ -73,7 +73,8 @@ class Quantized:
         if self.carrier is not None:
             return self.carrier.shape
         found = self.row.data.shape if self.row is not None else self.col.data.shape  # type: ignore[union-attr]
-        width = found[-1] * self.scaling.packs - (("row" if self.row else "col") in self.odd)
+        layout = "row" if self.row else "col"
+        width = found[-1] * self.scaling.of(layout).packs - (layout in self.odd)
         return torch.Size((*found[:-1], width) if self.row else (*found[:-2], width, found[-2]))
 
     def dim(self) -> int:
@@ -225,10 +226,11 @@ class Quantized:
         for k, (begin, end) in enumerate(itertools.pairwise(ends)):
             source, target = begin // BLOCK + first + k, (begin - ends[0]) // BLOCK + k
             moves.append((source, target, -(-(end - begin) // BLOCK)))
-        codes = _moved(data, 1, BLOCK // self.scaling.packs, blocks, moves)
-        if self.scaling.block is None:
+        scaling = self.scaling.of("col")
+        codes = _moved(data, 1, BLOCK // scaling.packs, blocks, moves)
+        if scaling.block is None:
             return Layout(codes, scale[first : first + groups] if scale.dim() else scale)
-        axis, step = tokens_of(self.scaling, "col")
+        axis, step = tokens_of(scaling, "col")
         return layout_of(codes, _moved(scale, axis, BLOCK // step, blocks, moves), *one)
 
 
@@ -295,33 +297,41 @@ pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 # --- what codes stand for
 
 
-def product_dtype(q: Quantized) -> torch.dtype:
-    """In which codes times scales are exact, and none is out of range."""
-    powers = q.scaling.block is not None and q.scaling.scale is not E4M3
-    exact = powers and q.dtype is torch.bfloat16
-    return torch.bfloat16 if exact else torch.float32
+def product_dtype(scaling: Scaling, dtype: torch.dtype) -> torch.dtype:
+    """In which codes times the scales of blocks are exact, and none is out of range.   dtype: that they stand for"""
+    exact = scaling.block is not None and (scaling.powers or scaling.scale is E4M3)
+    return torch.bfloat16 if exact and dtype is torch.bfloat16 else torch.float32
 
 
-def values(q: Quantized, layout: str) -> Tensor:
-    """What a layout stands for, in `product_dtype`: rows (R, K), columns (K, C), a weight as it lies."""
+Factors = tuple[Tensor, Tensor | None]
+
+
+def factors(q: Quantized, layout: str) -> Factors:
+    """What a layout stands for as a product: rows (R, K), columns (K, C), a weight as it lies, in `product_dtype`; and
+    one float32 number for all, (), or for each group, (E,), where the scales of blocks stand over one.
+    """
     found: Layout | None = getattr(q, layout)
     if found is None:
         raise FuseOpsError(f"an operand in {q.scaling} has no {layout} layout, which is read.")
-    data, scale = found[:2]
-    whole: tuple[Tensor, ...] = found[2:]
-    if not q.scaling.family.codes:
-        codes = K.dequantize_format(data, scale, q.scaling.data, q.scaling.grain)
-        codes = codes[..., : codes.shape[-1] - (layout in q.odd)]
-        for of_whole in whole:
-            codes = codes * _spread(q, layout, codes, of_whole)
-        return codes.to(product_dtype(q))
-    return (data.float() * _spread(q, layout, data, scale)).to(product_dtype(q))
+    (data, scale), whole = found[:2], cast("tuple[Tensor, ...]", found[2:])
+    scaling = q.scaling.of(layout)
+    dtype = product_dtype(scaling, q.dtype)
+    if scaling.family.codes:
+        return (data.float() * _spread(q, layout, data, scale)).to(dtype), None
+    codes = K.dequantize_format(data, scale, scaling.data, scaling.grain, dtype)
+    return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
+
+
+def values(q: Quantized, layout: str) -> Tensor:
+    """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies."""
+    found, whole = factors(q, layout)
+    return found if whole is None else found.float() * _spread(q, layout, found, whole)
 
 
 def features(q: Quantized) -> Tensor:
     """What columns stand for, without the Hadamard transform that they went through."""
     found = values(q, "col")
-    if not q.scaling.hadamard:
+    if not q.scaling.of("col").hadamard:
         return found
     return K.hadamard(found) * K.signs(found.shape[-1], found)
 
@@ -329,16 +339,12 @@ def features(q: Quantized) -> Tensor:
 def _spread(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:
     """The scale of every code, in a shape that the codes' broadcasts with."""
     *_, rows, width = data.shape
-    scaling = q.scaling
-    if not scaling.family.codes:
+    scaling = q.scaling.of(layout)
+    if not scaling.family.codes or scaling.block is None:
         return _of_groups(q, layout, data, scale)
     if scaling.block == SQUARE or (layout == "col" and scaling.columns == SQUARE):
         return _wide(_wide(scale, -2, rows), -1, width)
-    if scaling.block is not None and layout == "col":  # (C/128, K) of (K, C)
-        return _wide(scale, 0, width).t()
-    if scaling.block is not None:  # (K/128, R) of (R, K)
-        return _wide(scale, 0, width).t()
-    return _of_groups(q, layout, data, scale)
+    return _wide(scale, -2, width).mT  # (K/128, R) of (R, K), (C/128, K) of (K, C)
 
 
 def _of_groups(q: Quantized, layout: str, data: Tensor, scale: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class Roles:
             object.__setattr__(self, "high_wgrad", self.backward == "high_precision")
         for role in ("input", "weight", "hidden"):
             scaling = getattr(self, role)
-            if scaling is not None and scaling.stochastic:
+            if scaling is not None and scaling.rounds_at_random:
                 raise FuseOpsError(
                     f"{role} is {scaling}: the forward rounds to the nearest, so that a recomputation gives the same "
                     "numbers. Round gradients alone at random (grad_output)."
@@ -60,13 +61,15 @@ class Roles:
     @property
     def random(self) -> bool:
         """Whether gradients are rounded at random."""
-        return self.grad_output is not None and self.grad_output.stochastic
+        return self.grad_output is not None and self.grad_output.rounds_at_random
 
     @property
     def kernels(self) -> bool:
-        """Whether every operand is quantized, into codes that there are kernels to multiply."""
+        """Whether every operand is quantized, by kernels into codes that there are kernels to multiply."""
         scalings = self.input, self.weight, self.grad_output
-        return all(scaling is not None and scaling.kernel is not None for scaling in scalings)
+        if not all(s is not None and s.kernel is not None and s.plain for s in scalings):
+            return False
+        return self.weight.block != VECTOR  # type: ignore[union-attr]
 
     @property
     def columns(self) -> bool:
@@ -97,22 +100,28 @@ class Float8CurrentScaling(Recipe):
 
     inv = max(format) / amax, data = cast(x * inv) clamped to the format's range, scale = 1 / inv. In amax NaN does not
     count and an infinity counts as the largest float32 (TransformerEngine: scale 1); amax 0 gives scale 1.
-    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, and backward: what
-    the gradients' GEMMs multiply, as of `Float8BlockScaling`.  Raises FuseOpsError for another value of any of them.
+    fwd: format of inputs and weights; bwd: of gradients; weights: how long quantized ones are kept, backward: what the
+    gradients' GEMMs multiply, and epsilon, as of `Float8BlockScaling`.
+    powers_of_two: inv is rounded down to one.
+    Raises FuseOpsError for another value of any of them.
     """
 
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E5M2
     weights: str = field(default="none", kw_only=True)
     backward: str | None = field(default=None, kw_only=True)
+    powers_of_two: bool = field(default=False, kw_only=True)
+    epsilon: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_formats(self, self.fwd, self.bwd)
-        check_choices(self, weights=POLICIES, backward=BACKWARDS)
+        check_choices(self, weights=POLICIES, backward=BACKWARDS, powers_of_two=(False, True))
+        check_epsilon(self, self.epsilon)
 
     def roles(self) -> Roles:
-        forward, backward = Scaling(self.fwd, None, None), Scaling(self.bwd, None, None)
-        return Roles(forward, forward, backward, weights=self.weights, backward=self.backward)
+        options: dict[str, Any] = {"powers": self.powers_of_two, "epsilon": self.epsilon}
+        forward, grad = (Scaling(data, None, None, **options) for data in (self.fwd, self.bwd))
+        return Roles(forward, forward, grad, weights=self.weights, backward=self.backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +144,12 @@ class Float8BlockScaling(Recipe):
         freeing of a gathered weight frees them.
     backward: what the gradients' GEMMs multiply. None: dy, x and weights in this format. "high_precision": all of them
         as they are. "dequantized": dy as it is, with what the codes of the forward's x and weight stand for.
+    powers_of_two: False: scales are any float32 number; not with wgrad="square", whose shifts are powers of two.
+    epsilon: the smallest amax that counts; smaller ones are it.
+    square_weights: False: 128 elements of a weight along the axis that is summed share a scale, in each direction anew.
     fwd: format of inputs and weights; bwd: of gradients.
+    Kernels write the formats of the default scales; with powers_of_two=False, epsilon or square_weights=False plain
+    torch does, and without square weights GEMMs multiply what codes stand for.
     Raises FuseOpsError for another value of any of them.
     """
 
@@ -143,20 +157,32 @@ class Float8BlockScaling(Recipe):
     hidden: str = "bf16"
     weights: str = "none"
     backward: str | None = None
+    powers_of_two: bool = True
+    epsilon: float = 0.0
+    square_weights: bool = True
     fwd: torch.dtype = E4M3
     bwd: torch.dtype = E4M3
 
     def __post_init__(self) -> None:
         check_formats(self, self.fwd, self.bwd)
         check_choices(self, wgrad=WGRADS, hidden=HIDDEN, weights=POLICIES, backward=BACKWARDS)
+        check_choices(self, powers_of_two=(False, True), square_weights=(False, True))
+        check_epsilon(self, self.epsilon)
+        if self.wgrad == "square" and not self.powers_of_two:
+            raise FuseOpsError(
+                'Float8BlockScaling(powers_of_two=False): expected wgrad="block" or "bf16", since '
+                '"square" shifts codes by powers of two.'
+            )
 
     def roles(self) -> Roles:
-        columns = COLUMN if self.wgrad == "block" else SQUARE
-        forward = Scaling(self.fwd, VECTOR, columns)
+        options: dict[str, Any] = {"powers": self.powers_of_two, "epsilon": self.epsilon}
+        columns = COLUMN if self.wgrad == "block" or not self.powers_of_two else SQUARE
+        forward = Scaling(self.fwd, VECTOR, columns, **options)
+        weight = (SQUARE, SQUARE) if self.square_weights else (VECTOR, COLUMN)
         return Roles(
             input=forward,
-            weight=Scaling(self.fwd, SQUARE, SQUARE),
-            grad_output=Scaling(self.bwd, VECTOR, columns),
+            weight=Scaling(self.fwd, *weight, **options),
+            grad_output=Scaling(self.bwd, VECTOR, columns, **options),
             high_wgrad=self.wgrad == "bf16",
             hidden=forward if self.hidden == "float8" else None,
             weights=self.weights,
@@ -171,6 +197,14 @@ def check_choices(recipe: Recipe, **choices: tuple[Any, ...]) -> None:
             raise FuseOpsError(
                 f"{type(recipe).__name__}({name}={getattr(recipe, name)!r}): expected one of {known}."
             )
+
+
+def check_epsilon(recipe: Recipe, epsilon: float) -> None:
+    """Raise FuseOpsError for a smallest amax that is none."""
+    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
+        raise FuseOpsError(
+            f"{type(recipe).__name__}(epsilon={epsilon!r}): expected a number, 0 or above."
+        )
 
 
 def check_formats(recipe: Recipe, fwd: torch.dtype, bwd: torch.dtype) -> None:

@@ -164,11 +164,14 @@ def quantize_given(
     x: Tensor, offs: Tensor | None, scaling: Scaling, row: bool, col: bool, see: See
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """(rows, columns, scale) of x with the scale that `see` gives.   (R, K) -> (R, K), (K, C), (E,) or ()"""
-    by_row = K.magnitude(x).amax(1) if x.shape[1] else x.new_zeros(len(x), dtype=torch.float32)
-    up = see(K.amax_of_groups(by_row, offs))
-    spread = K.spread_over_groups(up, offs, len(x))
-    scaled = x.float() * (spread[:, None] if spread.dim() else spread)
-    if offs is not None:
-        scaled = scaled.masked_fill(K.padding_mask(offs, len(x)), 0.0)
-    codes = K.saturate(scaled, scaling.data)
+    up = see(K.amax_of_groups(K.amax_of_tokens(x, 1), offs))
+    spread = K.spread_over_groups(up, offs, len(x)).expand(len(x))[:, None]
+    padding = None if offs is None else K.padding_mask(offs, len(x))
+    found = []
+    for piece in K.pieces(x):
+        scaled = x[piece].float() * spread[piece]
+        if padding is not None:
+            scaled = scaled.masked_fill_(padding[piece], 0.0)
+        found.append(K.saturate(scaled, scaling.data))
+    codes = found[0] if len(found) == 1 else torch.cat(found)
     return codes if row else None, K.columns_in_groups(codes, offs) if col else None, 1 / up

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -45,7 +46,7 @@ class Scaling:
 
     data     dtype of the codes, torch.float8_e4m3fn or torch.float8_e5m2
     block    (rows, columns) that share one scale: (1, 128) along the axis that a product sums, (128, 128) of a weight;
-             None: one scale a tensor, or one a group where rows are grouped. Scales of blocks are powers of two
+             None: one scale a tensor, or one a group where rows are grouped
     columns  those of the transposed copy that a weight gradient reads: (128, 128), the codes of the rows shifted to one
              exponent a square; (128, 1), quantized directly; None: the scales of the rows
     scale    dtype of the scales: torch.float32; torch.float8_e8m0fnu, whose blocks are (1, 32), with columns (32, 1),
@@ -53,6 +54,11 @@ class Scaling:
              two a byte, and blocks (1, 16), with columns (16, 1), or (16, 16). Both layouts are quantized directly
     hadamard    columns are those of the random Hadamard transform over 16 tokens; with E4M3 scales alone
     stochastic  x is rounded at random, up as often as it is far up; with E4M3 scales alone
+    powers   whether float32 scales are powers of two; by default those of blocks are, and those of tensors are not.
+             Columns in squares shift codes by powers of two, and are not there without
+    epsilon  the smallest amax that a float32 scale is taken from, in place of smaller ones
+    colwise  the format of the columns, where it is another one: they are quantized in it directly, and `columns` says
+             nothing
     Raises FuseOpsError for another dtype or another block.
     """
 
@@ -62,9 +68,26 @@ class Scaling:
     scale: torch.dtype = torch.float32
     hadamard: bool = False
     stochastic: bool = False
+    powers: bool | None = None
+    epsilon: float = 0.0
+    colwise: Scaling | None = None
 
     def __post_init__(self) -> None:
         self._check("scale", tuple(FAMILIES))
+        usual, free = self._usual_powers, self.scale is torch.float32
+        if self.powers is None:
+            object.__setattr__(self, "powers", usual)
+        self._check("powers", (False, True) if free else (usual,))
+        if (not free and self.epsilon) or not 0 <= self.epsilon < math.inf:
+            raise FuseOpsError(f"{self!r}: expected epsilon to be 0, or with float32 scales above.")
+        if self.colwise is not None and self.colwise.colwise is not None:
+            raise FuseOpsError(f"{self!r}: expected a colwise format that has none itself.")
+        shifted = free and self.block == VECTOR and self.columns == SQUARE
+        if shifted and not self.powers and self.colwise is None:
+            raise FuseOpsError(
+                f"{self!r}: columns in squares shift the codes of rows by powers of two; with powers=False they are of "
+                f"{COLUMN} blocks."
+            )
         self._check("data", self.family.data)
         self._check("block", tuple(self.family.columns))
         self._check("columns", self.family.columns[self.block])
@@ -75,6 +98,30 @@ class Scaling:
     def _check(self, name: str, known: tuple[Any, ...]) -> None:
         if getattr(self, name) not in known:
             raise FuseOpsError(f"{self!r}: expected {name} to be one of {known}.")
+
+    @property
+    def _usual_powers(self) -> bool:
+        """Whether scales are powers of two where nobody says."""
+        return self.scale is E8M0 or (self.scale is torch.float32 and self.block is not None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its options are those that kernels write; plain torch writes the rest."""
+        return self.powers == self._usual_powers and not self.epsilon and self.colwise is None
+
+    @property
+    def but_columns(self) -> tuple[Any, ...]:
+        """All that it says but for the blocks of columns."""
+        return tuple([getattr(self, f.name) for f in fields(self) if f.name != "columns"])
+
+    def of(self, layout: str) -> Scaling:
+        """The format of one layout, "row" or "col"."""
+        return self if self.colwise is None or layout == "row" else self.colwise
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether one of its layouts does."""
+        return self.stochastic or (self.colwise is not None and self.colwise.stochastic)
 
     @property
     def family(self) -> Family:
@@ -101,6 +148,8 @@ class Scaling:
 
     def nbytes(self, rows: int, k: int) -> int:
         """Of codes (rows, k), which are summed along k, and the scales of their blocks."""
+        if self.block is None:
+            return rows * k + 4
         high, wide = self.grain
         scales = -(-rows // high) * -(-k // wide) * self.scale.itemsize
         return rows * -(-k // self.packs) + scales + 4 * (self.scale is E4M3)
@@ -122,4 +171,9 @@ class Scaling:
         grain = "tensor" if self.block is None else "x".join(map(str, self.block))
         scale = "" if self.scale is torch.float32 else f", {dtype_name(self.scale)}"
         how = [name for name in ("hadamard", "stochastic") if getattr(self, name)]
-        return f"{dtype_name(self.data)}[{', '.join([grain + scale, *how])}]"
+        if self.powers != self._usual_powers:
+            how.append("powers of two" if self.powers else "any scale")
+        if self.epsilon:
+            how.append(f"epsilon {self.epsilon:g}")
+        found = f"{dtype_name(self.data)}[{', '.join([grain + scale, *how])}]"
+        return found if self.colwise is None else f"{found} with columns {self.colwise}"

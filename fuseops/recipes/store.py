@@ -157,9 +157,10 @@ def kept_bytes(shape: tuple[int, ...], scaling: Scaling, layouts: int) -> int:
     """Bytes of that many layouts of a weight (N, K) or (E, N, K), with their scales."""
     n, k = shape[-2:]
     groups = math.prod(shape[:-2])
-    if scaling.block is None:  # both share the scale
+    if scaling.block is None and scaling.colwise is None:  # both share the scale
         return groups * (n * k * layouts + 4)
-    return groups * sum(scaling.nbytes(*sizes) for sizes in ((n, k), (k, n))[:layouts])
+    sizes = {"row": (n, k), "col": (k, n)}
+    return groups * sum(scaling.of(name).nbytes(*sizes[name]) for name in list(sizes)[:layouts])
 
 
 def _stamp(source: nn.Parameter, scaling: Scaling) -> tuple[Any, ...]:

@@ -136,13 +136,12 @@ def _several(what: str, given: Any, kind: Any, expected: str) -> tuple[Any, ...]
     return items
 
 
-@contextmanager
 def fusion(
     enabled: bool | None = None,
     *,
     disable: Iterable[str] = (),
     strict: bool | Iterable[str] = False,
-) -> Iterator[None]:
+) -> scopes.scope:
     """Switch fusion off (or on), disable rules by name, or insist on them, for the calls made inside.
 
     enabled: left out beside `disable` or `strict`, fusion stays as it is outside; alone, `fusion()` switches it on.
@@ -158,12 +157,30 @@ def fusion(
     wanted: bool | frozenset[str] = strict if isinstance(strict, bool) else _names("strict", strict)
     if wanted:
         override += (("strict", wanted),)
-    with scopes.scope(override):
-        if isinstance(wanted, bool):
-            yield
-            return
-        with _must_fire(wanted):
-            yield
+    return scopes.scope(override) if isinstance(wanted, bool) else _Strict(override, wanted)
+
+
+class _Strict(scopes.scope):
+    """A scope that is not left without that each of these rules has fired."""
+
+    def __init__(self, override: Override, wanted: frozenset[str]) -> None:
+        super().__init__(override)
+        self.wanted = wanted
+        self.checks: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.checks.append(_must_fire(self.wanted))
+        self.checks[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.checks.pop().__exit__(*error)
+        finally:
+            super().__exit__(*error)
+
+    def _recreate_cm(self) -> "_Strict":
+        return _Strict(self.override, self.wanted)
 
 
 @contextmanager
@@ -187,7 +204,7 @@ def _must_fire(wanted: frozenset[str]) -> Iterator[None]:
         )
 
 
-def rules(*extra: Rule | str) -> AbstractContextManager[None]:
+def rules(*extra: Rule | str) -> scopes.scope:
     """Try these rules before all others, for the calls made inside.
 
     "pointwise" is one of fuseops' own that is on by choice: runs of elementwise ops that no other rule takes, level-1
@@ -196,7 +213,7 @@ def rules(*extra: Rule | str) -> AbstractContextManager[None]:
     return scopes.scope(_override(rules=extra))
 
 
-def recipe(value: Recipe | None, *, strict: bool = False) -> AbstractContextManager[None]:
+def recipe(value: Recipe | None, *, strict: bool = False) -> scopes.scope:
     """Run GEMMs in the precision of `value` (None: high precision), for the calls made inside.
 
     On Hopper, layers that FP8 is predicted not to make faster stay as they are; `explain()` says which, and why.
@@ -206,7 +223,7 @@ def recipe(value: Recipe | None, *, strict: bool = False) -> AbstractContextMana
     return scopes.scope((*_override(recipe=value), ("strict_recipe", strict)))
 
 
-def reference() -> AbstractContextManager[None]:
+def reference() -> scopes.scope:
     """Run every op as plain differentiable torch: double backward, torch.func, export, and a judge of any `bwd`."""
     return scopes.scope((("reference", True),))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,19 @@ from fuseops.ops.op import Op
 from fuseops.ops.routing import Routing
 from fuseops.ops.structure import Add, Tap
 from fuseops.recipes import (
+    ByRole,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    Scaling,
 )
+from fuseops.recipes.mxfp8 import mxfp8
+from fuseops.recipes.nvfp4 import nvfp4
 from fuseops.recipes.recipe import BACKWARDS, HIDDEN, WGRADS
+from fuseops.recipes.scaling import COLUMN
 from fuseops.recipes.store import POLICIES
 from fuseops.rules.rule import Rule
 
@@ -411,22 +418,63 @@ def recipes(draw: Draw, hidden: Sequence[str] = HIDDEN[:1]) -> Recipe:
     """A built-in recipe with any of its options.
 
     hidden: what may be saved between two GEMMs; with "float8" a fused MLP does not compute what its ops do.
-    None rounds at random, nor keeps a state, so that what is compared draws nothing and begins alike.
+    None rounds at random, so that what is compared draws nothing; DelayedScaling begins without a state, and takes
+    the tensors' own scales then.
     """
     formats = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
     options: dict[str, Any] = {
         "weights": draw(st.sampled_from(POLICIES)),
-        "backward": draw(st.sampled_from(BACKWARDS)),
     }
-    kind = draw(st.sampled_from([*BY_EIGHT_BITS, NVFP4BlockScaling]))
-    if kind in (MXFP8BlockScaling, NVFP4BlockScaling):
+    kind = draw(st.sampled_from([*BY_EIGHT_BITS, NVFP4BlockScaling, DelayedScaling, ByRole]))
+    if kind is not DelayedScaling:
+        options["backward"] = draw(st.sampled_from(BACKWARDS))
+    if kind is ByRole:
+        return ByRole(Formats(*(draw(scalings()) for _ in range(3))), **options)
+    if kind in (MXFP8BlockScaling, NVFP4BlockScaling, Float8BlockScaling):
         options["square_weights"] = draw(st.booleans())
     if kind is NVFP4BlockScaling:
         return NVFP4BlockScaling(hadamard=draw(st.booleans()), stochastic=False, **options)
+    if kind in (Float8BlockScaling, Float8CurrentScaling):
+        options["powers_of_two"] = draw(st.booleans())
+        options["epsilon"] = draw(st.sampled_from([0.0, 0.5]))
     if kind is Float8BlockScaling:
-        options |= {"wgrad": draw(st.sampled_from(WGRADS)), "hidden": draw(st.sampled_from(hidden))}
+        wgrads = WGRADS if options["powers_of_two"] else WGRADS[1:]
+        options |= {"wgrad": draw(st.sampled_from(wgrads)), "hidden": draw(st.sampled_from(hidden))}
+    if kind is DelayedScaling:
+        options |= {"amax_history_len": 2, "margin": draw(st.sampled_from([0, 1]))}
     made: Recipe = kind(fwd=draw(formats), bwd=draw(formats), **options)
     return made
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of roles, as `ByRole` asks for them."""
+
+    input: Scaling | None
+    weight: Scaling | None
+    grad_output: Scaling | None
+
+    def __call__(self, op: Any, name: str, role: str) -> Scaling | None:
+        found: Scaling | None = getattr(self, role)
+        return found
+
+
+@st.composite
+def scalings(draw: Draw) -> Scaling | None:
+    """A format of an operand that is quantized along the axis which is summed, maybe another for columns; or none."""
+    data = draw(st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]))
+    made = [
+        None,
+        Scaling(data, columns=COLUMN),
+        Scaling(data, columns=COLUMN, powers=False, epsilon=draw(st.sampled_from([0.0, 0.5]))),
+        Scaling(data, None, None),
+        mxfp8(data),
+        nvfp4(hadamard=draw(st.booleans())),
+    ]
+    rows, columns = draw(st.sampled_from(made)), draw(st.sampled_from(made))
+    if rows is None or columns is None or draw(st.booleans()):
+        return rows
+    return replace(rows, colwise=columns)
 
 
 @st.composite

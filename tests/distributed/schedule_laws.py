@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import (
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import dw_builder
+from fuseops.offload.planning.plan import plan_profile
 
 D, ROWS, MICROBATCHES, WORLD = 8, 4, 6, 2
 KINDS: dict[str, Any] = {
@@ -227,3 +229,53 @@ def law_delayed_gradients_under_fsdp2_are_reduced_by_the_schedule() -> None:
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         whole = p.grad.full_tensor()  # type: ignore[union-attr]
         torch.testing.assert_close(whole, q.grad / (2 * MICROBATCHES), msg=name)  # type: ignore[operator]
+
+
+def law_the_ranks_of_a_machine_share_one_host_budget() -> None:
+    """By what their plans need: together no more than there is, and one that needs little leaves the rest to others."""
+    gib, rows = 1 << 30, (1 << 16) >> 2 * dist.get_rank()
+    with torch.device("meta"):
+        make = lambda: fo.Residual(fo.ops.RMSNorm(1024), fo.ops.Linear(1024, 1024), fo.ops.SiLU())  # noqa: E731
+        model = nn.Sequential(*(make() for _ in range(24)))
+        x = torch.zeros(rows, 1024, requires_grad=True)
+    whole = offload.plan(model, x, layers="*", hardware=offload.Hardware.h200(), host=64 * gib)
+    need = whole.after.host
+    needs: list[Any] = [None] * WORLD
+    dist.all_gather_object(needs, need)
+    assert needs[0] > 3 * needs[1] > 0
+    tight = sum(needs) * 3 // 4
+    for budget in (64 * gib, tight):
+        limits = whole.limits._replace(host=budget)
+        plan = plan_profile(whole.profile, whole.hardware, limits, whole.settings)
+        mine = offload.share_host(plan, dist.group.WORLD)
+        told: list[Any] = [None] * WORLD
+        dist.all_gather_object(told, (mine.limits.host, mine.after.host, plan.after.host))
+        assert sum(share for share, _, _ in told) <= budget
+        assert all(used <= share for share, used, _ in told)
+        assert told[1][1] == told[1][2]  # what the small one wanted is less than its half
+        if budget == 64 * gib:
+            assert mine.decisions == whole.decisions
+        else:
+            assert told[0][0] > budget // 2
+    try:
+        offload.share_host(
+            replace(whole, limits=whole.limits._replace(host=None)), dist.group.WORLD
+        )
+    except fo.FuseOpsError as error:
+        assert "Plan with host=" in str(error)
+    else:
+        raise AssertionError("a plan without a budget was shared")
+
+
+def law_schedulers_of_a_machine_share_one_host_budget() -> None:
+    """Each has its part, and beyond it tensors stay, whatever the plan."""
+    model, x = nn.Sequential(*layers()), batch(0)[0]
+    for options in ({}, {"peak": 1 << 16, "policy": offload.Policy(min_bytes=1)}):
+        with offload.Scheduler(
+            model, "*", host=WORLD * 20_000, group=dist.group.WORLD, **options
+        ) as scheduler:
+            for _ in range(3):
+                model(x).sum().backward()
+        told: list[Any] = [None] * WORLD
+        dist.all_gather_object(told, dict(scheduler.report().schedule)["host_reserved"])
+        assert sum(told) <= WORLD * 20_000, told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import style as styles
 from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
@@ -425,6 +427,33 @@ def law_wrong_plans_are_refused() -> None:
     refused("tp_plan found no MLP", lambda: distributed.tp_plan(nn.Linear(2, 2)))
     moe = fo.MoE(D, F, 4, 2)
     refused("router", lambda: distributed.tp_plan(moe, sequence_parallel=True))
+
+
+def gated() -> list[fo.ops.Op]:
+    """Every activation that multiplies two halves, and every one that can read gate and up side by side."""
+    kinds = [k for n, k in vars(fo.ops).items() if n.endswith("GLU") and not n.startswith("Scaled")]
+    side_by_side = [k for k in kinds if "interleave" in inspect.signature(k).parameters]
+    assert fo.ops.SwiGLU in side_by_side
+    return [*(kind() for kind in kinds), *(kind(interleave=1) for kind in side_by_side)]
+
+
+def law_torchs_own_styles_are_right_or_refused() -> None:
+    """Torch's styles cut rows as they lie: the first half of the ranks would have gate rows alone."""
+    x, refused = torch.randn(TOKENS, D).double(), 0
+    for act in gated():
+        model = randomised(mlp(act))
+        plan = {"1": styles.ColwiseParallel(), "3": styles.RowwiseParallel()}
+        parallel = parallelize_module(copy.deepcopy(model), mesh(), plan)
+        try:
+            y = parallel(x)
+        except fo.FuseOpsError as error:
+            refused += 1
+            assert "1.weight (16, 6) is [gate | up] for '2'" in str(error), error
+            assert "ColwiseParallel(gate_up=True)" in str(error), error
+        else:
+            assert any(act.options[:1]), f"{act} got rows of one half"
+            torch.testing.assert_close(y, model(x), msg=str(act))
+    assert refused >= 7
 
 
 # --- checkpoints, and FSDP2 beside it

@@ -1,11 +1,13 @@
-"""Tensor and sequence parallelism on two ranks equal one process, and so does the loss of a sharded vocabulary.
+"""Tensor and sequence parallelism on two ranks equal one process, and so do the loss of a sharded vocabulary, FSDP2
+and DDP.
 
-The laws stand in `tensor_ranks.py` and `vocab_ranks.py`.
+The laws stand in `tensor_ranks.py`, `vocab_ranks.py` and `replica_laws.py`.
 """
 
 from __future__ import annotations
 
 import pytest
+import replica_laws
 import tensor_ranks
 import torch
 import vocab_ranks
@@ -16,7 +18,7 @@ from fuseops import distributed
 
 LAWS = [
     (module.__name__, name)
-    for module in (tensor_ranks, vocab_ranks)
+    for module in (tensor_ranks, vocab_ranks, replica_laws)
     for name in vars(module)
     if name.startswith("law_")
 ]

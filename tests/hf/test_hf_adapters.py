@@ -211,6 +211,27 @@ def test_an_adapted_mlp_stays_one_op(order: str, monkeypatch: pytest.MonkeyPatch
     assert kept(lambda: module(x), module) <= rows * (width + 2 * hidden + 3 * rank) + factors
 
 
+def test_gates_and_ups_with_adapters_are_not_packed() -> None:
+    model, x = wrapped("Llama"), tokens()
+    expected = step(model, x)
+    assert "pack before those are made" in str(hf.apply(model, pack=True))
+    agree(step(model, x), expected)
+
+
+def test_an_adapter_of_what_is_packed_is_in_the_op() -> None:
+    """A hook has PEFT's forward run, to compare with."""
+    model, x = stock("Llama"), tokens()
+    hf.apply(model, pack=True)
+    config = LoraConfig(r=2, target_modules=["gate_up_proj", "down_proj"])
+    model = filled(get_peft_model(model, config))
+    assert "gate and up packed, with adapters of gate_up_proj, down_proj" in str(hf.apply(model))
+    found = step(model, x)
+    for path, part in model.named_modules():
+        if path.endswith("gate_up_proj"):
+            part.register_forward_hook(lambda *_: None)
+    agree(found, step(model, x))
+
+
 def test_an_adapted_linear_keeps_the_laws() -> None:
     model = wrapped("Llama")
     hf.apply(model)

@@ -386,6 +386,7 @@ def test_trainer_and_resume(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn
 def test_accelerate_on_two_processes() -> None:
     """Gradients averaged over two ranks are those of the stock model over both batches."""
     script = Path(__file__).with_name("on_two_ranks.py")

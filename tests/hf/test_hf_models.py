@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hf_table
 import pytest
 from families import FAMILIES
@@ -16,7 +18,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("feature, name", CELLS, ids=lambda v: getattr(v, "name", v))
+def marked(feature: Feature, name: str) -> Any:
+    marks = [pytest.mark.in_turn] if "compile" in feature.name else []
+    return pytest.param(feature, name, marks=marks, id=f"{feature.name}-{name}")
+
+
+@pytest.mark.parametrize("feature, name", [marked(*cell) for cell in CELLS])
 def test_cell(feature: Feature, name: str) -> None:
     feature.run(name)
 

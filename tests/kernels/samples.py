@@ -43,7 +43,7 @@ def samples() -> dict[str, tuple]:
     rstd, bias = torch.rand(6) + 0.5, torch.randn(3, 16)
     experts = torch.tensor([[0, 2], [2, 1], [0, 2]])
     index, pos = torch.tensor([0, 2, 1, 0, 1, 2]), torch.tensor([[0, 3], [4, 2], [1, 5]]).int()
-    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    ends, two = (torch.tensor(e, dtype=torch.int32) for e in ([2, 3, 6], [3, 6]))
     k_of_16 = torch.randn(6, 16).argsort(1)[:, :3].to(torch.int32)
     counts = torch.randint(0, 6, (16,), dtype=torch.int32)
     classes = torch.tensor([3, 0, -100, 15, 7, 7])
@@ -74,9 +74,7 @@ def samples() -> dict[str, tuple]:
         "add_layernorm_fwd": (y, dy, w, dy[0], 1e-6),
         "layernorm_bwd": (dy, y, w, probs, rstd, dy),
         "apply_dropout": (y, torch.tensor([3]), 0.3),
-        "quantize_tensor": (y, E4M3, "both"),
-        "quantize_rows": (y, E4M3),
-        "quantize_blocks": (y, E4M3, 1, "both"),
+        "quantize_vectors": (y, E4M3),
         "scatter_rows": (dy[:3], pos, ends, 6, probs),
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),
@@ -98,7 +96,6 @@ def samples() -> dict[str, tuple]:
         "router_bwd": (torch.rand(6, 3), y, k_of_16, "softmax", True, 1.5),
         "router_loss": (y, counts, 3, "softmax", 0.1, 0.1),
         "router_loss_bwd": (y, y, counts, torch.rand(()), 3, "softmax", 0.1, 0.1),
-        "quantize_columns": (y, E4M3),
         "quantize_operand": (y, ends, E4M3),
         "permute_operand": (y.to(E4M3), torch.rand(1, 6), index.int(), ends),
         "quantize_groups": (y, ends, E4M3, True, True),
@@ -106,8 +103,8 @@ def samples() -> dict[str, tuple]:
         "quantize_weight": (torch.randn(3, 16, 16), E4M3),
         "rmsnorm_operand": (y, dy, w, 1e-6, E4M3),
         "rmsnorm_columns": (y, w, rstd, E4M3),
-        "swiglu_operand": (x, probs, ends, E4M3, True, True),
-        "dswiglu_operand": (*halves, probs, ends, E4M3, E4M3),
+        "swiglu_operand": (x, probs, two, E4M3, True, True),
+        "dswiglu_operand": (*halves, probs, two, E4M3, E4M3),
         "quantize_group_blocks": (y, offs, E4M3),
         "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),
         "wide_mm": (y.bfloat16(), dy.bfloat16()),

@@ -121,6 +121,9 @@ def test_wgrad(name, number, scaling, dense):
         fp8.fp8_wgrad_into(total, *operands, offs, None, True)
         f8.assert_products(total, 2 * exact + 0.5)
         fp8.fp8_wgrad_into(total, *operands, offs, None, False)
+        odd = torch.full((total.numel() + 1,), 0.5, device="cuda")[1:].view(total.shape)
+        fp8.fp8_wgrad_into(odd, *operands, offs, None, True)  # no descriptor begins there
+        f8.assert_products(odd, exact + 0.5)
         f8.assert_products(total, exact)
 
 

@@ -172,6 +172,18 @@ def test_many_tiles_of_weight_gradients(path, number, gathered_side):
         close(fresh[e], want)
 
 
+def test_sums_in_a_buffer_that_begins_anywhere():
+    """What no descriptor can be made of is added all the same."""
+    x, dy, weight, offs, _ = many_tiles()
+    aligned = torch.ones(weight.shape, device="cuda")
+    odd = torch.ones(weight.numel() + 1, device="cuda")[1:].view(weight.shape)
+    for main in (aligned, odd):
+        k.grouped_wgrad_into(main, dy, x, offs)
+    close(odd, aligned)
+    k.grouped_wgrad_into(odd, dy, x, offs, None, False)
+    close(odd, aligned - 1)
+
+
 @pytest.mark.parametrize(("n", "size"), [(1856, 2880), (2880, 1856), (520, 264), (16, 64)])
 @pytest.mark.parametrize("number", [0, 1])
 def test_weight_gradients_of_any_width(n, size, number):

@@ -7,7 +7,7 @@ import torch
 from samples import samples
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fuseops.kernels import activation, bias, norm, permute, quantize, routing
+from fuseops.kernels import activation, amax, bias, norm, permute, quantize, routing
 from fuseops.kernels.registry import KERNEL_OPS
 
 pytestmark = pytest.mark.gpu
@@ -70,10 +70,6 @@ def last_rows(t):
     return t[-3:]
 
 
-def last_columns(t):
-    return t[:, -3:]
-
-
 def whole(t):
     return t
 
@@ -101,10 +97,8 @@ FAR = {
     "rmsnorm_bwd": (lambda x: norm.rmsnorm_bwd(x, x, None, ones(x)), last_rows, whole),
     "bias_bwd": (bias.bias_bwd, whole),
     "grouped_bias_bwd": (lambda x: bias.grouped_bias_bwd(x, ends(x))[0], whole),
-    "quantize_tensor": (lambda x: quantize.quantize_tensor(x, F8, "both")[:2], last_rows, last_columns),
-    "quantize_rows": (lambda x: quantize.quantize_rows(x, F8)[0], last_rows),
-    "quantize_columns": (lambda x: quantize.quantize_columns(x, F8), last_columns, whole),
-    "quantize_1x128": (lambda x: quantize.quantize_blocks(x, F8, 1)[0], last_rows),
+    "quantize_vectors": (lambda x: quantize.quantize_vectors(x, F8)[0], last_rows),
+    "quantize_groups": (lambda x: amax.quantize_groups(x, None, F8)[0], last_rows),
 }  # fmt: skip
 
 
@@ -120,18 +114,14 @@ def test_addresses_past_two_to_the_31(name):
         torch.testing.assert_close(part(got).float(), part(want).float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("block_rows", [1, 128])
-def test_columnwise_blocks_past_two_to_the_31(block_rows):
+def test_columnwise_blocks_past_two_to_the_31():
     """Blocks of 128 rows are counted from the first row, so the last three share theirs with zeros."""
     x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda")
     x[-3:] = torch.randn(3, COLUMNS, device="cuda").bfloat16()
     block = x[ROWS // 128 * 128 :].clone()
-    col, groups = quantize.quantize_blocks(block, F8, block_rows, "both")[1], ends(x)
-    far = [quantize.quantize_blocks(x, F8, block_rows, "both")[1]]
-    far += [quantize.quantize_group_blocks(x, groups, F8)[0][:, :ROWS]] if block_rows == 1 else []
-    for got in far:
-        assert torch.equal(got[:, -len(block) :].float(), col.float())
-        assert not got[:, : -len(block)].view(torch.uint8).any()
+    got, col = (quantize.quantize_group_blocks(t, ends(t), F8)[0][:, : len(t)] for t in (x, block))
+    assert torch.equal(got[:, -len(block) :].float(), col.float())
+    assert not got[:, : -len(block)].view(torch.uint8).any()
 
 
 def test_permuted_rows_past_two_to_the_31():

@@ -67,8 +67,8 @@ def test_rows_and_columns(rows, n, dtype, values, fmt, seed, row, groups):
 @few
 def test_codes_by_index(tokens, n, fmt, seed, wanted, by_index, grouped):
     grouped = grouped or by_index
-    data, _, scale, _ = reference.quantize_blocks(
-        varied((tokens, n), torch.bfloat16, "normal", seed), fmt, 1, "row", True
+    data, scale = reference.quantize_vectors(
+        varied((tokens, n), torch.bfloat16, "normal", seed), fmt
     )
     g = torch.Generator().manual_seed(seed)
     rows = tokens if not by_index else tokens + seed % 150
@@ -138,7 +138,7 @@ def hidden(h, quantized):
     """(h, None), or the codes of h and their scales."""
     if not quantized:
         return h, None
-    data, _, scale, _ = reference.quantize_blocks(h, torch.float8_e4m3fn, 1, "row", True)
+    data, scale = reference.quantize_vectors(h, torch.float8_e4m3fn)
     return data, scale
 
 

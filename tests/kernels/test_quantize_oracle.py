@@ -6,6 +6,7 @@ import pytest
 import torch
 from laws import run
 
+from fuseops.kernels import amax
 from fuseops.kernels import quantize as k
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -23,9 +24,9 @@ def hard(rows, n):
     x[1] *= np.float32(1e-40)
     x[2, 3], x[3, 5], x[4, 7] = np.inf, -np.inf, np.nan
     x[5] = np.nan
-    for row, amax in enumerate((448.0, 449.0, 57344.0, 2.0**-20, 2.0**-20 * 1.0000001, 3e38), 6):
+    for row, largest in enumerate((448.0, 449.0, 57344.0, 2.0**-20, 2.0**-20 * 1.0000001, 3e38), 6):
         x[row] = np.clip(x[row], -1, 1)
-        x[row, 1] = amax
+        x[row, 1] = largest
     x[12] *= np.float32(-0.0)
     return x
 
@@ -67,51 +68,40 @@ def both(op, *args):
 
 
 every_format = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
-scales = pytest.mark.parametrize("pow2", [False, True])
 
 
 @every_format
-@scales
-def test_of_a_row_and_of_a_column(dtype, pow2):
-    x = hard(17, 40)
-    for op, axis in ((k.quantize_rows, 1), (k.quantize_columns, 0)):
-        inv = inverse(x, axis, FORMATS[dtype][1], pow2)
-        for q, scale in both(op, torch.from_numpy(x), dtype, pow2):
-            wanted = codes(x, inv, dtype)
-            same(q, wanted if axis else np.ascontiguousarray(wanted.T))
-            same_scales(scale, inv)
-
-
-@every_format
-@scales
-def test_of_a_tensor(dtype, pow2):
-    for x in (hard(17, 40)[[0, 1, 4, 6, 13]], hard(17, 40), np.zeros((3, 4), np.float32)):
-        inv = inverse(x, (0, 1), FORMATS[dtype][1], pow2)
-        for row, col, scale, _ in both(k.quantize_tensor, torch.from_numpy(x), dtype, "both", pow2):
-            same(row, codes(x, inv, dtype))
-            same(col, np.ascontiguousarray(codes(x, inv, dtype).T))
-            same_scales(scale, inv)
-
-
-@every_format
-@scales
-def test_of_vectors_of_128(dtype, pow2):
+def test_of_vectors_of_128(dtype):
     x = hard(17, 256)
-    tiles = x.reshape(17, 2, 128)
-    inv = inverse(tiles, 2, FORMATS[dtype][1], pow2)
-    for row, _, scale, _ in both(k.quantize_blocks, torch.from_numpy(x), dtype, 1, "row", pow2):
-        same(row, codes(tiles, inv, dtype).reshape(17, 256))
+    vectors = x.reshape(17, 2, 128)
+    inv = inverse(vectors, 2, FORMATS[dtype][1], True)
+    for q, scale in both(k.quantize_vectors, torch.from_numpy(x), dtype):
+        same(q, codes(vectors, inv, dtype).reshape(17, 256))
         same_scales(scale.t(), inv)
 
 
 @every_format
-@scales
-def test_of_squares_of_128(dtype, pow2):
-    x = hard(128, 256)[:, ::-1].copy()
-    tiles = x.reshape(1, 128, 2, 128)
-    inv = inverse(tiles, (1, 3), FORMATS[dtype][1], pow2)
-    found = both(k.quantize_blocks, torch.from_numpy(x), dtype, 128, "both", pow2)
-    for row, col, scale, _ in found:
-        same(row, codes(tiles, inv, dtype).reshape(128, 256))
-        same(col, np.ascontiguousarray(codes(tiles, inv, dtype).reshape(128, 256).T))
-        same_scales(scale, inv)
+def test_of_groups(dtype):
+    """One group of 128 rows: vectors down its columns, and of the block behind it zeros."""
+    x = hard(128, 40)
+    offs = torch.tensor([128], dtype=torch.int32)
+    inv = inverse(x, 0, FORMATS[dtype][1], True)
+    for q, scale in both(k.quantize_group_blocks, torch.from_numpy(x), offs, dtype):
+        same(q[:, :128], np.ascontiguousarray(codes(x, inv, dtype).T))
+        same_scales(scale[0], inv)
+        assert not q[:, 128:].float().any()
+
+
+@every_format
+def test_of_a_tensor_and_of_matrices(dtype):
+    for x in (hard(17, 40)[[0, 1, 4, 6, 13]], hard(17, 40), np.zeros((3, 4), np.float32)):
+        inv = inverse(x, (0, 1), FORMATS[dtype][1], False)
+        t = torch.from_numpy(x)
+        for row, col, scale in both(amax.quantize_groups, t, None, dtype, True, True):
+            same(row, codes(x, inv, dtype))
+            same(col[:, : len(x)], np.ascontiguousarray(codes(x, inv, dtype).T))
+            same_scales(scale, inv)
+        for row, turned, scale in both(amax.quantize_matrices, t[None], dtype):
+            same(row[0], codes(x, inv, dtype))
+            same(turned[0], np.ascontiguousarray(codes(x, inv, dtype).T))
+            same_scales(scale, inv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -88,13 +89,13 @@ def finished(
 def profiles(
     draw: st.DrawFn, max_saved: int = 9, groups: bool = False, micro_batches: int = 1
 ) -> Profile:
-    """Few layers and tensors of any sizes, on LINK from idle to overloaded."""
+    """Few layers and tensors of any sizes, on LINK from idle to overloaded; some ops are transfers between ranks."""
     layers = draw(st.integers(2, 6))
     each = max(1, min(3, max_saved // layers))
     sizes = draw(st.lists(st.integers(1, 40), min_size=layers * each, max_size=layers * each))
     pace = draw(st.sampled_from([0.5, 1.0, 2.0, 4.0]))
     times = draw(st.lists(st.integers(1, 8), min_size=layers, max_size=layers))
-    return profile_of(
+    drawn = profile_of(
         layers,
         each,
         lambda layer, n: sizes[layer * each + n] * MB,
@@ -103,6 +104,19 @@ def profiles(
         groups=groups,
         micro_batches=micro_batches,
     )
+    every = draw(st.sampled_from([0, 0, 3, 4]))
+    return with_network(drawn, every, draw(st.integers(1, 3))) if every else drawn
+
+
+def with_network(profile: Profile, every: int, later: int) -> Profile:
+    """The profile where one op of `every` travels, and compute waits for it `later` ops later."""
+    ops = tuple(
+        op._replace(lane="network", join=p + later)
+        if p % every == every - 1
+        else op._replace(lane="compute", join=-1)
+        for p, op in enumerate(profile.ops)
+    )
+    return replace(profile, ops=ops)
 
 
 @functools.cache

@@ -105,6 +105,29 @@ def test_an_unknown_attention_is_refused() -> None:
         Hardware("x", curve, curve, curve, memory=1.0, attention="fast")
 
 
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4),
+    st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4),
+)
+def test_ranks_that_measured_together_plan_for_the_slowest(
+    links: list[float], devices: list[float]
+) -> None:
+    base = Hardware.h200()
+    found = [
+        replace(base.slower(link), memory=base.memory * rate, launch=base.launch * rate)
+        for link, rate in zip(links, devices, strict=False)
+    ]
+    one = Hardware.slowest(found)
+    for nbytes in (1 << 20, 3 << 20, 1 << 30):
+        for lane in ("d2h", "h2d"):
+            took = [here.copy_seconds(lane, nbytes, duplex=True) for here in found]
+            assert one.copy_seconds(lane, nbytes, duplex=True) >= max(took) * (1 - 1e-9)
+    assert one.memory == min(h.memory for h in found) and one.launch == max(h.launch for h in found)
+    assert Hardware.slowest(found[::-1]) == one  # ranks alike
+    with pytest.raises(FuseOpsError, match="other sizes"):
+        Hardware.slowest([base, base.with_link(1.0)])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to measure")
 def test_measuring_without_a_device_says_so() -> None:
     with pytest.raises(FuseOpsError, match="torch sees none"):

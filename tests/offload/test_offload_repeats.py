@@ -1,11 +1,11 @@
 """What a scheduler finds out once: the same as finding it out each time, and at little cost a tensor."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counted import calls_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -138,22 +138,6 @@ def test_what_is_found_once_is_what_would_be_found_each_time(
             assert quick._scope.names == slow._scope.names
     finally:
         quick.detach(), slow.detach()
-
-
-def calls_in(run: Callable[[], Any]) -> int:
-    """Python functions that are called."""
-    count = 0
-
-    def seen(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_drawn import LINK, MB, profile_of
+from profiles_drawn import LINK, MB, profile_of, with_network
 
 from fuseops.errors import FuseOpsError
-from fuseops.offload.planning.pipeline import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Pipeline,
-    Turn,
-    parts,
-    plan_pipeline,
-    rank_profile,
-    starts,
-    turns,
-)
+from fuseops.offload.planning.pipeline import RECEIVED, parts, plan_pipeline, rank_profile, starts
 from fuseops.offload.planning.planner import Limits
 from fuseops.offload.planning.profile import Profile
 from fuseops.offload.planning.simulate import LinkSettings, simulate
+from fuseops.offload.planning.turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
 
 BASE = 100 * MB
 
@@ -138,6 +127,51 @@ def test_what_leaves_in_one_micro_batch_leaves_by_name() -> None:
             mixed += len(ways) > 1
             assert plan.decisions[name] == ("offload" if "offload" in ways else "keep")
     assert mixed
+
+
+def received(profile: Profile) -> Profile:
+    """The profile where every layer saves its input, which the layer before it has made."""
+    first = {s.call: k for k, s in reversed([*enumerate(profile.saved)])}
+    saved = [
+        s._replace(made=profile.calls[s.call].enter - 1) if k in first.values() else s
+        for k, s in enumerate(profile.saved)
+    ]
+    return replace(profile, saved=tuple(saved))
+
+
+@given(pipelines(), st.integers(1, 2))
+def test_what_a_stage_receives_stays_in_its_buffers(pipeline: Pipeline, layers: int) -> None:
+    """A buffer for each micro-batch and direction lasts, so to move what lies in it would free nothing; and what a
+    stage has sent is held until its backward.
+    """
+    size = 10 * MB
+    profile = received(profile_for(pipeline, layers, size))
+    for rank in range(pipeline.ranks):
+        ran = profile_of_rank(profile, pipeline, rank)
+        mine = range(rank, pipeline.stages, pipeline.ranks)
+        borders = sum((stage > 0) + (stage < pipeline.stages - 1) for stage in mine)
+        buffers = borders * pipeline.micro_batches * size
+        assert ran.ops[-1].resident == BASE // pipeline.ranks + buffers
+        stay = [s for s in ran.saved if s.why == RECEIVED]
+        assert len(stay) == sum(stage > 0 for stage in mine) * pipeline.micro_batches
+        own = profile_of_rank(profile_for(pipeline, layers, size), pipeline, rank)
+        before, after = (own.peak - own.ops[-1].resident, ran.peak - ran.ops[-1].resident)
+        assert after <= before + len(mine) * pipeline.micro_batches * size
+
+
+@given(pipelines(), st.booleans())
+def test_every_micro_batch_travels_between_ranks_as_often(pipeline: Pipeline, halves: bool) -> None:
+    """What a stage sends to other ranks, and what waits for it there, once a micro-batch."""
+    profile = with_network(profile_for(pipeline), 2, 1)
+    run = halved(pipeline, 1) if halves else pipeline
+    for rank in range(pipeline.ranks):
+        ran = profile_of_rank(profile, run, rank)
+        alone = profile.network / pipeline.stages * pipeline.chunks
+        assert ran.network == pytest.approx(alone * pipeline.micro_batches)
+        for p, op in enumerate(ran.ops):
+            if op.lane == "network" and op.join >= 0:
+                assert ran.ops[op.join].lane == "compute" and op.join == p + 1
+        simulate(ran, [*ran.candidates()], LINK, LinkSettings(lag=1, small=0))
 
 
 def test_stages_cover_the_step() -> None:

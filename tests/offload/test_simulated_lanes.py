@@ -28,7 +28,7 @@ def test_lanes_run_side_by_side() -> None:
     lanes = SimulatedLanes()
     x, _ = copy_out(lanes)
     lanes.op("compute", (x,), (), 1.5, None)
-    assert lanes.now == {"host": 0.0, "compute": 2.5, "d2h": 3.0, "h2d": 0.0}
+    assert lanes.now == {"host": 0.0, "compute": 2.5, "d2h": 3.0, "h2d": 0.0, "network": 0.0}
     assert lanes.seconds == 3.0 and not lanes.stalls()
 
 

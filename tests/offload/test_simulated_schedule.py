@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_drawn import LINK, MB, profile_of, profiles
+from profiles_drawn import LINK, MB, profile_of, profiles, with_network
 
 from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.offload.lanes.simulated import (
@@ -39,7 +39,10 @@ def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: Lin
     done = simulate(profile, chosen, LINK, settings)
     moved = sum(profile.saved[k].nbytes for k in done.windows)
     assert moved <= done.moved <= sum(profile.saved[k].nbytes for k in chosen)
-    assert done.seconds == pytest.approx(profile.seconds + done.stall)
+    computes = sum(op.seconds for op in profile.ops if op.lane == "compute")
+    assert done.seconds == pytest.approx(computes + done.stall + done.network)
+    assert profile.seconds * (1 - 1e-9) <= done.seconds  # what travels may cover a stall
+    assert done.seconds <= (profile.seconds + done.stall) * (1 + 1e-9)
     assert done.levels[-1].nbytes >= profile.ops[-1].resident - sum(
         s.nbytes for s in profile.saved if s.freed >= len(profile.ops)
     )
@@ -52,6 +55,21 @@ def test_law_19_holds_for_micro_batches(
     simulate(
         profile, data.draw(st.sets(st.sampled_from(range(len(profile.saved))))), LINK, settings
     )
+
+
+@given(profiles(), st.integers(1, 4), st.integers(0, 3))
+def test_what_travels_hides_behind_what_does_not_wait_for_it(
+    profile: Profile, later: int, more: int
+) -> None:
+    """A step with nothing moved is the profile's clock, waits for the network included; who waits later waits less."""
+    near, far = (with_network(profile, 3, k) for k in (later, later + more))
+    for each in (near, far):
+        done = simulate(each, (), LINK)
+        assert done.seconds == pytest.approx(each.seconds) and not done.stall
+    assert far.seconds <= near.seconds * (1 + 1e-9)
+    assert near.network == pytest.approx(far.network)
+    at_once = with_network(profile, 3, 1)
+    assert at_once.seconds == pytest.approx(sum(op.seconds for op in profile.ops))
 
 
 def test_nothing_chosen_is_the_profile_itself() -> None:

@@ -17,8 +17,9 @@ FILE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
 Two models built of fuseops ops train as the stock ones do, under every feature of this table and every pair of two:
-the same outputs, losses and gradients. `tests/ports` runs them on the CPU (in CI every cell, elsewhere a third of the
-pairs) and writes this file from the same data (`python tests/ports/table.py`); CI fails when it is stale.
+the same outputs, losses and gradients. `tests/ports` runs them on the CPU (in CI every cell; elsewhere a third
+of the pairs, and inductor on one port a cell) and writes this file from the same data (`python tests/ports/table.py`);
+CI fails when it is stale.
 
 - **equal**: equal to the stock implementation, in float64 within rounding. For autocast and FP8, which round, to the
   ported model with fusion off under the same numerics.

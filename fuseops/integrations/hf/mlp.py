@@ -21,7 +21,7 @@ from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
-from . import adapters, lent
+from . import adapters, lent, packing
 from .adapters import Product, lowered
 from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
 
@@ -133,22 +133,18 @@ class MLP(Op[MLPSaved]):
         params: dict[str, Tensor | None] = {}
         dh = self._through_act(rows, saved, call, params)
         dx: Tensor | None = None
-        for name, part in self._parts(dh):
+        for name, part in self._parts(dh, saved.gate):
             wanted = [*_wanted(call, name), *{"x"} & call.needs]
             product, through = _product(saved, name, part, call)
             dx, grads = product.bwd(part, saved.x, through, wanted, dx)
             params |= _named(name, grads)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 
-    def _parts(self, dh: Tensor | None) -> list[tuple[str, Tensor]]:
-        """(name, dh) of the first products."""
+    def _parts(self, dh: Tensor | None, gate: Tensor | None) -> list[tuple[str, Tensor]]:
+        """(name, dh) of the first products: one, where there is no gate or `up` holds both."""
         if dh is None:
             return []
-        return (
-            [("up", dh)]
-            if self.kind not in K.GATES
-            else [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)]
-        )
+        return [("up", dh)] if gate is None else [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)]
 
     def _through_act(
         self, dy: Tensor, saved: MLPSaved, call: Call, params: dict[str, Tensor | None]
@@ -220,32 +216,43 @@ def refused(module: nn.Module) -> str | None:
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
+    if packing.packed(module):
+        return packing.PACKED, "down_proj"
     return GATED if "gate_proj" in module._modules else PLAIN_MLP
 
 
 def build(module: nn.Module) -> MLP | None:
     """The op for this module, None where it computes something else."""
+    if packing.packed(module):  # nobody can run its class any more
+        found: MLP = module.__dict__[LENT]
+        return found
     act = mlp_of(module)
     if act is None:
         return None
-    first, last = (adapters.adapted(module._modules[name]) for name in ("up_proj", "down_proj"))
-    op = MLP(act, first.in_features, last.out_features)  # type: ignore[arg-type]
+    sizes: Any = [adapters.adapted(module._modules[name]) for name in ("up_proj", "down_proj")]
+    op = MLP(act, sizes[0].in_features, sizes[1].out_features)
+    lend(op, module)
+    return op
+
+
+def lend(op: MLP, module: nn.Module) -> None:
+    """Let the op read the module's weights, as they are named now."""
     sources: dict[str, lent.Source] = {}
     for name in _names(module):
-        short = name.removesuffix("_proj")
+        short = "up" if name == packing.PACKED else name.removesuffix("_proj")
         sources[short] = functools.partial(_read, name, "weight")
         sources[f"{short}_bias"] = functools.partial(_read, name, "bias")
         for which, part in enumerate(("a", "b")):
             sources[f"{short}_{part}"] = functools.partial(_read_factor, name, which)
     lent.lend(op, module, sources)
-    return op
 
 
-def by(op: MLP) -> str:
+def in_words(op: MLP) -> str:
     """What runs a module now, for the report."""
-    parts: Any = op.owner._modules
-    adapted = [name for name in _names(op.owner) if adapters.wraps(parts[name])]
-    return f"one op, {op.kind}" + (f", with adapters of {', '.join(adapted)}" if adapted else "")
+    owner = op.__dict__["owner"]
+    adapted = [name for name in _names(owner) if adapters.wraps(owner._modules[name])]
+    packed = ", gate and up packed" * packing.packed(owner)
+    return f"one op, {op.kind}{packed}" + f", with adapters of {', '.join(adapted)}" * bool(adapted)
 
 
 def _read(child: str, name: str, owner: Any) -> Tensor | None:
@@ -264,7 +271,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     """
     if all(_readable(self._modules[name]) for name in _names(self)):
         return self.__dict__[LENT](x)
-    return type(self).forward(self, x)
+    return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
 
 
 def _readable(part: Any) -> bool:
@@ -274,3 +281,10 @@ def _readable(part: Any) -> bool:
     own = part.__dict__.get("forward")
     ours = own is None or getattr(own, "func", None) is adapters.forward
     return ours and not lent.hooked(part) and adapters.here(part)
+
+
+def _written(module: Any, x: Tensor) -> Tensor:
+    """What a class says of gate and up, of both in one."""
+    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+    y: Tensor = module.down_proj(module.act_fn(gate) * up)
+    return y

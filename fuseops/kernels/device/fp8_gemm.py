@@ -25,6 +25,8 @@ from .fp8_rings import describe_weight as describe_weight
 from .fp8_stores import store_wave, zero_scales
 from .grouped_dswiglu import column_halves
 from .grouped_pingpong import zero_padding
+from .sums import PART
+from .sums import describe_sums as describe_sums
 
 MOVE = gl.constexpr("mov.b32 $0, $1;")
 # barriers that Triton does not use, of both consumers
@@ -301,12 +303,13 @@ def fp8_gemm_kernel(
     ring = a_ring, b_ring, a_scales, b_scales, empty, ready
     ends = a_scale, b_scale, bias_ptr, a_step, b_step, out_scale_ptr, rows
     # fmt: off
-    if out_ptr.dtype.element_ty == gl.float32:
+    if out_ptr.dtype.element_ty == gl.float32 and not WGRAD:
         out0, out1 = (out_ptr, out, out), (out_ptr, out, out)
     else:
         # one of a consumer with one wave: two tiles without products in between follow at once, into one buffer
-        ONE: gl.constexpr = IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK
-        BUFFERS: gl.constexpr = [1 if ONE else 2, 64, BLOCK]
+        WAVES: gl.constexpr = 1 if IN_PLACE or BLOCK_M * BLOCK_N == BLOCK * BLOCK else 2
+        SUMS: gl.constexpr = out.dtype == gl.float32
+        BUFFERS: gl.constexpr = [2 * WAVES, 64, PART] if SUMS else [WAVES, 64, BLOCK]
         buffers0 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         buffers1 = gl.allocate_shared_memory(out.dtype, BUFFERS, out.layout)
         out0, out1 = (out_ptr, out, buffers0), (out_ptr, out, buffers1)

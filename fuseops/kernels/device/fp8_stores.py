@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .fp8_rings import ragged
 from .gluon_names import store_tile
 from .grouped_dswiglu import column_halves
+from .sums import PART, store_sums
 
 PANEL = gl.constexpr(64)  # columns of what one TMA stores
 
@@ -33,25 +34,19 @@ def scaled(acc, ends, place, row, col, SCALING: gl.constexpr, HAS_BIAS: gl.const
 
 
 @gluon.jit
-def store_float32(
-    out_ptr, acc, place, row, col, WGRAD: gl.constexpr, ACCUMULATE: gl.constexpr
-):  # fmt: skip
-    """A half at a time: less to hold beside the other wave."""
-    group, start, size, M, N = place
+def store_float32(out_ptr, acc, place, row, col):
+    """Rows of float32, which begin anywhere, where no TMA does, a half at a time: less to hold."""
+    _, start, size, _, N = place
     if acc.shape[1] > PANEL:
         left, right = column_halves(acc)
-        store_float32(out_ptr, left, place, row, col, WGRAD, ACCUMULATE)
-        store_float32(out_ptr, right, place, row, col + acc.shape[1] // 2, WGRAD, ACCUMULATE)
+        store_float32(out_ptr, left, place, row, col)
+        store_float32(out_ptr, right, place, row, col + acc.shape[1] // 2)
     else:
         layout: gl.constexpr = acc.type.layout
         rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
         cols = col + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-        first = group.to(gl.int64) * M if WGRAD else start.to(gl.int64)
-        to = out_ptr + (first + rows) * N + cols
-        mask = (rows < (M if WGRAD else size)) & (cols < N)
-        if ACCUMULATE:
-            acc += gl.load(to, mask=mask, other=0.0)
-        gl.store(to, acc, mask=mask)
+        to = out_ptr + (start.to(gl.int64) + rows) * N + cols
+        gl.store(to, acc, mask=(rows < size) & (cols < N))
 
 
 @gluon.jit
@@ -101,11 +96,16 @@ def store_wave(
     WGRAD: gl.constexpr, SCALING: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     WAVE: gl.constexpr,
 ):  # fmt: skip
-    """16-bit results leave by TMA, which ends at the group's rows and at the columns; float32 by pointers."""
+    """Results leave by TMA, which ends at the group's rows and at the columns, but for rows of float32."""
     group, start, size, _, _ = place
     acc = scaled(acc, ends, place, row, col, SCALING, HAS_BIAS)
     if out[0].dtype.element_ty == gl.float32:
-        store_float32(out[0], acc, place, row, col, WGRAD, ACCUMULATE)
+        if WGRAD:
+            _, tiles, buffers = out
+            number: gl.constexpr = WAVE * acc.shape[1] // PART
+            store_sums(tiles, buffers, acc, group, row, col, False, ACCUMULATE, number)
+        else:
+            store_float32(out[0], acc, place, row, col)
     elif out[0].dtype.element_ty == gl.float8e4nv:
         store_codes(out, ends, acc, place, row, col, WAVE)
     else:

@@ -1,13 +1,15 @@
 """Names of Gluon that differ between Triton 3.6 and 3.9: device code takes them from here."""
 
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if hasattr(tma, "async_load"):  # since 3.9
     load_tile, store_tile = tma.async_load, tma.async_store
-    load_rows = async_copy.async_load
+    add_tile, load_rows = tma.async_atomic_add, async_copy.async_load
     reinterpret = shared_memory_descriptor.reinterpret
     thread_barrier = gl.barrier
 else:
@@ -15,3 +17,10 @@ else:
     load_rows = async_copy.async_copy_global_to_shared
     reinterpret = shared_memory_descriptor._reinterpret
     thread_barrier = gl.thread_barrier
+
+    @builtin
+    def add_tile(descriptor, coord, src, _semantic=None):
+        """Add a tile of shared memory to device memory; L2 makes the sums."""
+        at = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, src.handle)

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_names import load_rows, load_tile, store_tile
 from .grouped_dswiglu import column_halves
 from .grouped_rings import Descriptor, swizzle
+from .sums import PART, store_sums
+from .sums import describe_sums as describe_sums
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]
@@ -136,35 +138,20 @@ def gather_tiles(
 
 
 @gluon.jit
-def store_part(dw, dw_ptr, buffers, part, group, row, col, M, N,
-               TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, NUMBER: gl.constexpr):  # fmt: skip
-    """16-bit parts leave by TMA, which ends at the sizes of the weight, from the buffer whose turn it is;
-    float32 by pointers.
-    """
-    if dw_ptr.dtype.element_ty == gl.float32:
-        layout: gl.constexpr = part.type.layout
-        rows = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
-        cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-        base = dw_ptr + group.to(gl.int64) * M * N
-        if TRANSPOSED:
-            to = base + cols.to(gl.int64) * M + rows
-        else:
-            to = base + rows.to(gl.int64) * N + cols
-        mask = (rows < M) & (cols < N)
-        if ACCUMULATE:
-            part += gl.load(to, mask=mask, other=0.0)
-        gl.store(to, part, mask=mask)
+def store_part(
+    dw, buffers, part, group, row, col, TRANSPOSED: gl.constexpr, NUMBER: gl.constexpr
+):  # fmt: skip
+    """A 16-bit part leaves by TMA, which ends at the sizes of the weight, from the buffer whose turn it is."""
+    buffer = buffers.index(NUMBER % buffers.shape[0])
+    tma.store_wait(buffers.shape[0] - 1)
+    if TRANSPOSED:
+        buffer.permute((1, 0)).store(part.to(dw.dtype))
+        fence_async_shared()
+        store_tile(dw, [group, col, row], buffer)
     else:
-        buffer = buffers.index(NUMBER % buffers.shape[0])
-        tma.store_wait(buffers.shape[0] - 1)
-        if TRANSPOSED:
-            buffer.permute((1, 0)).store(part.to(dw.dtype))
-            fence_async_shared()
-            store_tile(dw, [group, col, row], buffer)
-        else:
-            buffer.store(part.to(dw.dtype))
-            fence_async_shared()
-            store_tile(dw, [group, row, col], buffer)
+        buffer.store(part.to(dw.dtype))
+        fence_async_shared()
+        store_tile(dw, [group, row, col], buffer)
 
 
 @gluon.jit
@@ -174,14 +161,13 @@ def quarters(tile):
 
 
 @gluon.jit
-def store_kept(dw, dw_ptr, buffers, kept, kept_at, number, M, N, TRANSPOSED: gl.constexpr):
+def store_kept(dw, buffers, kept, kept_at, number, TRANSPOSED: gl.constexpr):
     """This part of the tile that is kept."""
     group, row, col = kept_at
     parts = quarters(kept)
     for i in gl.static_range(4):
         if number == i:
-            at = col + 64 * i
-            store_part(dw, dw_ptr, buffers, parts[i], group, row, at, M, N, TRANSPOSED, False, i)
+            store_part(dw, buffers, parts[i], group, row, col + 64 * i, TRANSPOSED, i)
 
 
 @gluon.jit
@@ -202,22 +188,23 @@ def multiply(
 
 @gluon.jit
 def multiply_tiles(
-    dw, dw_ptr, problem, ring, buffers, order,
+    dw, problem, ring, buffers, order,
     TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr, GATHER: gl.constexpr,
     COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    _, _, total, _, M, N, _, _ = problem
+    _, _, total, _, _, _, _, _ = problem
     a_ring, b_ring, empty, _ready = ring
     BLOCK_K: gl.constexpr = a_ring.shape[1]
     BLOCK_M: gl.constexpr = a_ring.shape[2]
     BLOCK_N: gl.constexpr = b_ring.shape[2]
-    KEEPS: gl.constexpr = COOPERATIVE and dw_ptr.dtype.element_ty != gl.float32
+    SUMS: gl.constexpr = dw.dtype == gl.float32
+    KEEPS: gl.constexpr = COOPERATIVE and not SUMS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     first = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    kept = gl.zeros((64, BLOCK_N), dtype=dw_ptr.dtype.element_ty, layout=layout)
+    kept = gl.zeros((64, BLOCK_N), dtype=dw.dtype, layout=layout)
     kept_at = first, first, first
     group = group_of(gl.program_id(0), problem)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -234,11 +221,11 @@ def multiply_tiles(
                 storing = gl.minimum(steps, parts_kept)
                 for k in range(storing):
                     acc = multiply(acc, ring, first + k, GATHER, COOPERATIVE, STAGES, WHICH)
-                    store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
+                    store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                     mbarrier.arrive(empty.index((first + k) % STAGES), count=1)
                 for k in range(storing, parts_kept):  # of a group of few rows, or of none
-                    store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
+                    store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
             for k in range(storing, steps):
                 step = first + k
                 acc = multiply(acc, ring, step, GATHER, COOPERATIVE, STAGES, WHICH)
@@ -255,25 +242,24 @@ def multiply_tiles(
                 row += WHICH * 64
             if KEEPS:
                 kept, kept_at = acc.to(dw.dtype), (group, row, col)
+            elif SUMS:
+                store_sums(dw, buffers, acc, group, row, col, TRANSPOSED, ACCUMULATE, 0)
             else:
                 parts = quarters(acc)
                 for i in gl.static_range(4):
-                    # fmt: off
-                    store_part(dw, dw_ptr, buffers, parts[i], group, row, col + 64 * i, M, N,
-                               TRANSPOSED, ACCUMULATE, i)
-                    # fmt: on
+                    store_part(dw, buffers, parts[i], group, row, col + 64 * i, TRANSPOSED, i)
         first += steps
         turn += 1
         group = following
     if KEEPS:
         for k in range(gl.where(gl.program_id(0) < total, 4, 0)):
-            store_kept(dw, dw_ptr, buffers, kept, kept_at, k, M, N, TRANSPOSED)
+            store_kept(dw, buffers, kept, kept_at, k, TRANSPOSED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["R", "E"])
 def grouped_wgrad_pingpong_kernel(
-    dw_ptr, a, index_ptr, b, dw, offs_ptr, tiles_ptr, R, E, M, N, stride_a,
+    offs_ptr, tiles_ptr, dw, a, index_ptr, b, R, E, M, N, stride_a,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -284,9 +270,10 @@ def grouped_wgrad_pingpong_kernel(
     a_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_M], b.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 64, BLOCK_N], b.layout)
     # of one consumer
-    BUFFERS: gl.constexpr = [1 + COOPERATIVE, 64, 64]
-    buffers0 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)
-    buffers1 = gl.allocate_shared_memory(b.dtype, BUFFERS, b.layout)
+    PARTS: gl.constexpr = [PART, 64] if TRANSPOSED else [64, PART]
+    BUFFERS: gl.constexpr = [1 + COOPERATIVE] + (PARTS if dw.dtype == gl.float32 else [64, 64])
+    buffers0 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
+    buffers1 = gl.allocate_shared_memory(dw.dtype, BUFFERS, dw.layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -301,9 +288,9 @@ def grouped_wgrad_pingpong_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers0, order, TRANSPOSED,
+                (multiply_tiles, (dw, problem, ring, buffers0, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers1, order, TRANSPOSED,
+                (multiply_tiles, (dw, problem, ring, buffers1, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
                 (gather_tiles, (a, index_ptr, stride_a, b, problem, ring, GROUP, STAGES)),
             ],
@@ -313,9 +300,9 @@ def grouped_wgrad_pingpong_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers0, order, TRANSPOSED,
+                (multiply_tiles, (dw, problem, ring, buffers0, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 0)),
-                (multiply_tiles, (dw, dw_ptr, problem, ring, buffers1, order, TRANSPOSED,
+                (multiply_tiles, (dw, problem, ring, buffers1, order, TRANSPOSED,
                                   ACCUMULATE, GATHER, COOPERATIVE, GROUP, STAGES, 1)),
                 (load_tiles, (a, b, problem, ring, GROUP, STAGES)),
             ],

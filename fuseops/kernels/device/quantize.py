@@ -1,9 +1,7 @@
-"""Kernels of fuseops.kernels.quantize: amaxes, scales and rowwise layouts."""
+"""Kernels of fuseops.kernels.quantize: amaxes, scales, and rowwise vectors."""
 
 import triton
 import triton.language as tl
-
-from fuseops.kernels.device.reduce import after_launch, before_launch
 
 FLT_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
@@ -73,54 +71,6 @@ def store_tile(y_ptr, q, row0, col0, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit(do_not_specialize=["R"])
-def amax_kernel(
-    x_ptr, partial_ptr, R, N, stride_x,
-    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program takes every num_programs-th tile."""
-    before_launch(PDL)
-    num_n = tl.cdiv(N, BLOCK_N)
-    largest = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(R, BLOCK_R) * num_n, tl.num_programs(0)):
-        rows = (tile // num_n * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        cols = (tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        mask = (rows < R)[:, None] & (cols < N)
-        x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x))
-    tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_tensor_kernel(
-    x_ptr, inv_ptr, row_ptr, R, N, stride_x,
-    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Rowwise. The last tiles come first: the pass for the amax left them in L2."""
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
-    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    after_launch(PDL)
-    q = converted(x, tl.load(inv_ptr), row_ptr)
-    store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_rows_kernel(
-    x_ptr, row_ptr, scale_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < R)[:, None] & (cols < N)
-    x = tl.load(x_ptr + (rows * stride_x)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-    inv = inverse_scale(amax_of(x, 1), LIMIT, POW2)
-    tl.store(scale_ptr + rows, tl.div_rn(1.0, inv), mask=rows < R)
-    q = converted(x, inv[:, None], row_ptr)
-    tl.store(row_ptr + (rows * N)[:, None] + cols, q, mask=mask)
-
-
-@triton.jit(do_not_specialize=["R"])
 def quantize_vectors_kernel(
     x_ptr, row_ptr, scale_ptr, R, N, stride_x,
     LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -139,63 +89,3 @@ def quantize_vectors_kernel(
     block = col0 // 128 + tl.arange(0, WIDE)[None, :]
     at = scale_ptr + rows + block.to(tl.int64) * R
     tl.store(at, tl.div_rn(1.0, inv), mask=(rows < R) & (block * 128 < N))
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_squares_kernel(
-    x_ptr, row_ptr, scale_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Squares of 128 x 128, rowwise only; a tile is one of them."""
-    pid = tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
-    x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    inv = inverse_scale(tl.max(amax_of(x, 1), axis=0), LIMIT, POW2)
-    tl.store(scale_ptr + pid, tl.div_rn(1.0, inv))
-    store_tile(row_ptr, converted(x, inv, row_ptr), row0, col0, R, N, BLOCK_R, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["R"])
-def column_amax_kernel(
-    x_ptr, partial_ptr, R, N, stride_x,
-    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program takes every num_programs-th tile of a block of columns: one row of ``partial``. All
-    programs go down the rows together, so that L2 holds the last ones in the end.
-    """
-    before_launch(PDL)
-    split = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    step = tl.num_programs(1) * BLOCK_R
-    for start in tl.range(split * BLOCK_R, R, step, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_R)
-        mask = (rows < R)[:, None] & (cols < N)[None, :]
-        at = x_ptr + (rows * stride_x)[:, None] + cols[None, :]
-        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
-    tl.store(partial_ptr + split * N + cols, largest, mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["S"])
-def column_scale_kernel(
-    partial_ptr, inv_ptr, scale_ptr, amax_ptr, S, N,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scales of a block of columns (of one, for a whole tensor) from their S partial amaxes."""
-    before_launch(PDL)
-    after_launch(PDL)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    largest = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
-    for start in range(0, S, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)[:, None]
-        mask = (s < S) & (cols < N)[None, :]
-        at = partial_ptr + s.to(tl.int64) * N + cols[None, :]
-        largest = tl.maximum(largest, tl.load(at, mask=mask, other=0.0))
-    amax = tl.minimum(tl.max(largest, axis=0), FLT_MAX)
-    inv = inverse_scale(amax, LIMIT, POW2)
-    tl.store(amax_ptr + cols, amax, mask=cols < N)
-    tl.store(inv_ptr + cols, inv, mask=cols < N)
-    tl.store(scale_ptr + cols, tl.div_rn(1.0, inv), mask=cols < N)

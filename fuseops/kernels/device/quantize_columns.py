@@ -10,13 +10,10 @@ import triton.language as tl
 from fuseops.kernels.device.quantize import (
     amax_of,
     converted,
-    inverse_scale,
-    load_tile,
-    store_tile,
     vector_scales,
     widened,
 )
-from fuseops.kernels.device.reduce import after_launch, overlapped
+from fuseops.kernels.device.reduce import overlapped
 
 LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 """Behind every row."""
@@ -127,72 +124,6 @@ def store_slice(
 ):
     r, c = tl.arange(0, BLOCK_R // 4)[:, None] * 4 + J, tl.arange(0, BLOCK_N)[None, :]
     tl.store(base + (r * N + c), q, mask=(r < rows) & (c < cols))
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_blocks_kernel(
-    x_ptr, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, R, N, stride_x,
-    LIMIT: tl.constexpr, POW2: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Columnwise, and rowwise too if ROW, tiles of 128 rows: SQUARE, the tile is one block, or vectors
-    along rows and columns. For vectors of both the tile is loaded again, from the cache, as slices:
-    it would take too many registers to keep.
-    """
-    tl.static_assert(ALIGN % 4 == 0 or not (SQUARE and ROW), "see kernels.quantize._together")
-    pid = tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    block_r, block_n = pid // num_n, pid % num_n
-    row0, col0 = block_r * BLOCK_R, block_n * BLOCK_N
-    if ROW and not SQUARE:
-        tl.static_assert(BLOCK_N == 128, "a tile is one vector wide")
-        x = load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-        inv, scale = vector_scales(amax_of(x, 1), LIMIT, POW2, BLOCK_R)
-        rows = row0 + tl.arange(0, BLOCK_R)
-        tl.store(row_scale_ptr + block_n.to(tl.int64) * R + rows, scale, mask=rows < R)
-        q = converted(x, inv[:, None], row_ptr)
-        store_tile(row_ptr, q, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    if SQUARE:
-        inv = inverse_scale(tl.max(column_amax(a, b, c, d), axis=0), LIMIT, POW2)
-        scale = tl.div_rn(1.0, inv)
-        tl.store(col_scale_ptr + block_n * tl.cdiv(R, BLOCK_R) + block_r, scale)
-        if ROW:
-            tl.store(row_scale_ptr + pid, scale)
-            store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    else:
-        inv, scale = vector_scales(column_amax(a, b, c, d), LIMIT, POW2, BLOCK_N)
-        cols = col0 + tl.arange(0, BLOCK_N)
-        tl.store(col_scale_ptr + block_r.to(tl.int64) * N + cols, scale, mask=cols < N)
-        inv = inv[None, :]
-    end = R // ALIGN * ALIGN  # R, in a form that says to the compiler what divides it
-    store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["R"])
-def quantize_columns_kernel(
-    x_ptr, inv_ptr, row_ptr, col_ptr, R, N, stride_x,
-    ONE: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Columnwise, and rowwise too if ROW, with ONE scale, or one a column. The last tile comes first:
-    the pass for the amax left it in L2.
-    """
-    tl.static_assert(ALIGN % 4 == 0 or not ROW, "see kernels.quantize._together")
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    num_n = tl.cdiv(N, BLOCK_N)
-    row0, col0 = pid // num_n * BLOCK_R, pid % num_n * BLOCK_N
-    a, b, c, d = load_slices(x_ptr, row0, col0, R, N, stride_x, BLOCK_R, BLOCK_N)
-    after_launch(PDL)
-    if ONE:
-        inv = tl.load(inv_ptr)
-    else:
-        cols = col0 + tl.arange(0, BLOCK_N)
-        inv = tl.load(inv_ptr + cols, mask=cols < N, other=1.0)[None, :]
-    if ROW:
-        store_slices(row_ptr, a, b, c, d, inv, row0, col0, R, N, BLOCK_R, BLOCK_N)
-    end = R // ALIGN * ALIGN  # R, in a form that says to the compiler what divides it
-    store_columns(col_ptr, a, b, c, d, inv, row0, col0, end, R, N, ALIGN, BLOCK_R, BLOCK_N)
 
 
 @triton.jit

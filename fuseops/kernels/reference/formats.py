@@ -12,6 +12,7 @@ An amax is that of `quantize.magnitude`: NaN does not count, infinity counts as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 from .dropout import BITS, draws
 from .grouped import group_of_row
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, magnitude, saturate
+from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -29,6 +30,7 @@ HADAMARD = 16
 SIGNS = 0b1101011111101000
 """Of the random Hadamard transform: bit k says that element k is negated. TransformerEngine's."""
 Block = tuple[int, int]
+PIECES, LEAST_PIECE = 16, 1 << 20
 LARGEST = {E4M3: 8, E5M2: 15}
 """Exponents of the largest codes, each of which is 1.75 times a power of two."""
 
@@ -58,8 +60,36 @@ def e4m3_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[T
     return scale, torch.where(scale.float() == 0, 0.0, inverse.clamp(max=FLT_MAX))
 
 
+def float32_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale, its inverse), any float32 number."""
+    inverse = inverse_scale(amax, data, False)
+    return 1 / inverse, inverse
+
+
+def float32_power(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale, its inverse), powers of two in float32."""
+    inverse = inverse_scale(amax, data, True)
+    return 1 / inverse, inverse
+
+
 Scale = Callable[[Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor]]
-SCALES: Mapping[torch.dtype, Scale] = {E8M0: e8m0_scale, E4M3: e4m3_scale}
+SCALES: Mapping[tuple[torch.dtype, bool], Scale] = {
+    (E8M0, True): e8m0_scale,
+    (E4M3, False): e4m3_scale,
+    (torch.float32, False): float32_scale,
+    (torch.float32, True): float32_power,
+}
+"""By dtype, and whether scales are powers of two."""
+
+
+class Format(NamedTuple):
+    """How matrices are quantized along their last axis: see `fuseops.recipes.Scaling`."""
+
+    data: torch.dtype
+    scale: torch.dtype
+    block: Block
+    powers: bool
+    epsilon: float = 0.0
 
 
 def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
@@ -72,48 +102,84 @@ def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
     return code.clamp(max=7).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-def e2m1_values(codes: Tensor) -> Tensor:
-    """What codes of four bits stand for, in float32."""
-    size = (codes & 7).float()
-    size = torch.where(size < 4, size * 0.5, torch.where(size < 6, size - 2, size * 2 - 8))
-    return torch.where(codes > 7, -size, size)
-
-
 def packed(codes: Tensor) -> Tensor:
     """Two codes a byte, the first in the low half; an odd one at the end has zero beside it."""
     low, high = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
     return low | (high << 4)
 
 
-def unpacked(codes: Tensor) -> Tensor:
-    """The inverse of `packed`; of an odd number one more."""
-    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+def e2m1_as_e4m3(packed_codes: Tensor) -> Tensor:
+    """Codes of four bits, two a byte, as E4M3 codes of numbers that are 2^-6 times theirs.
+
+    Both formats end an exponent's field with the mantissa, and begin with subnormal numbers.
+    """
+    low = (packed_codes & 7) << 2 | (packed_codes & 8) << 4
+    high = packed_codes >> 2 & 28 | packed_codes & 128
+    return torch.stack([low, high], -1).flatten(-2).view(E4M3)
+
+
+E2M1_UP = 64.0
+"""What E4M3 codes of `e2m1_as_e4m3` are to be multiplied by."""
+
+
+def pieces(x: Tensor, step: int = 1) -> list[slice]:
+    """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
+    element's many bytes: into sixteen, none of less than 2^20 elements. Compiled code makes no temporaries.
+    """
+    rows = x.shape[-2]
+    if torch.compiler.is_compiling() or x.numel() <= LEAST_PIECE:
+        return [slice(0, rows)]
+    size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
+    size = max(size // step, 1) * step
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
 def quantize_format(
     x: Tensor,
-    data: torch.dtype,
-    scale: torch.dtype,
-    block: Block,
+    form: Format,
     whole: Tensor | None = None,
     seed: Tensor | None = None,
+    turn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of matrices in blocks.
 
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
-    seed: (1,) int64, of random rounding.
+    seed: (1,) int64, of random rounding.  turn: by the random Hadamard transform first.
     """
-    rows, width = block
+    rows, found = form.block[0], []
+    for number, piece in enumerate(pieces(x, rows)):
+        part = turned(x[..., piece, :]) if turn else x[..., piece, :]
+        if whole is not None and whole.shape[-2] > 1:
+            own: Tensor | None = whole[..., piece.start // rows : -(-piece.stop // rows), :]
+        else:
+            own = whole
+        random = None if seed is None else seed + 2 * number
+        found.append(_quantize_piece(part, form, own, random))
+    if len(found) == 1:
+        return found[0]
+    codes, scales = (torch.cat(parts, -2) for parts in zip(*found, strict=True))
+    return codes, scales
+
+
+def _quantize_piece(
+    x: Tensor, form: Format, whole: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    data, (rows, width) = form.data, form.block
     r, k = x.shape[-2:]
-    padded = F.pad(x.float(), (0, -k % width, 0, -r % rows))
+    padded = x.float()
+    if k % width or r % rows:
+        padded = F.pad(padded, (0, -k % width, 0, -r % rows))
     tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
     if whole is not None:
         whole = whole.unsqueeze(-1).unsqueeze(-3)
-    scales, inverse = SCALES[scale](magnitude(tiles).amax((-3, -1), keepdim=True), data, whole)
+    amax = magnitude(tiles).amax((-3, -1), keepdim=True)
+    amax = amax.clamp(min=form.epsilon) if form.epsilon else amax
+    scales, inverse = SCALES[form.scale, form.powers](amax, data, whole)
     scaled = (tiles * inverse).flatten(-4, -3).flatten(-2)[..., :r, :k]
     if data is E2M1:
         scales = torch.where(tiles.isnan().any(-1, True).any(-3, True), torch.nan, scales.float())
-        scales = scales.to(scale)
+        scales = scales.to(form.scale)
+        del tiles, padded
         random = None if seed is None else draws(seed, scaled.numel()).view(scaled.shape)
         codes = packed(e2m1_codes(scaled, random))
     else:
@@ -123,16 +189,37 @@ def quantize_format(
 
 def codes_values(codes: Tensor, data: torch.dtype) -> Tensor:
     """What codes stand for by themselves, in float32."""
-    return e2m1_values(unpacked(codes)) if data is E2M1 else codes.float()
+    if data is E2M1:
+        return e2m1_as_e4m3(codes).float() * E2M1_UP
+    return codes.float()
 
 
-def dequantize_format(codes: Tensor, scale: Tensor, data: torch.dtype, block: Block) -> Tensor:
-    """codes times their scales, in float32; of an odd number of codes of four bits one more."""
+def dequantize_format(
+    codes: Tensor,
+    scale: Tensor,
+    data: torch.dtype,
+    block: Block,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """codes times their scales; of an odd number of codes of four bits one more.
+
+    dtype: float32, or bfloat16, in which the product of a code and a scale is exact too.
+    """
     rows, width = block
-    found = codes_values(codes, data)
+    scale = scale.to(dtype)
+    if data is E2M1:
+        codes, scale = e2m1_as_e4m3(codes), scale * E2M1_UP
+    found = codes.to(dtype)
     r, k = found.shape[-2:]
-    spread = scale.float().repeat_interleave(rows, -2)[..., :r, :].repeat_interleave(width, -1)
-    return found * F.pad(spread, (0, max(k - spread.shape[-1], 0)))[..., :k]
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, -2)[..., :r, :]
+    whole, rest = divmod(k, width)
+    if whole:
+        tiles = found[..., : whole * width].unflatten(-1, (whole, width))
+        tiles.mul_(scale[..., :whole, None])
+    if rest:
+        found[..., whole * width :].mul_(scale[..., whole:])
+    return found
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -142,6 +229,22 @@ def hadamard(x: Tensor) -> Tensor:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
     return x * 0.25
+
+
+def turned(x: Tensor) -> Tensor:
+    """The random Hadamard transform of the last axis, a multiple of sixteen, in float32."""
+    return hadamard(x.float() * signs(x.shape[-1], x))
+
+
+def amax_of_tokens(x: Tensor, axis: int, turn: bool = False) -> Tensor:
+    """The largest magnitude of each token of a matrix.   axis: that of features.  turn: of what `turned` makes"""
+    if not x.shape[axis]:
+        return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
+    parts = (turned(x[piece]) if turn else x[piece] for piece in pieces(x))
+    found = [magnitude(part).amax(axis) for part in parts]
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(found) if axis else torch.stack(found).amax(0)
 
 
 def signs(width: int, like: Tensor) -> Tensor:
@@ -170,5 +273,7 @@ def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
     """The transpose over tokens that begin anew in each group at a multiple of 128, zeros between.   -> (K, C)"""
     rows, k = x.shape
     width = columns_of(rows, None if offs is None else len(offs))
-    full = x.new_zeros(width + 1, k).index_copy(0, place_of_row(offs, rows, x), x)
+    if offs is None:
+        return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
+    full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
     return full[:width].t()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .grouped import _bounds, group_of_row, grouped_mm
-from .quantize import BLOCK, quantize_blocks
+from .quantize import BLOCK, quantize_vectors
 
 
 def dequantize(
@@ -83,7 +83,7 @@ def fp8_mm_operand(
 ) -> tuple[Tensor, Tensor]:
     """`fp8_mm`, in bf16, as e4m3 codes (R, N) and scales (ceil(N/128), R)."""
     y = fp8_mm(x, x_scale, weight, weight_scale, scaling, offs, tiles, bias)
-    data, _, scale, _ = quantize_blocks(y, torch.float8_e4m3fn, 1, "row", True)
+    data, scale = quantize_vectors(y, torch.float8_e4m3fn)
     return data, scale
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .norm import add_rmsnorm_fwd, rmsnorm_fwd
 from .operands import quantize_operand
 from .precision import wide
-from .quantize import quantize_blocks
+from .quantize import quantize_vectors
 
 
 def rmsnorm_operand(
@@ -25,7 +25,7 @@ def rmsnorm_operand(
         y, rstd = rmsnorm_fwd(x, weight, eps, weight_offset)
     else:
         y, h, rstd = add_rmsnorm_fwd(x, residual, weight, eps, weight_offset)
-    data, _, scale, _ = quantize_blocks(y.reshape(-1, y.shape[-1]), dtype, 1, "row", True)
+    data, scale = quantize_vectors(y.reshape(-1, y.shape[-1]), dtype)
     return data, scale, h, rstd
 
 

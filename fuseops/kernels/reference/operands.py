@@ -23,9 +23,9 @@ from .quantize import (
     grouped_quantize,
     inverse_scale,
     magnitude,
-    quantize_blocks,
-    quantize_tensor,
+    quantize_vectors,
     saturate,
+    tensor_quantize,
 )
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -51,7 +51,7 @@ def place_of_row(offs: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 def quantize_operand(x: Tensor, offs: Tensor | None, dtype: torch.dtype, row: bool = True) -> Four:
     """(rows, their scales, columns, their scales); rows are empty where they are not wanted."""
-    data, _, scale, _ = quantize_blocks(x, dtype, 1, "row", True)
+    data, scale = quantize_vectors(x, dtype)
     col, col_scale = _columns(data, scale, offs)
     if not row:
         data, scale = data.new_empty(0), scale.new_empty(0)
@@ -153,7 +153,7 @@ def swiglu_operand(
     a = act_fwd(h, "swiglu") if probs is None else scaled_act_fwd(h, probs, "swiglu")
     if col:
         return quantize_operand(a, offs, dtype, row)
-    data, _, scale, _ = quantize_blocks(a, dtype, 1, "row", True)
+    data, scale = quantize_vectors(a, dtype)
     return data, scale, data.new_empty(0), scale.new_empty(0)
 
 
@@ -191,7 +191,7 @@ def quantize_groups(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows, columns, scale) with one scale a group, or one for all.   (R, N) -> (R, N), (N, C), (E,) or ()"""
     if offs is None:
-        data, _, scale, _ = quantize_tensor(x, dtype)
+        data, scale = tensor_quantize(x, dtype)
     else:
         data, scale = grouped_quantize(x, offs, dtype)
     columns = columns_in_groups(data, offs) if col else data.new_empty(0)

@@ -1,4 +1,4 @@
-"""The four lanes of an offloaded step, and what a schedule may ask of them.
+"""The lanes of an offloaded step, and what a schedule may ask of them.
 
 A lane runs what it is given in order; lanes run beside each other. Order between lanes comes from
 events alone: nobody asks for the time, or whether something has finished, so that every run
@@ -12,9 +12,15 @@ from typing import Any, Literal, Protocol
 
 from fuseops.errors import FuseOpsError
 
-Lane = Literal["host", "compute", "d2h", "h2d"]
+Lane = Literal["host", "compute", "d2h", "h2d", "network"]
 Place = Literal["device", "host"]
-LANES: tuple[Lane, ...] = ("host", "compute", "d2h", "h2d")
+LANES: tuple[Lane, ...] = (
+    "host",
+    "compute",
+    "d2h",
+    "h2d",
+    "network",
+)  # the last in simulations alone
 
 _serials = itertools.count()
 

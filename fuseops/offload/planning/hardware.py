@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
-from fuseops.words import dtype_name
+from fuseops.words import dtype_name, plural
 
 from . import measure
 
@@ -81,6 +83,19 @@ class Curve:
         """GB/s of large copies."""
         return self.points[-1][1]
 
+    @classmethod
+    def lowest(cls, curves: Sequence[Curve]) -> Curve:
+        """At every size the lowest rate of some curves.  Raises FuseOpsError unless they have the same sizes."""
+        sizes = {tuple(size for size, _ in curve.points) for curve in curves}
+        if len(sizes) != 1:
+            raise FuseOpsError(f"bandwidth curves over other sizes have no lowest: {sizes}.")
+        return cls(
+            tuple(
+                (at[0][0], min(rate for _, rate in at))
+                for at in zip(*(c.points for c in curves), strict=True)
+            )
+        )
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -97,6 +112,7 @@ class Hardware:
     arch         compute capability as one number, 90 on Hopper; 0: kernels as on the device at hand
     attention_rate TFLOP/s of causal scaled_dot_product_attention, forward and backward together, what
                  it masks not counted, after as many; 0: as matrix products
+    network      GB/s that a rank sends to others while all of them do; 0: unknown, and then it takes no time
     attention    backend of scaled_dot_product_attention, a key of ATTENTION_SAVES
     source       where the figures come from
     """
@@ -112,6 +128,7 @@ class Hardware:
     device_bytes: int = 0
     arch: int = 0
     attention_rate: float = 0.0
+    network: float = 0.0
     attention: str = "flash"
     source: str = "given"
 
@@ -159,6 +176,10 @@ class Hardware:
         memory = (self.transposing if transposing else 0.0) or self.memory
         return self.launch + math.hypot(arithmetic, nbytes / (memory * 1e9))
 
+    def network_seconds(self, nbytes: float) -> float:
+        """Seconds in which a rank sends so many bytes to others."""
+        return nbytes / (self.network * 1e9) if self.network else 0.0
+
     # --- files
 
     def to_json(self) -> dict[str, Any]:
@@ -203,9 +224,11 @@ class Hardware:
         return cls.load(Path(__file__).with_name("hardware_h200.json"))
 
     @classmethod
-    def measure(cls) -> Hardware:
+    def measure(cls, group: dist.ProcessGroup | None = None) -> Hardware:
         """Measure this machine's CUDA device, in about five seconds.
 
+        group  all ranks of it measure together, copy at the same time, and get the `slowest` of what they found: one
+               profile, so that they plan alike
         Raises FuseOpsError where torch sees no CUDA device.
         """
         if not torch.cuda.is_available():
@@ -216,9 +239,10 @@ class Hardware:
         here = torch.cuda.get_device_properties(torch.cuda.current_device())
         arch = 10 * here.major + here.minor
         attention_rate, node = measure.attention_rate()
-        return cls(
-            here.name,
-            **{name: Curve(points) for name, points in measure.copy_rates().items()},
+        meet = partial(dist.barrier, group) if group is not None else lambda: None
+        d2h, h2d, both = (Curve(points) for points in measure.copy_rates(meet).values())
+        mine = cls(
+            *(here.name, d2h, h2d, both),
             memory=measure.memory_rate(),
             matmul={dtype_name(d): measure.matmul_rate(d) for d in measure.matmul_dtypes(arch)},
             device_bytes=here.total_memory,
@@ -229,3 +253,27 @@ class Hardware:
             attention=next((name for name in ATTENTION_SAVES if name in node), "math"),
             source=f"measured, torch {torch.__version__}",
         )
+        if group is None:
+            return mine
+        mine = replace(mine, network=measure.network_rate(group))
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group)
+        return cls.slowest(found)
+
+    @classmethod
+    def slowest(cls, found: Sequence[Hardware]) -> Hardware:
+        """What each of several machines can do at least.  found: one or more, measured over the same sizes.
+
+        Raises FuseOpsError for curves over other sizes.
+        """
+        first = found[0]
+        rates: dict[str, Any] = {
+            name: Curve.lowest([getattr(h, name) for h in found]) for name in ("d2h", "h2d", "both")
+        }
+        for name in ("memory", "transposing", "attention_rate", "network", "device_bytes"):
+            rates[name] = min(getattr(h, name) for h in found)
+        dtypes = [d for d in first.matmul if all(d in h.matmul for h in found)]
+        rates["matmul"] = {d: min(h.matmul[d] for h in found) for d in dtypes}
+        rates["launch"] = max(h.launch for h in found)
+        together = f"{first.source}, the slowest of {plural(len(found), 'rank')} at the same time"
+        return replace(first, **rates, source=together)

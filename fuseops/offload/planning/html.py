@@ -220,7 +220,7 @@ def _drawing(plan: Decided) -> str:
             f'cy="{scale.y(top.nbytes):.1f}"><title>{tip}</title></circle>'
         )
     parts += _lanes(plan, scale)
-    height = CHART + 44 + 4 * LANE
+    height = CHART + 44 + len(_titles(plan)) * LANE
     return (
         f'<svg class="plan" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         f'style="max-width:max(100%,{LEAST}px);height:auto" role="img">{"".join(parts)}</svg>'
@@ -262,9 +262,13 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
     return f'<path class="{style}" d="{"".join(points)}"/>'
 
 
+def _titles(plan: Decided) -> tuple[str, ...]:
+    """Of the lanes below the chart."""
+    return ("layers", "stalls", "D2H", "H2D", *["network"] * bool(plan.profile.network))
+
+
 def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
-    titles = ("layers", "stalls", "D2H", "H2D")
-    tops = {title: CHART + 38 + k * LANE for k, title in enumerate(titles)}
+    tops = {title: CHART + 38 + k * LANE for k, title in enumerate(_titles(plan))}
     for title, top in tops.items():
         y = top + LANE / 2 - 3
         yield f'<text class="label" x="{LEFT - 8}" y="{y:.1f}">{title}</text>'
@@ -279,6 +283,8 @@ def _lanes(plan: Decided, scale: _Scale) -> Iterator[str]:
         if busy.lane in ("d2h", "h2d"):
             tip = f"{busy.name}, {size(busy.nbytes)}"
             yield _bar(scale, tops[busy.lane.upper()], busy.start, busy.end, busy.lane, tip)
+        elif busy.lane == "network":
+            yield _bar(scale, tops["network"], busy.start, busy.end, "h2d", busy.name)
 
 
 def _bar(scale: _Scale, top: float, start: float, end: float, style: str, tip: str) -> str:

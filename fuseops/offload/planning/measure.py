@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from fuseops import torch_private
 
@@ -15,8 +17,13 @@ ROUNDS = 9
 HOT = 0.15  # seconds until power limits the clock
 
 
-def copy_rates() -> dict[str, tuple[tuple[int, float], ...]]:
-    """(bytes, GB/s) of copies out, back and both ways at once, over SIZES."""
+def copy_rates(
+    meet: Callable[[], object] = lambda: None,
+) -> dict[str, tuple[tuple[int, float], ...]]:
+    """(bytes, GB/s) of copies out, back and both ways at once, over SIZES.
+
+    meet  waits until all who measure are there, so that they copy at the same time
+    """
     points: dict[str, list[tuple[int, float]]] = {"d2h": [], "h2d": [], "both": []}
     out, back = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for size in SIZES:
@@ -35,9 +42,19 @@ def copy_rates() -> dict[str, tuple[tuple[int, float], ...]]:
             ("h2d", ((back, up),)),
             ("both", ((out, down), (back, up))),
         ):
-            seconds = _seconds(works, repeat)
+            seconds = _seconds(works, repeat, meet)
             points[name].append((size, _digits(len(works) * size / seconds / 1e9)))
     return {name: tuple(curve) for name, curve in points.items()}
+
+
+def network_rate(group: dist.ProcessGroup) -> float:
+    """GB/s that this rank sends to the others while every rank sends all of them as much.  0: it is alone"""
+    ranks = dist.get_world_size(group)
+    sent = torch.empty(256 * MIB // ranks * ranks, dtype=torch.uint8, device="cuda")
+    got = torch.empty_like(sent)
+    works = ((torch.cuda.current_stream(), lambda: dist.all_to_all_single(got, sent, group=group)),)
+    seconds = _seconds(works, 4, partial(dist.barrier, group))
+    return _digits(sent.numel() * (ranks - 1) / ranks / seconds / 1e9)
 
 
 def memory_rate() -> float:
@@ -110,13 +127,16 @@ def attention_rate() -> tuple[float, str]:
 Work = tuple[torch.cuda.Stream, Callable[[], object]]
 
 
-def _seconds(works: tuple[Work, ...], repeat: int) -> float:
+def _seconds(
+    works: tuple[Work, ...], repeat: int, meet: Callable[[], object] = lambda: None
+) -> float:
     """Seconds of one call of each work, all streams at once: the median of ROUNDS of `repeat`."""
     rounds = []
     main = torch.cuda.current_stream()
     for _ in range(ROUNDS + 2):  # the first two warm up
         start, stop = (event() for _ in range(2))
         main.synchronize()
+        meet()
         main.record_event(start)
         for stream, work in works:
             stream.wait_stream(main)

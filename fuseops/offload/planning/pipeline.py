@@ -1,5 +1,4 @@
-"""Plans for the ranks of a pipeline: 1F1B, interleaved 1F1B with several chunks of layers a rank, or the order of any
-schedule of torch.distributed.pipelining, whose backward may come in two halves.
+"""Plans for the ranks of a pipeline.
 
 From the profile of one step of the whole model come the steps of all ranks: which micro-batch runs
 forward or backward when, with the bubbles between, and what every rank holds meanwhile. Each is
@@ -11,10 +10,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
@@ -24,104 +23,13 @@ from .plan import OffloadPlan, plan_profile
 from .planner import UNLIMITED, Limits
 from .profile import LayerCall, Profile, ProfiledOp, Saved
 from .simulate import DEFAULT, LinkSettings
+from .turns import BACKWARD, FORWARD, INPUT, WEIGHT, Pipeline, Turn, turns
 
-FORWARD, BACKWARD = "forward", "backward"
-INPUT, WEIGHT = "input", "weight"  # the halves of a backward
-_WAYS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}  # in torch's schedules
 PRODUCTS = ("Linear", "GroupedLinear")  # whose weight gradients a stage may delay
-MADE_BY = re.compile(
-    r"\.\w+Backward\d*\.(\d+)$"
-)  # a name of torch's own: what a stage received is a leaf to it
+# a name of torch's own: what a stage received is a leaf to it
+MADE_BY = re.compile(r"\.\w+Backward\d*\.(\d+)$")
 HELD = "held until its weight gradient is computed"
-
-
-class Turn(NamedTuple):
-    """A rank runs one micro-batch through one of its stages."""
-
-    way: str
-    micro_batch: int
-    stage: int
-
-
-class Pipeline(NamedTuple):
-    """A schedule of `micro_batches` over `ranks`, with `chunks` parts of the model on each.
-
-    chunks 1 is 1F1B; more are interleaved, and then the micro-batches are a multiple of the ranks.
-    order: of every rank its turns, in the place of those; `Pipeline.of(schedule)` has torch's.
-    weight_share: of the time of a backward, what the weight half takes where it comes apart.
-    """
-
-    ranks: int
-    micro_batches: int
-    chunks: int = 1
-    order: tuple[tuple[Turn, ...], ...] = ()
-    weight_share: float = 0.5
-
-    @classmethod
-    def of(cls, schedule: Any, weight_share: float = 0.5) -> Pipeline:
-        """That of a schedule of torch.distributed.pipelining with an order of its own: interleaved, zero bubble, ZBV.
-
-        Raises FuseOpsError for one that has none, as Schedule1F1B.
-        """
-        orders = getattr(schedule, "pipeline_order", None)
-        if not orders:
-            raise FuseOpsError(
-                f"{type(schedule).__name__} has no pipeline_order. 1F1B is Pipeline(ranks, micro_batches)."
-            )
-        order = tuple(tuple(_turns_of(orders[rank])) for rank in sorted(orders))
-        stages = {turn.stage for mine in order for turn in mine}
-        batches = {turn.micro_batch for mine in order for turn in mine}
-        return cls(len(order), len(batches), len(stages) // len(order), order, weight_share)
-
-    @property
-    def stages(self) -> int:
-        """Parts of the model: stage s is on rank s % ranks, unless an order says otherwise."""
-        return self.ranks * self.chunks
-
-
-def _turns_of(actions: Iterable[Any]) -> Iterator[Turn]:
-    """The turns of a rank among the actions of torch's schedule."""
-    for action in actions:
-        if action is None:
-            continue
-        inner = getattr(action, "sub_actions", None)  # of two that overlap, in later versions
-        if inner:
-            yield from _turns_of(inner)
-        elif action.computation_type.value in _WAYS:
-            way = _WAYS[action.computation_type.value]
-            yield Turn(way, action.microbatch_index, action.stage_index)
-
-
-def turns(pipeline: Pipeline, rank: int) -> list[Turn]:
-    """What a rank runs, in order.
-
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM (2021), section 2.2. Raises FuseOpsError for a pipeline that there is not.
-    """
-    ranks, count, chunks = pipeline[:3]
-    if pipeline.order:
-        return list(pipeline.order[rank])
-    if min(ranks, count, chunks) < 1 or (chunks > 1 and count % ranks):
-        raise FuseOpsError(
-            f"Pipeline{ranks, count, chunks}: ranks, micro_batches and chunks are at least 1, and with several chunks "
-            "the micro-batches are a multiple of the ranks."
-        )
-    total = count * chunks
-    ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-    ahead = min(ahead, total)
-    forward = [_turn(pipeline, rank, FORWARD, k) for k in range(total)]
-    backward = [_turn(pipeline, rank, BACKWARD, k) for k in range(total)]
-    steady = [t for pair in zip(forward[ahead:], backward, strict=False) for t in pair]
-    return [*forward[:ahead], *steady, *backward[total - ahead :]]
-
-
-def _turn(pipeline: Pipeline, rank: int, way: str, k: int) -> Turn:
-    """The k-th forward or backward of a rank: groups of micro-batches go through chunk after chunk."""
-    ranks, _, chunks = pipeline[:3]
-    group, place = divmod(k, ranks * chunks) if chunks > 1 else (0, k)
-    chunk, micro_batch = divmod(place, ranks) if chunks > 1 else (0, place)
-    chunk = chunk if way == FORWARD else chunks - 1 - chunk
-    return Turn(way, group * ranks + micro_batch, chunk * ranks + rank)
+RECEIVED = "received from another stage, whose buffer the pipeline keeps"
 
 
 class Part(NamedTuple):
@@ -204,7 +112,12 @@ def _share(pipeline: Pipeline, way: str) -> float:
 
 def _seconds(profile: Profile, pipeline: Pipeline, split: list[Part], turn: Turn) -> float:
     ops = _range_of(split, turn)
-    return (profile.clock[ops.stop] - profile.clock[ops.start]) * _share(pipeline, turn.way)
+    took = profile.clock[ops.stop] - profile.clock[ops.start]
+    if turn.way not in (INPUT, WEIGHT):
+        return took
+    computes = sum(op.seconds for op in profile.ops[ops.start : ops.stop] if op.lane == "compute")
+    weights = pipeline.weight_share * computes
+    return weights if turn.way == WEIGHT else took - weights
 
 
 # --- the step of a rank
@@ -216,29 +129,25 @@ def rank_profile(
     """The step of one rank: its turns, and the bubbles between.  began: the `starts` of all turns."""
     split = parts(profile, pipeline.stages)
     memory = _Memory(profile)
-    ops: list[tuple[str, float, int]] = []  # name, seconds, bytes beside saved ones
+    ops: list[ProfiledOp] = []  # with bytes beside saved ones
     at: dict[Turn, int] = {}
     now = 0.0
     for turn in turns(pipeline, rank):
         if began[turn] > now:
-            ops.append(("bubble", began[turn] - now, 0))
+            ops.append(ProfiledOp("bubble", began[turn] - now, 0))
         at[turn] = len(ops)
-        share = _share(pipeline, turn.way)
-        for p in _range_of(split, turn):
-            op, temporary = profile.ops[p], memory.temporary[p] if turn.way != WEIGHT else 0
-            ops.append((op.name, op.seconds * share, temporary))
+        ops += _ops_of(profile, pipeline, split, turn, memory.temporary, len(ops))
         now = began[turn] + _seconds(profile, pipeline, split, turn)
     saved, calls = _copies(profile, split, at)
-    change: dict[int, int] = defaultdict(int)
+    held, change = _kept(profile, pipeline, split, at, memory.lasting)
     for s in saved:
-        change[s.at] += s.nbytes
-        change[s.freed] -= s.nbytes
-    mine = [layer for stage in {turn.stage for turn in at} for layer in split[stage].layers]
-    held = memory.lasting * len(mine) // len(profile.calls)
+        if s.why != RECEIVED:  # among the buffers
+            change[s.at] += s.nbytes
+            change[s.freed] -= s.nbytes
     done = []
-    for position, (name, seconds, temporary) in enumerate(ops):
+    for position, op in enumerate(ops):
         held += change[position]
-        done.append(ProfiledOp(name, seconds, held + temporary))
+        done.append(op._replace(resident=held + op.resident))
     notes = [
         "parameters and gradients are shared out evenly over layers; a rank's stalls delay no other"
     ]
@@ -258,6 +167,57 @@ def rank_profile(
     )
 
 
+def _ops_of(
+    profile: Profile,
+    pipeline: Pipeline,
+    split: list[Part],
+    turn: Turn,
+    temporary: list[int],
+    first: int,
+) -> Iterator[ProfiledOp]:
+    """The ops of a turn that begins at position `first`; what travels between ranks does in the input half."""
+    ops, share = _range_of(split, turn), _share(pipeline, turn.way)
+    for p in ops:
+        op = profile.ops[p]
+        part = share if op.lane == "compute" else float(turn.way != WEIGHT)
+        join = first + op.join - ops.start if op.join in ops else -1
+        nbytes = temporary[p] if turn.way != WEIGHT else 0
+        yield op._replace(seconds=op.seconds * part, resident=nbytes, join=join)
+
+
+def _kept(
+    profile: Profile, pipeline: Pipeline, split: list[Part], at: dict[Turn, int], lasting: int
+) -> tuple[int, dict[int, int]]:
+    """Bytes that a rank has all the time, and changes by position of what torch's stages keep: a buffer for each
+    micro-batch and direction in which something comes, and what a stage has sent on until its backward.
+    """
+    stages = {turn.stage for turn in at}
+    layers = sum(len(split[stage].layers) for stage in stages)
+    came = [sum(s.nbytes for s in profile.saved if _received(part, s)) for part in split]
+    came.append(0)  # nobody comes after the last
+    buffers = pipeline.micro_batches * sum(came[stage] + came[stage + 1] for stage in stages)
+    change: dict[int, int] = defaultdict(int)
+    for turn in at:
+        if turn.way == FORWARD:
+            end, backward = _forward_and_backward(split, at, turn)
+            change[end] += came[turn.stage + 1]
+            change[backward] -= came[turn.stage + 1]
+    return lasting * layers // len(profile.calls) + buffers, change
+
+
+def _received(part: Part, s: Saved) -> bool:
+    """Whether a stage gets a storage that its layers save from the stage before it."""
+    return s.call in part.layers and 0 <= s.made < part.forward.start
+
+
+def _forward_and_backward(split: list[Part], at: dict[Turn, int], turn: Turn) -> tuple[int, int]:
+    """Where a forward ends, and where its backward, or the input half of it, begins."""
+    backward = at.get(turn._replace(way=INPUT))
+    if backward is None:
+        backward = at[turn._replace(way=BACKWARD)]
+    return at[turn] + len(split[turn.stage].forward), backward
+
+
 def _copies(
     profile: Profile, split: list[Part], at: dict[Turn, int]
 ) -> tuple[list[Saved], list[LayerCall]]:
@@ -266,8 +226,7 @@ def _copies(
     calls: list[LayerCall] = []
     forwards = [turn for turn in at if turn.way == FORWARD]
     for turn in sorted(forwards, key=lambda t: at[t]):
-        part, split_at = split[turn.stage], at.get(turn._replace(way=INPUT))
-        backward = at[turn._replace(way=BACKWARD)] if split_at is None else split_at
+        part, (_, backward) = split[turn.stage], _forward_and_backward(split, at, turn)
         weight = at.get(turn._replace(way=WEIGHT))
         copy = _Copy(part, turn.micro_batch, at[turn], backward, len(calls), weight)
         calls += [copy.call(profile.calls[k]) for k in part.layers]
@@ -331,6 +290,7 @@ class _Copy(NamedTuple):
             held=self.place(s.held),
             read=self.place(s.read),
             freed=self.place(s.freed),
+            why=s.why or (RECEIVED if _received(self.part, s) else None),
             made=self.forward - 1 if before else self.place(s.made),
             again=tuple(
                 a._replace(call=self.number(a.call), at=self.place(a.at), read=self.place(a.read))

@@ -7,10 +7,10 @@ work on the device, in the order of the step, forward and backward.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,15 @@ class ProfiledOp(NamedTuple):
 
     seconds   on the device, measured or estimated
     resident  bytes on the device while it runs, at most, with nothing offloaded
+    lane      "compute", or "network": what travels between ranks, beside what compute does next
+    join      of the network: position of the op that waits for it; -1: nobody does before the end of the step
     """
 
     name: str
     seconds: float
     resident: int
+    lane: str = "compute"
+    join: int = -1
 
 
 class Again(NamedTuple):
@@ -120,8 +124,30 @@ class Profile:
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
-        """Seconds at every position, when nothing stalls."""
-        return tuple(accumulate((op.seconds for op in self.ops), initial=0.0))
+        """Seconds at every position, when nothing stalls but what waits for the network."""
+        found, free = [0.0], 0.0
+        arrived: dict[int, float] = {}
+        for position, op in enumerate(self.ops):
+            begun = max([found[-1], *(arrived[k] for k in self.joins.get(position, ()))])
+            if op.lane == "network":
+                free = arrived[position] = max(free, begun) + op.seconds
+            found.append(begun if op.lane == "network" else begun + op.seconds)
+        found[-1] = max(found[-1], free)
+        return tuple(found)
+
+    @cached_property
+    def joins(self) -> Mapping[int, list[int]]:
+        """Position -> the transfers between ranks that it waits for."""
+        found = defaultdict(list)
+        for position, op in enumerate(self.ops):
+            if op.join >= 0:
+                found[op.join].append(position)
+        return found
+
+    @property
+    def network(self) -> float:
+        """Seconds of transfers between ranks."""
+        return sum(op.seconds for op in self.ops if op.lane == "network")
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 from fuseops.observe.labels import Labels, Named
-from fuseops.observe.memory import Meter, tensors_in
+from fuseops.observe.memory import Meter, outside_bytes, tensors_in
+from fuseops.observe.travel import TRAVEL
 from fuseops.offload import marks
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
@@ -40,6 +41,8 @@ from fuseops.words import dtype_name
 from .measure import event
 from .profile import Again, LayerCall, ProfiledOp, Saved
 from .recompute import SeenStep
+
+COLLECTIVES = ("c10d.", "_c10d_functional.")
 
 Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], Any], float]
 
@@ -173,6 +176,7 @@ class Recorder:
         self.dropped: deque[_Storage] = deque()  # by a handle that died, in whatever thread
         self._by_storage: StorageMap[_Storage] = StorageMap()
         self._made: StorageMap[int] = StorageMap()
+        self._travelling: StorageMap[int] = StorageMap()  # between ranks: by which op
         self._owned: StorageMap[str] = StorageMap()
         self._running: list[int] = []  # indices of calls, innermost last
         self._ordinals: dict[str, int] = {}
@@ -215,7 +219,8 @@ class Recorder:
         if self._timers:
             times = _times(self._timers)
             ops = [op._replace(seconds=s) for op, s in zip(ops, times, strict=True)]
-        end = len(ops)
+        outside, end = outside_bytes(self.model), len(ops)
+        ops = [op._replace(resident=op.resident + outside) for op in ops]
         calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
         return SeenStep(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
 
@@ -244,12 +249,29 @@ class Recorder:
         known.handles += 1
         return known
 
-    def ran(self, name: str, seconds: float, outputs: Sequence[Tensor]) -> None:
-        """An op was issued."""
+    def ran(
+        self, name: str, seconds: float, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """An op was issued.  outputs: what it has made"""
+        position, lane, join = self.position, "compute", -1
+        for t in inputs:
+            self._wait_for(t)
         for t in outputs:
-            self._made.set(t.untyped_storage(), self.position)
-        self.ops.append(ProfiledOp(name, seconds, self.meter.after(outputs)))
+            self._made.set(t.untyped_storage(), position)
+        if name == TRAVEL:
+            lane = "network"
+            for t in outputs:
+                self._travelling.set(t.untyped_storage(), position)
+        elif name.startswith(COLLECTIVES):  # timed while compute waited for it
+            lane, join = "network", position + 1
+        self.ops.append(ProfiledOp(name, seconds, self.meter.after(outputs), lane, join))
         self._look()
+
+    def _wait_for(self, t: Tensor) -> None:
+        """The next op reads what travels, if t does."""
+        at = self._travelling.get(t.untyped_storage()) if _has_storage(t) else None
+        if at is not None and self.ops[at].join < 0:
+            self.ops[at] = self.ops[at]._replace(join=self.position)
 
     def _look(self) -> None:
         while self.dropped:
@@ -315,10 +337,10 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # a view: no work
         if recorder.seconds is None:
             recorder._timers.append(timer)
-            recorder.ran(str(func), 0.0, made)
+            recorder.ran(str(func), 0.0, inputs, made)
         else:
             took = recorder.seconds(func, inputs, outputs, args, kwargs)
-            recorder.ran(str(func), took, made)
+            recorder.ran(str(func), took, inputs, made)
         return out
 
 

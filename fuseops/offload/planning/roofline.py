@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels.registry import register_flops
+from fuseops.observe.travel import TRAVEL
 from fuseops.words import dtype_name
 
 from .hardware import Hardware
@@ -33,6 +34,8 @@ class Roofline:
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> float:
+        if str(func) == TRAVEL:
+            return self._hardware.network_seconds(args[2])
         if func._schema.name.partition("::")[2] in NO_WORK:
             return 0.0
         nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))

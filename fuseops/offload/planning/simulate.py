@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from fuseops.offload.lanes.protocol import Lane
+from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.offload.lanes.simulated import (
     Busy,
     Level,
@@ -53,6 +53,7 @@ class Window(NamedTuple):
 class Simulation:
     """One steady step under a plan.
 
+    stall     that compute stood still for copies; network: for other ranks
     stayed    saved index -> why the schedule kept it, of what was to leave
     levels    bytes on the device at the begin of every op
     """
@@ -69,6 +70,7 @@ class Simulation:
     levels: tuple[Level, ...]
     busy: tuple[Busy, ...]
     stalls: tuple[Wait, ...]
+    network: float = 0.0
 
 
 class Cost:
@@ -142,6 +144,7 @@ class _Step:
         started, waits, busy = lanes.now["compute"], len(lanes.waits), len(lanes.busy)
         bytes_out = self.schedule.stats.out_bytes
         levels, recompute, host = [], 0.0, 0
+        travelling: dict[int, Event] = {}
         for position in range(len(profile.ops) + 1):
             for happening in self.by_position.get(position, ()):
                 getattr(self, f"_{happening.what}")(happening.which, happening.call)
@@ -151,17 +154,27 @@ class _Step:
                 lanes.op("compute", (), (), again, None, "recompute")
                 recompute += again
             if position == len(profile.ops):
+                if travelling:
+                    lanes.wait("compute", lanes.record("network"))
                 break
             op = profile.ops[position]
             nbytes = op.resident - self.absent[position] + lanes.levels[-1].nbytes
             levels.append(Level(lanes.now["compute"] - started, nbytes, op.name))
+            for k in profile.joins.get(position, ()):
+                lanes.wait("compute", travelling[k])
             reads = [self.read[k] for k in self.wanted]
-            lanes.op("compute", reads, (), op.seconds, None, op.name)
+            travels = op.lane == "network"
+            lanes.op("compute", reads, (), 0.0 if travels else op.seconds, None, op.name)
+            if travels:
+                lanes.wait("network", lanes.record("compute"))
+                lanes.op("network", (), (), op.seconds, None, op.name)
+                travelling[position] = lanes.record("network")
             for call, k in self.done:
                 self.schedule.drop(self.calls[call], self.items[k])
             self.wanted, self.done = [], []
         top = max(range(len(levels)), key=lambda p: levels[p].nbytes, default=0)
-        stalls = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
+        still = [_shifted(w, started) for w in lanes.waits[waits:] if _is_stall(w)]
+        stalls = [w for w in still if w.on != "network"]
         return Simulation(
             seconds=lanes.now["compute"] - started,
             stall=sum(w.end - w.start for w in stalls),
@@ -177,6 +190,7 @@ class _Step:
                 b._replace(start=b.start - started, end=b.end - started) for b in lanes.busy[busy:]
             ),
             stalls=tuple(stalls),
+            network=sum(w.end - w.start for w in still if w.on == "network"),
         )
 
     # --- happenings

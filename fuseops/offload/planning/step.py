@@ -200,6 +200,10 @@ def _assumed(step: ProfiledStep, hardware: Hardware, seen: SeenStep, rows: _Rows
     if any("scaled_dot_product" in op.name for op in seen.ops):
         more = ", ".join(ATTENTION_SAVES[hardware.attention])
         yield f"attention saves q, k, v, its output and {more} ({hardware.attention})"
+    if any(op.lane == "network" for op in seen.ops):
+        rate = f"at {hardware.network:g} GB/s, evenly to all"
+        known = rate if hardware.network else "in no time: Hardware.network is not known"
+        yield f"tokens travel between ranks {known}"
     if any(type(m).__module__.startswith("transformers.") for m in step.model.modules()):
         yield (
             "transformers makes an attention mask where tensors are fake and a step would need none: "

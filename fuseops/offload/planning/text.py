@@ -117,6 +117,9 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
         f"{before.seconds * 1e3:.2f} ms -> {after.seconds * 1e3:.2f} ms ({slower:+.2f} %): stalls "
         f"{after.stall * 1e3:.2f} ms, recomputation {after.recompute * 1e3:.2f} ms",
     )
+    if plan.profile.network:
+        sent = f"{plan.profile.network * 1e3:.2f} ms of transfers between ranks"
+        yield "network", f"{sent}, {after.network * 1e3:.2f} ms of them beside no compute"
     lag = f"are let go {plan.settings.lag} layers later, {size(after.host)} of host memory"
     yield "offload", f"{size(after.moved)} leave and {lag}" if after.moved else "nothing leaves"
     rates = f"{plan.hardware.d2h.peak:.1f} GB/s out, {plan.hardware.h2d.peak:.1f} GB/s back"
@@ -188,6 +191,7 @@ def _outcome(plan: Decided, which: str) -> dict[str, Any]:
         "seconds": simulation.seconds,
         "stall_seconds": simulation.stall,
         "recompute_seconds": simulation.recompute,
+        "network_seconds": simulation.network,
         "peak_bytes": simulation.peak,
         "peak_owner": plan.owner(simulation),
         "moved_bytes": simulation.moved,

@@ -9,8 +9,8 @@ from .decided import Decided
 from .profile import Profile
 from .simulate import Simulation
 
-LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4}
-TITLES = {"layers": "layers", "compute": "compute", "d2h": "D2H", "h2d": "H2D"}
+LANES = {"layers": 1, "compute": 2, "d2h": 3, "h2d": 4, "network": 5}
+TITLES = {lane: lane for lane in LANES} | {"d2h": "D2H", "h2d": "H2D"}
 
 
 class TraceSpan(NamedTuple):
@@ -41,13 +41,15 @@ def trace(plan: Decided) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {"model": plan.profile.model, "hardware": plan.hardware.name},
-        "traceEvents": [*_names(), *_events(plan)],
+        "traceEvents": [*_names(plan.profile), *_events(plan)],
     }
 
 
-def _names() -> Iterator[dict[str, Any]]:
+def _names(profile: Profile) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "offload plan"}}
     for lane, tid in LANES.items():
+        if lane == "network" and not profile.network:
+            continue
         name = {"name": TITLES[lane]}
         yield {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": name}
         sort = {"sort_index": tid}
@@ -59,7 +61,7 @@ def _events(plan: Decided) -> Iterator[dict[str, Any]]:
     for span in spans(plan.profile, after):
         yield _slice("layers", f"{span.way} {span.title}", span.start, span.end)
     for busy in after.busy:
-        args = {"bytes": busy.nbytes} if busy.lane != "compute" else {}
+        args = {"bytes": busy.nbytes} if busy.lane in ("d2h", "h2d") else {}
         yield _slice(busy.lane, busy.name, busy.start, busy.end, **args)
     for wait in after.stalls:
         yield _slice("compute", f"stall: waits for {wait.what}", wait.start, wait.end, on=wait.on)

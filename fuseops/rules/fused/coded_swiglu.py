@@ -34,7 +34,7 @@ def why_apart(form: Form | None, h: Operand, first: Call, last: Call, reads_dh: 
         return "the gradient of a bias reads dh"
     roles = [call.precision.roles for call in (first, last)]
     scalings = [t for r in roles if r is not None for t in (r.input, r.grad_output)]
-    squares = all(t is not None and t.columns == SQUARE for t in scalings)
+    squares = all(t is not None and t.columns == SQUARE and t.plain for t in scalings)
     if not squares or not all(r is not None and r.columns for r in roles):
         return "the recipe has other columns than squares"
     # not while somebody watches the numbers, who wants the tensors that the codes are of

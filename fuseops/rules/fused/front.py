@@ -113,7 +113,7 @@ class Front:
         roles, compute = call.precision.roles, call.precision.compute
         if roles is None or not isinstance(self.norm, RMSNorm) or watching() is not None:
             return None
-        vectors = roles.input is not None and roles.input.block == VECTOR
+        vectors = roles.input is not None and roles.input.block == VECTOR and roles.input.plain
         return roles.input if vectors and (compute is None or compute is x.dtype) else None
 
     def bwd(
