@@ -120,7 +120,7 @@ class Factor:
 # --- of a Linear
 
 
-class Product(NamedTuple):
+class LowRankProduct(NamedTuple):
     """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; without a and b a plain product.
 
     x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` x a^T (R, r)
@@ -167,11 +167,11 @@ class Product(NamedTuple):
         grads: dict[str, Tensor | None] = {}
         left: Any = dy.t()
         if "weight" in wanted:
-            grads["weight"] = torch.mm(left, x)
+            grads["weight"] = torch.mm(left, x)  # type: ignore[arg-type]
         if "bias" in wanted:
             grads["bias"] = K.bias_bwd(dy)
         if "b" in wanted:
-            grads["b"] = torch.mm(left, through)
+            grads["b"] = torch.mm(left, through)  # type: ignore[arg-type]
         if through_grad is None and not {"x", "a"}.isdisjoint(wanted):
             through_grad = self.through_grad(dy)
         if "a" in wanted:
@@ -196,7 +196,7 @@ class AdaptedLinearSaved(NamedTuple):
 
 
 class AdaptedLinear(Op[AdaptedLinearSaved]):
-    """y = x W^T + bias + (x a^T) b^T, as `Product`.   x (..., in) -> (..., out)"""
+    """y = x W^T + bias + (x a^T) b^T, as `LowRankProduct`.   x (..., in) -> (..., out)"""
 
     saves_for = {
         "x": ("weight", "a", "b"),
@@ -231,14 +231,14 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
         self, x: Tensor, *, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, call: Call
     ) -> Out:
         cast, rows = call.precision.cast, x.reshape(-1, self.width)
-        y, through = Product(cast(weight), cast(bias), *lowered(rows, a, b)).fwd(rows)
+        y, through = LowRankProduct(cast(weight), cast(bias), *lowered(rows, a, b)).fwd(rows)
         saved = AdaptedLinearSaved(rows, through, weight, a, b)
         return Out(y.view(*x.shape[:-1], self.out), saved)
 
     def bwd(self, saved: AdaptedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
         x, through, weight, a, b = saved
         rows = dy.reshape(-1, dy.shape[-1])
-        product = Product(call.precision.cast(weight), None, *lowered(rows, a, b))
+        product = LowRankProduct(call.precision.cast(weight), None, *lowered(rows, a, b))
         dx, params = product.bwd(rows, x, through, call.needs)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 

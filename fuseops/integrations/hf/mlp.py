@@ -22,7 +22,7 @@ from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
 from . import adapters, lent, packing
-from .adapters import Product, lowered
+from .adapters import LowRankProduct, lowered
 from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
 
 
@@ -115,17 +115,17 @@ class MLP(Op[MLPSaved]):
     ) -> Out:
         cast = call.precision.cast
         rows = x.reshape(-1, self.width)
-        firsts = [Product(cast(up), cast(up_bias), *lowered(rows, up_a, up_b))]
+        firsts = [LowRankProduct(cast(up), cast(up_bias), *lowered(rows, up_a, up_b))]
         if gate is not None:
-            own = Product(cast(gate), cast(gate_bias), *lowered(rows, gate_a, gate_b))
+            own = LowRankProduct(cast(gate), cast(gate_bias), *lowered(rows, gate_a, gate_b))
             firsts.insert(0, own)
         h, through = _beside(rows, firsts)
         a = K.act_fwd(h, self.kind, *self.options)
-        last = Product(cast(down), cast(down_bias), *lowered(rows, down_a, down_b))
+        last = LowRankProduct(cast(down), cast(down_bias), *lowered(rows, down_a, down_b))
         y, down_through = last.fwd(a)
-        through = (None, *through) if gate is None else through
+        gate_through, up_through = (None, *through) if gate is None else through
         factors = gate_a, gate_b, up_a, up_b, down_a, down_b
-        saved = MLPSaved(rows, h, *through, down_through, gate, up, down, *factors)
+        saved = MLPSaved(rows, h, gate_through, up_through, down_through, gate, up, down, *factors)
         return Out(y.view(*x.shape[:-1], y.shape[-1]), saved)
 
     def bwd(self, saved: MLPSaved, dy: Tensor, *, call: Call) -> Grads:
@@ -182,13 +182,15 @@ def _named(name: str, grads: dict[str, Tensor | None]) -> dict[str, Tensor | Non
     return {name + SUFFIXES[part]: grad for part, grad in grads.items()}
 
 
-def _product(saved: MLPSaved, name: str, dy: Tensor, call: Call) -> tuple[Product, Tensor | None]:
+def _product(
+    saved: MLPSaved, name: str, dy: Tensor, call: Call
+) -> tuple[LowRankProduct, Tensor | None]:
     """A product as its backward needs it, and what went through its factors."""
     weight, a, b, through = (getattr(saved, name + s) for s in ("", "_a", "_b", "_through"))
-    return Product(call.precision.cast(weight), None, *lowered(dy, a, b)), through
+    return LowRankProduct(call.precision.cast(weight), None, *lowered(dy, a, b)), through
 
 
-def _beside(x: Tensor, products: list[Product]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def _beside(x: Tensor, products: list[LowRankProduct]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The products of x side by side, written there where nobody differentiates or traces, and what went through their
     factors.
     """
@@ -196,7 +198,7 @@ def _beside(x: Tensor, products: list[Product]) -> tuple[Tensor, tuple[Tensor | 
         found = [product.fwd(x) for product in products]
         y = found[0][0] if len(found) == 1 else torch.cat([y for y, _ in found], 1)
         return y, tuple([through for _, through in found])
-    h = x.new_empty(len(x), sum(len(p.weight) for p in products))  # type: ignore[arg-type]
+    h = x.new_empty(len(x), sum(p.weight.shape[0] for p in products))  # type: ignore[union-attr]
     halves = h.chunk(2, dim=1)
     return h, tuple([p.fwd_into(part, x) for p, part in zip(products, halves, strict=True)])
 
