@@ -190,7 +190,7 @@ def test_a_scope_is_shown_by_what_it_says_and_can_be_entered_again(made: Any, sh
 
 
 def test_no_public_scope_is_shown_by_its_address() -> None:
-    """As one of contextlib's would be, which `torch.compile` sees through: kernels keep one, entered inside of calls."""
+    """As a bare generator's is. kernels keep one, which compiled code enters: dynamo knows contextlib's."""
     bare = contextmanager(iter).__code__
     public = [importlib.import_module(name) for name in PUBLIC if name != "fuseops.kernels"]
     found = [
