@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
-from fuseops.kernels.reference import formats
+from fuseops.kernels.reference import quantize
 from fuseops.recipes import Scaling, gemm
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes import nvfp4 as nv
@@ -330,10 +330,45 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
         return [t.contiguous().view(torch.uint8) for t in q.components().values()]
 
     whole = made()
-    monkeypatch.setattr(formats, "LEAST_PIECE", 1)
-    assert len(formats.pieces(x)) > 10
+    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
+    assert len(quantize.pieces(x)) > 10
     for mine, theirs in zip(made(), whole, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "of_weight"),
+    [(mx.mxfp8(), mx.mxfp8()), (mx.mxfp8(), mx.mxfp8(square=True)), (nv.nvfp4(hadamard=True), nv.nvfp4(True))],
+    ids=str,
+)  # fmt: skip
+def test_products_over_groups_are_the_same_in_pieces(
+    scaling: Scaling, of_weight: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of codes that are expanded: by rows, by features of the weight, and by features of dy."""
+    torch.manual_seed(0)
+    x, dy, weight = torch.randn(600, 70), torch.randn(600, 100), torch.randn(3, 100, 70)
+    offs = torch.tensor([40, 40, 590], dtype=torch.int32)
+
+    def made() -> list[Tensor]:
+        a, g = (operand(t, scaling, offs, row=True, col=True) for t in (x, dy))
+        w = weight_operand(weight, of_weight, row=True, col=True)
+        dw = gemm.wgrad(g, a, torch.float32, offs)
+        return [gemm.fprop(a, w, offs), gemm.dgrad(g, w, offs), dw]
+
+    whole, parts = made(), []
+    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
+    monkeypatch.setattr(gemm, "STEP", 32)
+    for name in ("grouped_mm", "grouped_wgrad"):
+        kernel = getattr(K, name)
+
+        def seen(t: Tensor, *rest: Any, kernel: Any = kernel) -> Any:
+            parts.append(tuple(t.shape))
+            return kernel(t, *rest)
+
+        monkeypatch.setattr(gemm.K, name, seen)
+    for mine, theirs in zip(made(), whole, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert len(parts) == 4 + 2 * 4 + 2 * 3
 
 
 def test_the_forward_never_rounds_at_random() -> None:

@@ -78,6 +78,7 @@ from .reference import accumulator as accumulator
 from .reference import amax_of_groups as amax_of_groups
 from .reference import amax_of_tokens as amax_of_tokens
 from .reference import by_group as by_group
+from .reference import by_pieces as by_pieces
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
 from .reference import columns_in_groups as columns_in_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -19,6 +20,7 @@ from .quantized import Layout, Quantized, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
+Lay = Callable[[Tensor], Tensor]
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
 
@@ -173,20 +175,29 @@ def _by_format(
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
     elif col:
-        if offs is None and scaling.family.codes:  # one group, as kernels lay it
-            one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            turned = K.turned_in_groups(x, one)
-        else:
-            turned = K.turned_in_groups(x, offs)
-        turn = scaling.hadamard
-        if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
-            turned, turn = K.turned(turned), False
-        ends = None if offs is None else K.column_offs(offs)
-        other = None if seed is None else seed + 1
-        whole = _by_group(turned, scaling, ends, 0, turn)
-        columns = _coded(turned, scaling, whole, other, turn)
+        columns = _columns_by_format(x, scaling, offs, None if seed is None else seed + 1)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
+
+
+def _columns_by_format(
+    x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None
+) -> Layout:
+    """Some features at a time are laid in groups."""
+    ends = None if offs is None else K.column_offs(offs)
+    if offs is None and scaling.family.codes:  # one group, as kernels lay it
+        offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+
+    def laid(features: Tensor) -> Tensor:
+        columns = K.turned_in_groups(features.t(), offs)
+        return K.turned(columns) if scaling.hadamard else columns
+
+    if len(K.pieces(x.t())) == 1:
+        columns = laid(x.t())
+        return _coded(columns, scaling, _by_group(columns, scaling, ends, 0), seed)
+    # once for the amax, and once more
+    whole = _by_group(x.t(), scaling, ends, 0, laid)
+    return _coded(x.t(), scaling, whole, seed, laid)
 
 
 def _up(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -201,13 +212,14 @@ Whole = tuple[
 
 
 def _by_group(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
 ) -> Whole | None:
     """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
     if scaling.scale is not E4M3:
         return None
-    found = K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
-    spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
+    by_token = K.amax_of_tokens(x, axis, lay)
+    found = K.amax_of_groups(by_token, ends)
+    spread = K.spread_over_groups(found, ends, len(by_token))
     if not spread.dim():
         return spread[None, None], found
     return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
@@ -218,14 +230,14 @@ def _coded(
     scaling: Scaling,
     whole: Whole | None = None,
     seed: Tensor | None = None,
-    turn: bool = False,
+    lay: Lay | None = None,
 ) -> Layout:
-    """Matrices in blocks along their last axis."""
+    """Matrices in blocks along their last axis.   lay: as of `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
     )
-    codes, scale = K.quantize_format(x, form, spread, seed, turn)
+    codes, scale = K.quantize_format(x, form, spread, seed, lay)
     if scaling.family.codes and not scaling.square:  # as kernels read them
         scale = scale.mT.contiguous()
     found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
@@ -425,11 +437,15 @@ def _of_matrices(
         see = partial(_up, scaling)
     if see is not None:
         up = see(_amax_of_matrices(matrices))
-        scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))
-        made = [K.saturate(part, scaling.data) for part in scaled]
-        codes = made[0] if len(made) == 1 else torch.cat(made, 1)
-        rows = Layout(codes, 1 / up) if row else None
-        return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
+
+        def codes(t: Tensor) -> Tensor:
+            by = up[:, None, None]
+            cut = K.pieces(t)
+            return K.by_pieces(cut, lambda at: K.saturate(t[:, at].float() * by, scaling.data))
+
+        both = (matrices, row), (matrices.mT, col)
+        rows, columns = (Layout(codes(t), 1 / up) if wanted else None for t, wanted in both)
+        return rows, columns
     if scaling.block is None:
         data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
         rows, columns = Layout(data, scale), Layout(turned, scale)

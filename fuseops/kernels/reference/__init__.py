@@ -30,7 +30,6 @@ from .formats import amax_of_tokens as amax_of_tokens
 from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
-from .formats import pieces as pieces
 from .formats import quantize_format as quantize_format
 from .formats import signs as signs
 from .formats import spread_over_groups as spread_over_groups
@@ -79,11 +78,13 @@ from .permute import gather_rows as gather_rows
 from .permute import scatter_rows as scatter_rows
 from .precision import accumulator as accumulator
 from .quantize import SMALLEST as SMALLEST
+from .quantize import by_pieces as by_pieces
 from .quantize import column_offs as column_offs
 from .quantize import expert_quantize as expert_quantize
 from .quantize import grouped_quantize as grouped_quantize
 from .quantize import inverse_scale as inverse_scale
 from .quantize import magnitude as magnitude
+from .quantize import pieces as pieces
 from .quantize import quantize_group_blocks as quantize_group_blocks
 from .quantize import quantize_vectors as quantize_vectors
 from .quantize import saturate as saturate

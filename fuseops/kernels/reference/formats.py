@@ -21,7 +21,7 @@ from torch import Tensor
 from .dropout import BITS, draws
 from .grouped import group_of_row
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
+from .quantize import FLT_MAX, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -30,7 +30,6 @@ HADAMARD = 16
 SIGNS = 0b1101011111101000
 """Of the random Hadamard transform: bit k says that element k is negated. TransformerEngine's."""
 Block = tuple[int, int]
-PIECES, LEAST_PIECE = 16, 1 << 20
 LARGEST = {E4M3: 8, E5M2: 15}
 """Exponents of the largest codes, each of which is 1.75 times a power of two."""
 
@@ -94,12 +93,13 @@ class Format(NamedTuple):
 
 def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
     """Codes of four bits, in bytes: to the nearest, ties to even; with draws of 16 bits up as often as x is far up."""
-    x = x.nan_to_num(0.0, E2M1_MAX, -E2M1_MAX)
-    size = x.abs().clamp(max=E2M1_MAX)
-    scaled = torch.where(size < 2, size * 2, torch.where(size < 4, size, size / 2))
-    up = scaled.round() if draws is None else (scaled + (draws + 0.5) / (1 << BITS)).floor()
-    code = up + torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
-    return code.clamp(max=7).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    size = x.nan_to_num(0.0, E2M1_MAX, -E2M1_MAX).abs_().clamp_(max=E2M1_MAX)
+    two, four = size >= 2, size >= 4  # from where codes lie twice as far apart
+    size.mul_(2).div_(1.0 + two).div_(1.0 + four)
+    code = size.round_() if draws is None else size.add_((draws + 0.5) / (1 << BITS)).floor_()
+    code.add_(two, alpha=2).add_(four, alpha=2).clamp_(max=7)
+    sign = torch.signbit(x) & ~x.isnan()
+    return code.to(torch.uint8) | (sign.to(torch.uint8) << 3)
 
 
 def packed(codes: Tensor) -> Tensor:
@@ -122,16 +122,7 @@ E2M1_UP = 64.0
 """What E4M3 codes of `e2m1_as_e4m3` are to be multiplied by."""
 
 
-def pieces(x: Tensor, step: int = 1) -> list[slice]:
-    """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
-    element's many bytes: into sixteen, none of less than 2^20 elements. Compiled code makes no temporaries.
-    """
-    rows = x.shape[-2]
-    if torch.compiler.is_compiling() or x.numel() <= LEAST_PIECE:
-        return [slice(0, rows)]
-    size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
-    size = max(size // step, 1) * step
-    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+Lay = Callable[[Tensor], Tensor]
 
 
 def quantize_format(
@@ -139,47 +130,54 @@ def quantize_format(
     form: Format,
     whole: Tensor | None = None,
     seed: Tensor | None = None,
-    turn: bool = False,
+    lay: Lay | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of matrices in blocks.
+    """(codes, scales) of matrices in blocks, piece by piece.
 
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
-    seed: (1,) int64, of random rounding.  turn: by the random Hadamard transform first.
+    seed: (1,) int64, of random rounding.  lay: what gives, for rows of x, those that are quantized in their place.
     """
-    rows, found = form.block[0], []
-    for number, piece in enumerate(pieces(x, rows)):
-        part = turned(x[..., piece, :]) if turn else x[..., piece, :]
-        if whole is not None and whole.shape[-2] > 1:
-            own: Tensor | None = whole[..., piece.start // rows : -(-piece.stop // rows), :]
-        else:
-            own = whole
+    rows, made = form.block[0], list[Tensor]()
+    cut = pieces(x, rows)
+    for number, piece in enumerate(cut):
+        at = slice(piece.start // rows, -(-piece.stop // rows))
+        own = whole[..., at, :] if whole is not None and whole.shape[-2] > 1 else whole
+        part = x[..., piece, :] if lay is None else lay(x[..., piece, :])
         random = None if seed is None else seed + 2 * number
-        found.append(_quantize_piece(part, form, own, random))
-    if len(found) == 1:
-        return found[0]
-    codes, scales = (torch.cat(parts, -2) for parts in zip(*found, strict=True))
-    return codes, scales
+        found = _quantize_piece(part.float(), form, own, random)
+        del part
+        if len(cut) == 1:
+            return found
+        high = x.shape[-2], -(-x.shape[-2] // rows)
+        if not made:
+            sizes = zip(found, high, strict=True)
+            made = [t.new_empty(*t.shape[:-2], n, t.shape[-1]) for t, n in sizes]
+        for t, where, mine in zip(made, (piece, at), found, strict=True):
+            t[..., where, :] = mine
+    return made[0], made[1]
 
 
 def _quantize_piece(
     x: Tensor, form: Format, whole: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """x float32"""
     data, (rows, width) = form.data, form.block
     r, k = x.shape[-2:]
-    padded = x.float()
     if k % width or r % rows:
-        padded = F.pad(padded, (0, -k % width, 0, -r % rows))
-    tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
+        x = F.pad(x, (0, -k % width, 0, -r % rows))
+    tiles = x.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
     if whole is not None:
         whole = whole.unsqueeze(-1).unsqueeze(-3)
     amax = magnitude(tiles).amax((-3, -1), keepdim=True)
     amax = amax.clamp(min=form.epsilon) if form.epsilon else amax
     scales, inverse = SCALES[form.scale, form.powers](amax, data, whole)
-    scaled = (tiles * inverse).flatten(-4, -3).flatten(-2)[..., :r, :k]
+    scaled = tiles * inverse
     if data is E2M1:
         scales = torch.where(tiles.isnan().any(-1, True).any(-3, True), torch.nan, scales.float())
         scales = scales.to(form.scale)
-        del tiles, padded
+    del tiles, x
+    scaled = scaled.flatten(-4, -3).flatten(-2)[..., :r, :k]
+    if data is E2M1:
         random = None if seed is None else draws(seed, scaled.numel()).view(scaled.shape)
         codes = packed(e2m1_codes(scaled, random))
     else:
@@ -236,11 +234,11 @@ def turned(x: Tensor) -> Tensor:
     return hadamard(x.float() * signs(x.shape[-1], x))
 
 
-def amax_of_tokens(x: Tensor, axis: int, turn: bool = False) -> Tensor:
-    """The largest magnitude of each token of a matrix.   axis: that of features.  turn: of what `turned` makes"""
+def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
+    """The largest magnitude of each token of a matrix.   axis: that of features.  lay: as of `quantize_format`"""
     if not x.shape[axis]:
         return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
-    parts = (turned(x[piece]) if turn else x[piece] for piece in pieces(x))
+    parts = (x[piece] if lay is None else lay(x[piece]) for piece in pieces(x))
     found = [magnitude(part).amax(axis) for part in parts]
     if len(found) == 1:
         return found[0]

@@ -21,7 +21,15 @@ from fuseops import kernels as K
 from fuseops.kernels.configs import Space
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, high, input_operand, linear, saved_input, weight_rows
+from fuseops.ops.linear import (
+    Linear,
+    high,
+    input_operand,
+    linear,
+    saved_input,
+    weight_rows,
+    wgrad_input,
+)
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -229,7 +237,11 @@ class DenseMLP(FusedOp):
                 return dh, a
             dh = K.act_bwd(da, h, *form)
             del da
-        return dh, K.act_fwd(h, *form) if need_a else None
+        if not need_a:
+            return dh, None
+        a, roles = K.act_fwd(h, *form), last.precision.roles
+        del h
+        return dh, a if roles is None else wgrad_input(a, last, roles)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
         """Of the Bias, if there is one."""
