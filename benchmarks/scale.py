@@ -172,20 +172,23 @@ def planner(name: str, m: Sizes) -> Iterator[str]:
     found = json.loads(PLANNED.read_text(encoding="utf-8"))["planned"]
     yield """
 The offload planner predicts (dry runs of six blocks for one H200, `python benchmarks/scale_planned.py`), of a rank that
-runs all layers over one micro-batch; the last columns are the time that experts over all ranks take on either link,
-where nothing hides it, and what state and saved tensors take together:
+runs all layers over one micro-batch, with experts over all ranks: the time of a layer and what leaves without a stall,
+with tokens that travel in no time and over either link, where nothing hides them; and what state and saved tensors take
+together, in all and with that offload between hosts:
 """
-    columns = ("a layer", "saved", "leaves without a stall", *(f"experts {w}" for w in LINKS))
-    yield f"| ranks | {' | '.join(columns)} | state and saved |"
-    yield "|---|---|---|---|---|---|---|"
+    columns = ("saved", "a layer, leaves", *(f"{where}" for where in LINKS), "state and saved")
+    yield f"| ranks | {' | '.join(columns)} |"
+    yield f"|---|{'---|' * len(columns)}"
     for n in RANKS:
         p = found[f"{name}, experts over {n}"]
-        saved, leaves = p["saved_mb"] * m.layers / 1e3, p["leaves_mb"] * (m.layers - 1) / 1e3
-        sends = [f"+ {experts_once(m, n) / b / p['ms'] * 1e3:.0%}" for b in LINKS.values()]
+        saved = p["saved_mb"] * m.layers / 1e3
+        leaves = {
+            where: p[where]["leaves_mb"] * (m.layers - 1) / 1e3 for where in ("alone", *LINKS)
+        }
+        ways = [f"{p[where]['ms']:.1f} ms, {gb:.0f} GB" for where, gb in leaves.items()]
         held = STATE * m.total / n / 1e9
-        both = f"{held + saved:.0f} GB, {held + saved - leaves:.0f} with offload"
-        cells = (f"{p['ms']:.1f} ms", f"{saved:.0f} GB", f"{leaves:.0f} GB", *sends, both)
-        yield f"| {n} | {' | '.join(cells)} |"
+        both = f"{held + saved:.0f} GB, {held + saved - leaves['between hosts']:.0f}"
+        yield f"| {n} | {' | '.join((f'{saved:.0f} GB', *ways, both))} |"
 
 
 def share(sent: float, took: float) -> str:

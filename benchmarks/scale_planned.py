@@ -3,19 +3,21 @@
     python benchmarks/scale_planned.py        # write benchmarks/scale_planned.json, in about a minute
 
 Some blocks of each model on meta, with their experts over a mesh of ranks that need not exist: seconds of a block, what
-it saves, and what of that leaves without a stall. Blocks are alike, so a model has as many times as much.
+it saves, and what of that leaves without a stall, with tokens that travel in no time and over each link. Blocks are
+alike, so a model has as many times as much.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scale import MODELS, PLANNED, RANKS, TOKENS, Sizes
+from scale import LINKS, MODELS, PLANNED, RANKS, TOKENS, Sizes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,6 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel
+from fuseops.offload.planning.plan import plan_profile
+from fuseops.offload.planning.profile import Profile
 
 BLOCKS = 6
 
@@ -44,7 +48,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(len(x), -1))
 
 
-def planned(m: Sizes, ranks: int) -> dict[str, float]:
+def planned(m: Sizes, ranks: int) -> dict[str, Any]:
     """Of one block, with experts over so many ranks."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     with torch.device("meta"):
@@ -64,16 +68,26 @@ def planned(m: Sizes, ranks: int) -> dict[str, float]:
         x = torch.zeros(TOKENS, m.dim, dtype=torch.bfloat16, requires_grad=True)
     parallelize_module(model, mesh, ExpertParallel(way="host_counts", tokens=TOKENS))
     whole = nn.Sequential(*model.values())
-    plan = offload.plan(whole, x, layers="*", hardware=offload.Hardware.h200())
-    saved = sum(t.nbytes for t in plan.tensors)
-    return {
-        "ms": plan.before.seconds * 1e3 / BLOCKS,
-        "saved_mb": saved / BLOCKS / 1e6,
-        "leaves_mb": plan.bytes_of("offload")
-        / (BLOCKS - 1)
-        / 1e6,  # the last is read again at once
-        "stall_ms": plan.after.stall * 1e3 / BLOCKS,
-    }
+    hardware = replace(offload.Hardware.h200(), network=1.0)
+    profile = offload.plan(whole, x, layers="*", hardware=hardware).profile
+    saved = sum(s.nbytes for s in profile.saved)
+    row: dict[str, Any] = {"saved_mb": saved / BLOCKS / 1e6}
+    for where, rate in {"alone": float("inf"), **LINKS}.items():
+        plan = plan_profile(over(profile, rate / 1e9), hardware)
+        row[where] = {
+            "ms": plan.before.seconds * 1e3 / BLOCKS,
+            # the last is read again at once
+            "leaves_mb": plan.bytes_of("offload") / (BLOCKS - 1) / 1e6,
+            "network_ms": plan.profile.network * 1e3 / BLOCKS,
+            "stall_ms": plan.after.stall * 1e3 / BLOCKS,
+        }
+    return row
+
+
+def over(profile: Profile, rate: float) -> Profile:
+    """The profile, made for a network of 1 GB/s, over one of another rate."""
+    ops = (o._replace(seconds=o.seconds / rate) if o.lane == "network" else o for o in profile.ops)
+    return replace(profile, ops=tuple(ops))
 
 
 def main() -> None:

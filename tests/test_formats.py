@@ -22,7 +22,7 @@ from fuseops.recipes.operands import operand, weight_operand
 from fuseops.recipes.quantized import factors, features, values
 from fuseops.recipes.recipe import BACKWARDS
 from fuseops.recipes.scaling import COLUMN
-from fuseops.testing.strategies import Split, filled
+from fuseops.testing.strategies import Formats, Split, filled, scalings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = [mx.mxfp8(E4M3), mx.mxfp8(E5M2), nv.nvfp4(), nv.nvfp4(hadamard=True)]
@@ -32,8 +32,12 @@ ORACLES = {torch.float8_e8m0fnu: mxfp8, E4M3: nvfp4}
 
 def coded(x: Array, scaling: Scaling, columns: bool = False) -> Coded:
     """A matrix by the oracle, along its last axis.   columns: that is the one of tokens"""
+    scaling = scaling.of("col") if columns else scaling
     if columns and scaling.hadamard:
         x = hadamard(x)
+    if scaling.scale is torch.float32:
+        tensor = max(x.shape[0], 1), max(x.shape[1], 1)
+        return by_float32(x, scaling, tensor if scaling.block is None else scaling.grain)
     return ORACLES[scaling.scale](x, str(scaling.data).removeprefix("torch."), scaling.grain)
 
 
@@ -342,13 +346,24 @@ def test_the_forward_never_rounds_at_random() -> None:
 # --- GEMMs, in float64 of what the operands stand for
 
 COMMON = {"square_weights": st.booleans(), "backward": st.sampled_from(BACKWARDS)}
-RECIPES = st.builds(
-    fo.recipes.MXFP8BlockScaling,
-    fwd=st.sampled_from([E4M3, E5M2]),
-    bwd=st.sampled_from([E4M3, E5M2]),
-    **COMMON,
-) | st.builds(
-    fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
+SCALES = {"powers_of_two": st.booleans(), "epsilon": st.sampled_from([0.0, 1.0])}
+RECIPES = (
+    st.builds(fo.recipes.Float8BlockScaling, wgrad=st.just("block"), **SCALES, **COMMON)
+    | st.builds(fo.recipes.Float8CurrentScaling, backward=st.sampled_from(BACKWARDS), **SCALES)
+    | st.builds(
+        fo.recipes.ByRole,
+        st.builds(Formats, scalings(), scalings(), scalings()),
+        backward=st.sampled_from(BACKWARDS),
+    )
+    | st.builds(
+        fo.recipes.MXFP8BlockScaling,
+        fwd=st.sampled_from([E4M3, E5M2]),
+        bwd=st.sampled_from([E4M3, E5M2]),
+        **COMMON,
+    )
+    | st.builds(
+        fo.recipes.NVFP4BlockScaling, hadamard=st.booleans(), stochastic=st.just(False), **COMMON
+    )
 )
 
 
@@ -374,7 +389,7 @@ def test_columns_of_other_blocks_meet_in_what_they_stand_for(grouped: bool) -> N
 
 @given(
     recipe=RECIPES,
-    counts=st.lists(st.sampled_from([0, 1, 33, 130]), min_size=1, max_size=3),
+    counts=st.lists(st.sampled_from([0, 1, 33, 128, 130]), min_size=1, max_size=3),
     padding=st.sampled_from([0, 5]),
     k=st.sampled_from([4, 33, 50]),
     n=st.sampled_from([7, 70]),
@@ -387,7 +402,7 @@ def test_products_are_those_of_what_operands_stand_for(
     counts, padding = (counts[:1], 0) if dense else (counts, padding)
     split, roles, form = (
         Split(tuple(counts), padding),
-        recipe.roles(),
+        recipe.roles_of(None, ""),
         {"bias": False, "dtype": dtype},
     )
     op: Any = (
@@ -411,15 +426,41 @@ def test_products_are_those_of_what_operands_stand_for(
 
 def products(x: Array, w: Array, dy: Array, roles: Any) -> tuple[Array, Array, Array]:
     """y, dx and dw, each of the operands that its GEMM reads."""
-    y = coded(x, roles.input).values @ coded(w, roles.weight).values.T
+    y = read(x, roles.input) @ read(w, roles.weight).T
     if roles.backward == "high_precision":
         return y, dy @ w.astype(np.float64), dy.T @ x.astype(np.float64)
     if roles.backward == "dequantized":
-        return y, dy @ coded(w, roles.weight).values, dy.T @ coded(x, roles.input).values
-    w, columns, grad = (np.ascontiguousarray(t.T) for t in (w, x, dy))
-    dx = coded(dy, roles.grad_output).values @ coded(w, roles.weight).values.T
-    left, right = coded(grad, roles.grad_output, True), coded(columns, roles.input, True)
-    return y, dx, left.values @ right.values.T
+        return y, dy @ read(w, roles.weight), dy.T @ read(x, roles.input)
+    turned_w, columns, grad = (np.ascontiguousarray(t.T) for t in (w, x, dy))
+    dx = read(dy, roles.grad_output) @ read(turned_w, untransformed(roles.weight), True).T
+    if not roles.columns:  # one operand is as it is, so both are read by rows
+        return y, dx, read(dy, roles.grad_output).T @ read(x, roles.input)
+    left, right = roles.grad_output, roles.input
+    if left.of("col").hadamard != right.of("col").hadamard:
+        sides = (turned_back(t, s) for t, s in ((grad, left), (columns, right)))
+        a, b = sides
+        return y, dx, a @ b.T
+    return y, dx, read(grad, left, True) @ read(columns, right, True).T
+
+
+def untransformed(scaling: Scaling | None) -> Scaling | None:
+    """The format of columns as a weight has them: its transpose goes through no transform."""
+    return None if scaling is None else replace(scaling.of("col"), hadamard=False)
+
+
+def read(x: Array, scaling: Scaling | None, columns: bool = False) -> Array:
+    """What a GEMM reads of a matrix."""
+    return x.astype(np.float64) if scaling is None else coded(x, scaling, columns).values
+
+
+def turned_back(x: Array, scaling: Scaling) -> Array:
+    """What columns stand for without the transform that they went through."""
+    found = coded(x, scaling, True).values
+    if not scaling.of("col").hadamard:
+        return found
+    signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float64)
+    plain = hadamard(np.tile(signs, found.shape[1] // 16) * found) if found.shape[1] else found
+    return (np.tile(signs, found.shape[1] // 16) * plain)[:, : x.shape[1]]
 
 
 def near(mine: Tensor, theirs: Array, dtype: torch.dtype) -> None:

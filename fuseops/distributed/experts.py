@@ -23,8 +23,8 @@ from fuseops.ops.local import Local
 from fuseops.ops.paths import SPREAD, path_of
 from fuseops.run.composed import Composed
 
-from .dispatch import ExpertCollect, ExpertDispatch
-from .dispatch.choose import choose
+from .dispatch import ExpertArrive, ExpertCollect, ExpertDispatch
+from .dispatch.choose import Way, choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,10 +38,13 @@ class ExpertParallel(ParallelStyle):
     comes behind Combine. On the meta device nothing is sent; otherwise all ranks get the weights of the first one, as
     with `distribute_tensor`. Router losses and `expert_bias` are from then on over the tokens of all ranks.
 
-    way: how tokens travel: "host_counts", "fixed_capacity", "peer_memory" (docs/moe.md), or None for the fastest of the
-        first and the last that all ranks can take, which they vote on.
+    way: how tokens travel: "host_counts", "fixed_capacity", "peer_memory" (docs/moe.md), None for the fastest of the
+        first and the last that all ranks can take, which they vote on, or one of your own, called with the mesh, the
+        experts of all ranks and top_k of every layer: it gives a `dispatch.Exchange`.
     capacity, tokens: with the last two, how many times the mean there is room for, and the most tokens of a rank, by
         default those of the first forward.
+    sums: the dtype in which partial sums of tokens, and of their gradients, travel and are added up: torch.float32 for
+        one rounding of all, None for one a rank.
     average: whether gradients of experts are divided by the ranks, as data parallelism does with all others, whose sum
         an expert's is: it sees the tokens of all ranks.
     Raises FuseOpsError for a module without experts, and for experts that the ranks do not divide.
@@ -50,13 +53,14 @@ class ExpertParallel(ParallelStyle):
     def __init__(
         self,
         *,
-        way: str | None = None,
+        way: Way | None = None,
+        sums: torch.dtype | None = None,
         average: bool = True,
         capacity: float = 1.5,
         tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.way, self.average = way, average
+        self.way, self.sums, self.average = way, sums, average
         self.limits: dict[str, Any] = {"capacity": capacity, "tokens": tokens}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -86,14 +90,20 @@ class ExpertParallel(ParallelStyle):
             )
         top_k: Any = children[combine[0]].top_k
         exchange = choose(self.way, mesh, dispatch.num_experts, top_k, **self.limits)
+        exchange.sums = self.sums
+        shared = "shared" in children
+        if shared:
+            children = _ahead_of_shared(children, ExpertArrive(exchange))
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):
                 self._shard(child, mesh)
             elif isinstance(child, ops.Router):
                 child.over = mesh
+            elif isinstance(child, ops.Combine):
+                child.sums = self.sums
             elif name == "dispatch":
-                child = ExpertDispatch(exchange, dispatch.capacity_factor)
+                child = ExpertDispatch(exchange, dispatch.capacity_factor, ahead=shared)
             layer.add_module(name, child)
             if name == combine[0]:
                 layer.add_module("collect", ExpertCollect(exchange))
@@ -126,6 +136,18 @@ class ExpertParallel(ParallelStyle):
             if p is not None:
                 experts._parameters[name] = sharded(p, mesh)
         experts.__dict__[SPREAD] = partial(self._spread, mesh=mesh)
+
+
+def _ahead_of_shared(children: dict[str, Any], arrive: ExpertArrive) -> dict[str, Any]:
+    """The children with `shared` behind `dispatch`, so that it is computed while tokens travel."""
+    shared, _ = children.pop("shared"), children.pop("swap")
+    found = {}
+    for name, child in children.items():
+        found[name] = child
+        if name == "dispatch":
+            found["away"] = ops.Swap("tokens", "arrived")
+            found |= {"shared": shared, "swap": ops.Swap("arrived", "shared"), "arrive": arrive}
+    return found
 
 
 def sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

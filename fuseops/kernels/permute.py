@@ -81,6 +81,8 @@ def _cases(what: str) -> Iterator[tuple[Any, ...]]:
                 yield tokens, index, offs, p
             else:
                 yield routed, pos, offs, p
+                if p is None and n > 1:
+                    yield routed, pos, offs, None, torch.float32
 
 
 _USUAL = (torch.bfloat16, 2048)
@@ -130,12 +132,18 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
 
 
 @kernel_op(twin=reference.combine_fwd, cases=lambda: _cases("combine"))
-def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
-    """y[t] = sum over k of x[pos[t, k]] (* probs[pos[t, k]]).   x (R, N), pos (T, K) -> y (T, N)"""
+def combine_fwd(
+    x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """y[t] = sum over k of x[pos[t, k]] (* probs[pos[t, k]]).   x (R, N), pos (T, K) -> y (T, N)
+
+    dtype: of y, None for that of x.
+    """
     x2, k = _checked(x, "x"), _check_pos(pos, None)
     _check_rest(offs, probs, len(x))
     tokens, n = len(pos), x.shape[1]
-    y = x.new_empty(tokens, n)
+    y = x.new_empty(tokens, n, dtype=dtype)
     config = COMBINE.pick(tokens, (n,), x)
     launch(
         device("permute").combine_fwd_kernel, tiles.tile_grid(tokens, n, config),

@@ -9,7 +9,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fuseops.ops.op import Op
 
 from .fakes import LiveBytes
 
@@ -22,6 +24,15 @@ class Meter(Protocol):
 
     def after(self, made: Sequence[Tensor]) -> int:
         """It ran, and made tensors in new storages.   -> most bytes on the device meanwhile"""
+
+
+def outside_bytes(model: nn.Module) -> int:
+    """What the ops of a model keep outside of torch's allocator, after a step or a rehearsal of one."""
+    found: dict[Any, int] = {}
+    for op in model.modules():
+        for whose, nbytes in op.outside().items() if isinstance(op, Op) else ():
+            found[whose] = max(found.get(whose, 0), nbytes)
+    return sum(found.values())
 
 
 class StorageMeter:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseops.torch_private import storage_key
 
 from .fakes import LiveBytes, faked
+from .memory import outside_bytes
 from .untouched import main_grad_of
 
 
@@ -24,8 +25,8 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Bytes of a forward and backward that live at one time, at the most.
 
     What the forward and the backward make counts, the output and new gradients too, and of the inputs
-    what is saved; not the gradient of the output, nor parameters. None where fake
-    tensors cannot tell: a plain module reads values.
+    what is saved, and what ops keep outside of torch's allocator; not the gradient of the output, nor
+    parameters. None where fake tensors cannot tell: a plain module reads values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with faked(model, lambda t: _fake(t, mode)):
@@ -45,7 +46,7 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                     outputs = model(*args, **kwargs)
                 ends = [t for t in _tensors(outputs) if t.requires_grad]
             if not ends:
-                return meter.peak
+                return meter.peak + outside_bytes(model)
             with mode:
                 gradients = [torch.empty_like(t) for t in ends]
             meter.ignore(gradients)
@@ -54,7 +55,8 @@ def peak_of_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         except (RuntimeError, NotImplementedError):  # of fake tensors, whose errors are these
             return None
     storages = {storage_key(s): s.nbytes() for s in (t.untyped_storage() for t in inputs)}
-    return meter.peak + sum(storages[key] for key in kept & storages.keys())
+    saved = sum(storages[key] for key in kept & storages.keys())
+    return meter.peak + saved + outside_bytes(model)
 
 
 def unseen() -> tuple[str, ...]:

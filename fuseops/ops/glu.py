@@ -137,7 +137,7 @@ class SReGLU(_Gated, Activation):
 class ClampedSwiGLU(_Clamped, Activation):
     """y = h sigmoid(alpha h) (clamp(up, -limit, limit) + offset), h = min(gate, limit), as in gpt-oss.
 
-    x = [gate | up] (..., 2F) -> (..., F)
+    x = [gate | up] (..., 2F) -> (..., F). At a limit itself the gradient passes, as in `torch.clamp` before torch 2.15.
     """
 
 

@@ -250,6 +250,12 @@ class Op(nn.Module, Generic[S]):
         """Shapes of y, and of what it publishes as far as they are known, from those of x and of known side inputs."""
         return self.out_shape(shape), {}
 
+    def outside(self) -> Mapping[Any, int]:
+        """Bytes of the device that it keeps from step to step outside of torch's allocator, by whose they are: what
+        several ops use has one key.
+        """
+        return {}
+
     @property
     def alias(self) -> bool:
         """True when y is (a view of) x, so that the op runs outside the autograd node."""

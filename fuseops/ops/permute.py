@@ -22,8 +22,8 @@ from .op import Call, Grads, Op, Out, Shape, numel
 from .splits import check_splits
 
 ON_DX = "on_dx"
-"""In `call.scratch`, of a dispatcher: told (scratch, dx, dprobs) as soon as they are there, before the gradients of
-weights are made, so that what it does with them runs beside those."""
+"""In `call.scratch`, of a dispatcher: told (scratch, dx, dprobs, sums) as soon as they are there, before the gradients
+of weights are made, so that what it does with them runs beside those. sums: dx in the `sums` of Combine."""
 
 
 class DispatchSaved(NamedTuple):
@@ -40,6 +40,7 @@ class CombineSaved(NamedTuple):
     pos: Tensor | None  # (T, K) int32
     offs: Tensor | None  # (E,) int32
     rows: int | None  # R
+    dtype: torch.dtype | None  # of x
 
 
 class Dispatch(Op[DispatchSaved]):
@@ -148,8 +149,9 @@ class Combine(Op[CombineSaved]):
     """
 
     reads = ("pos", "offs")
-    saves_for = {"x": ("pos", "offs", "rows")}
+    saves_for = {"x": ("pos", "offs", "rows", "dtype")}
     floats = True
+    sums: torch.dtype | None = None  # of y, where others are added to it: None for that of x
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
@@ -165,7 +167,9 @@ class Combine(Op[CombineSaved]):
         check_rows(self, x)
         check_pos("Combine", pos, None)
         check_splits(offs, x.shape[0], x.device)
-        return Out(K.combine_fwd(x, pos, offs), CombineSaved(pos, offs, x.shape[0]))
+        y = K.combine_fwd(x, pos, offs, None, self.sums)
+        return Out(y, CombineSaved(pos, offs, x.shape[0], x.dtype))
 
     def bwd(self, saved: CombineSaved, dy: Tensor) -> Grads:
+        dy = dy.to(saved.dtype)
         return Grads(K.scatter_rows(dy, saved.pos, saved.offs, saved.rows))  # type: ignore[arg-type]

@@ -98,7 +98,8 @@ def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tenso
     for piece in cut:
         part = a[piece] if isinstance(a, Tensor) else a if whole else _rows_of(a, layout, piece)
         left, other, factor = _meet(_stands_for(part, layout), right)
-        product = K.wide_mm(left, other)
+        summed = min(left.shape[1], other.shape[1])  # of tokens in columns, behind which are zeros
+        product = K.wide_mm(left[:, :summed], other[:, :summed])
         product = product if factor is None else product * factor
         if len(cut) == 1:
             return product.to(dtype)

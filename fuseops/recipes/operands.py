@@ -173,7 +173,12 @@ def _by_format(
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
     elif col:
-        turned, turn = K.turned_in_groups(x, offs), scaling.hadamard
+        if offs is None and scaling.family.codes:  # one group, as kernels lay it
+            one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+            turned = K.turned_in_groups(x, one)
+        else:
+            turned = K.turned_in_groups(x, offs)
+        turn = scaling.hadamard
         if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
             turned, turn = K.turned(turned), False
         ends = None if offs is None else K.column_offs(offs)

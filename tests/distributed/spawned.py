@@ -20,10 +20,13 @@ LAW = 120  # seconds in which a law must answer
 
 
 class Ranks:
-    """`world` processes; a law is a function of a module, called on every rank."""
+    """`world` processes; a law is a function of a module, called on every rank.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    allocator: settings of CUDA's, for processes over NCCL on a GPU each.
+    """
+
+    def __init__(self, world: int, allocator: str | None = None) -> None:
+        self.world, self.allocator = world, allocator
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -34,7 +37,7 @@ class Ranks:
             pass
         for rank in range(self.world):
             mine, theirs = context.Pipe()
-            args = (rank, self.world, store.name, theirs)
+            args = (rank, self.world, store.name, theirs, self.allocator)
             self._processes.append(context.Process(target=_serve, args=args, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -67,13 +70,17 @@ def _answer(rank: int, pipe: Connection) -> str:
         return "died"
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection, allocator: str | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    init = f"file://{store}"
-    dist.init_process_group(
-        "gloo", init_method=init, rank=rank, world_size=world, timeout=COLLECTIVE
-    )
+    options: Any = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    if allocator is None:
+        dist.init_process_group("gloo", timeout=COLLECTIVE, **options)
+    else:
+        torch.cuda.memory._set_allocator_settings(allocator)
+        torch.cuda.set_device(rank)
+        here = torch.device("cuda", rank)
+        dist.init_process_group("nccl", timeout=COLLECTIVE, device_id=here, **options)
     while (given := pipe.recv()) is not None:
         module, law, args = given
         try:

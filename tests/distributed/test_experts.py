@@ -25,6 +25,10 @@ def test_law(ranks: Ranks, law: str) -> None:
     ranks.run("expert_laws", law)
 
 
+def test_a_buffer_of_another_library_fits(ranks: Ranks) -> None:
+    ranks.run("buffer_laws", "law_a_buffer_of_another_library_fits")
+
+
 @pytest.mark.parametrize("law", [n for n in vars(fsdp_laws) if n.startswith("law_")])
 def test_beside_fsdp(four: Ranks, law: str) -> None:
     four.run("fsdp_laws", law)

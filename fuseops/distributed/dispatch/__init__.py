@@ -9,13 +9,14 @@ codes.py         quantized tokens as words
 bounded.py       the sizes of (b) and (c), overflow.py the flag where they do not suffice
 choose.py        which of them, by a vote of all ranks
 compiled.py      what torch.compile sees of them
-ops.py           the two ops of a Sequential over an exchange
+ops.py           the ops of a Sequential over an exchange
 """
 
 from .exchange import Arrived as Arrived
 from .exchange import Exchange as Exchange
 from .fixed import FixedCapacity as FixedCapacity
 from .host_counts import HostCounts as HostCounts
+from .ops import ExpertArrive as ExpertArrive
 from .ops import ExpertCollect as ExpertCollect
 from .ops import ExpertDispatch as ExpertDispatch
 from .overflow import check_overflow as check_overflow

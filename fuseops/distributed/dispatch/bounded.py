@@ -56,8 +56,8 @@ class Bounded(Exchange):
         most = self.world * self._room(tokens) * min(self.top_k, self.local)
         return min(most, 16 * math.ceil(self.capacity * tokens * self.top_k / 16))
 
-    def expected(self, tokens: int) -> tuple[int, int]:
-        tokens = 16 * math.ceil(max(tokens, self.tokens) / 16)
+    def expected(self, x: Tensor) -> tuple[int, int]:
+        tokens = 16 * math.ceil(max(len(x), self.tokens) / 16)
         return self.world * self._room(tokens), self._rows(tokens)
 
     def agree(self, x: Tensor) -> None:

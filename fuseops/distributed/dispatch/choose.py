@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,15 @@ _votes: dict[Any, str] = {}
 """By group: what its ranks have agreed on."""
 
 
+Way = str | Callable[["DeviceMesh", int, int], Exchange]
+
+
 def choose(
-    way: str | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
+    way: Way | None, mesh: DeviceMesh, num_experts: int, top_k: int, **limits: Any
 ) -> Exchange:
     """The exchange of a layer.  limits: see `Bounded`.  Raises FuseOpsError for a way that is not known."""
+    if callable(way):
+        return way(mesh, num_experts, top_k)
     if way is not None and way not in WAYS:
         raise FuseOpsError(f"ExpertParallel: way is {way!r}, expected one of {sorted(WAYS)}.")
     way = way or vote(mesh)

@@ -9,14 +9,14 @@ T: tokens here.  C: tokens that arrive here, in the order of ranks and of their 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe.travel import travel
 
@@ -51,6 +51,8 @@ class Exchange(abc.ABC):
     """
 
     name: str
+    sums: torch.dtype | None = None  # in which partial sums travel: None for that of the rows
+    beside = False  # whether it can run aside
     not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
@@ -98,11 +100,15 @@ class Exchange(abc.ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """dx (C, D), dweights (C, K) or None -> those of (T, D) and (T, K)."""
 
-    def start_dispatch_bwd(
-        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
-        """Begin `dispatch_bwd` beside what runs next.   -> what waits for its results; None: this way begins nothing"""
-        return None
+    def aside(self, *read: Any) -> AbstractContextManager[None]:
+        """What is called inside runs beside what comes next, until `arrive`. By default it runs where it stands.
+
+        read: tensors that it reads, which stay until then.
+        """
+        return nullcontext()
+
+    def arrive(self) -> None:  # noqa: B027
+        """Wait, on the device, for what was called aside."""
 
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
@@ -112,10 +118,15 @@ class Exchange(abc.ABC):
     def no_arrivals(self, x: Tensor) -> Tensor:
         """A tensor as `arrivals` is, without values."""
 
-    def expected(self, tokens: int) -> tuple[int, int]:
-        """C and `rows` where ranks with so many tokens send each other alike: for plans without the others."""
+    def expected(self, x: Tensor) -> tuple[int, int]:
+        """C and `rows` where ranks with as many tokens as x (T, D) send each other alike: for plans of one rank."""
+        tokens = len(x)
         share = 1 - (1 - 1 / self.world) ** self.top_k
         return round(tokens * self.world * share), tokens * self.top_k
+
+    def outside(self) -> dict[Any, int]:
+        """As of `Op`: buffers that it has, or will have for what it was asked to expect."""
+        return {}
 
     def in_a_dry_run(self, x: Tensor, rows: int) -> Tensor:
         """x, tokens here or at their experts, as the `rows` that they are at the other end."""
@@ -156,9 +167,7 @@ def within_capacity(exchange: Exchange, experts: Tensor, factor: float) -> Tenso
     count, top_k = exchange.num_experts, experts.shape[1]
     offs, _, pos, _ = K.route(experts, count)
     mine = torch.cat([offs.diff(prepend=offs.new_zeros(1)), offs.new_full((1,), len(experts))])
-    gathered = mine.new_empty(exchange.world * len(mine))
-    dist.all_gather_into_tensor(gathered, mine, group=exchange.group)
-    of_all = gathered.view(exchange.world, -1)
+    of_all = torch_private.all_gather(mine, 0, exchange.group).view(exchange.world, -1)
     copies = of_all[:, -1].sum() * top_k
     room = (copies.double() * factor / count).ceil().long()
     before = of_all[: exchange.rank, :-1].sum(0)

@@ -47,7 +47,7 @@ class FixedCapacity(Bounded):
         return Arrived(self._there(x, filled), ids, weights, self.rows, slots, filled)
 
     def no_arrivals(self, x: Tensor) -> Tensor:
-        return x.new_empty(self.expected(len(x))[0], dtype=torch.int32)
+        return x.new_empty(self.expected(x)[0], dtype=torch.int32)
 
     def bound(self, offs: Tensor, rows: int) -> None:
         K.bound_rows(offs, flag_of(self.group, offs.device), rows)

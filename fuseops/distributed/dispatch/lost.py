@@ -2,7 +2,8 @@
 
 A kernel that waits too long for another rank traps, and the CUDA error that follows comes up wherever the host is then.
 Ranks that write to each other's memory are processes of one host: each knows those of the others, and an exception that
-ends this one says which of them are gone.
+ends this one says which of them are gone. Where NCCL's own thread meets the error first and aborts, Python says
+nothing any more: so a thread looks for processes that are gone, and writes to stderr while this one is still there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+LATE = 3.0
+"""Seconds that a process may be gone, with its groups still open here, before that is said."""
 
 _processes: dict[Any, list[int]] = {}
 """By group: the process of every rank."""
@@ -62,3 +68,14 @@ def _install() -> None:
         before(kind, error, traceback)
 
     sys.excepthook = hook
+    threading.Thread(target=_look, name="fuseops-lost", daemon=True).start()
+
+
+def _look() -> None:
+    """Say once that others have ended, if this process goes on with its groups as if they were there."""
+    while not [*ended()]:
+        time.sleep(LATE / 3)
+    time.sleep(LATE)
+    if dist.is_initialized():
+        sys.stderr.write("".join(f"fuseops: {sentence}\n" for sentence in ended()))
+        sys.stderr.flush()

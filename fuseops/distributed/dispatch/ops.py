@@ -1,11 +1,13 @@
-"""The two ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
+"""The ops of a layer whose experts are spread over ranks: they stand where `ops.Dispatch` does, and behind Combine.
 
 ExpertDispatch   x (T, D) -> (C, D), the tokens that arrive; publishes offs, probs, index, pos over them
+ExpertArrive     where the tokens are read that were sent ahead, beside what stands between the two
 ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,13 +20,14 @@ from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, Op, Out
 from fuseops.ops.permute import ON_DX
+from fuseops.ops.structure import Alias, NothingSaved
 from fuseops.recipes import Operand, Quantized, quantize
 
 from . import compiled
 from .codes import packed, travelling, travels, unpacked
 from .exchange import Arrived, Exchange, within_capacity
 
-BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what waits for what they give at home
+BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what they give at home
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -33,6 +36,7 @@ class ExpertDispatchSaved(NamedTuple):
     arrivals: Tensor | None
     pos: Tensor | None  # (C, K) int32
     offs: Tensor | None  # (L,) int32
+    dtype: torch.dtype | None  # of dx, where dy has another
 
 
 class ExpertCollectSaved(NamedTuple):
@@ -52,10 +56,10 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     """
 
     reads = ("experts", "weights")
-    writes = ("offs", "probs", "index", "pos", "slots", "arrivals")
-    integers = frozenset({"offs", "index", "pos", "slots", "arrivals"})
+    writes: tuple[str, ...] = ("offs", "probs", "index", "pos", "slots", "arrivals")
+    integers = frozenset({"offs", "index", "pos", "slots", "arrivals", "like"})
     saves_for = {
-        "x": ("slots", "arrivals"),
+        "x": ("slots", "arrivals", "dtype"),
         "weights": ("experts", "slots", "arrivals", "pos", "offs"),
     }
     autocast = True  # before it travels
@@ -64,15 +68,23 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     live_call = True
     apart_when_compiled = True
 
-    def __init__(self, exchange: Exchange, capacity_factor: float | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, capacity_factor: float | None = None, ahead: bool = False
+    ) -> None:
+        """ahead: whether an `ExpertArrive` comes behind it, until which tokens travel beside what stands between."""
         super().__init__()
         self.exchange, self.capacity_factor = exchange, capacity_factor
-        self.num_experts = exchange.local
+        self.num_experts, self.ahead = exchange.local, ahead
+        if exchange.sums is not None:
+            self.writes = (*self.writes, "like")
 
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        return f"experts over {e.world} ranks, {e.local} here; {e.name}"
+        return f"experts over {e.world} ranks, {e.local} here; {e.name}{', in line' * (self.ahead and not e.beside)}"
+
+    def outside(self) -> dict[Any, int]:
+        return self.exchange.outside()
 
     def extra_repr(self) -> str:
         e = self.exchange
@@ -106,46 +118,60 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
-        y, side = self._dispatched(x, experts, weights)
+        with self.exchange.aside(x, experts, weights) if self.ahead else nullcontext():
+            y, side = self._dispatched(x, experts, weights)
         saved = ExpertDispatchSaved(
-            experts, side["slots"], side["arrivals"], side["pos"], side["offs"]
+            *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
+            dtype=None if self.exchange.sums is None else x.dtype,
         )
         if call.scratch is not None and "x" in call.needs:
             call.scratch[ON_DX] = partial(self._begin, saved)
         return Out(y, saved, side)
 
     def _begin(
-        self, saved: ExpertDispatchSaved, scratch: dict[str, Any], dx: Tensor, dprobs: Any
+        self,
+        saved: ExpertDispatchSaved,
+        scratch: dict[str, Any],
+        dx: Tensor,
+        dprobs: Any,
+        sums: Any,
     ) -> None:
         """Send dx home while gradients of weights are made."""
-        if torch_private.is_fake(dx) or dx.is_meta:
+        wanted = self.exchange.beside or self.exchange.sums is not None
+        if not wanted or torch_private.is_fake(dx) or dx.is_meta:
             return
-        experts, slots, arrivals, pos, offs = saved
+        experts, slots, arrivals, pos, offs, _ = saved
         copies = None if dprobs is None else _by_copy(dprobs, pos, offs)
-        wait = self.exchange.start_dispatch_bwd(dx, copies, experts, slots, arrivals)  # type: ignore[arg-type]
-        if wait is not None:
-            scratch[BEGUN] = dx, dprobs, wait
+        args: tuple[Any, ...] = sums, copies, experts, slots, arrivals
+        with self.exchange.aside(*args):
+            scratch[BEGUN] = dx, dprobs, self.exchange.dispatch_bwd(*args)
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
         number, factor = self.exchange.number, self.capacity_factor or 0.0
         y, ids, weights, slots, arrivals = compiled.dispatch(x, experts, weights, number, factor)
         offs, index, pos, probs = K.route(ids, self.num_experts, weights)
         side = {"offs": offs, "probs": probs, "index": index, "pos": pos}
-        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals})
+        return Out(y, None, {**side, "slots": slots, "arrivals": arrivals, **self._like(x)})
+
+    def _like(self, x: Tensor) -> dict[str, Tensor]:
+        """A tensor without elements that says the dtype of x to who adds up the sums."""
+        return {} if self.exchange.sums is None else {"like": x.new_empty(0)}
 
     def _dispatched(
         self, x: Tensor, experts: Tensor, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if torch_private.is_fake(x) or x.is_meta:
+        planned = torch_private.is_fake(x) or x.is_meta
+        if planned:
             got = _as_many(self.exchange, x, experts, weights)
         else:
             if self.capacity_factor is not None:
                 experts = within_capacity(self.exchange, experts, self.capacity_factor)
             got = self.exchange.dispatch(x, experts, weights)
         offs, index, pos, probs = K.route(got.experts, self.num_experts, got.weights)
-        self.exchange.bound(offs, got.rows)
+        if not planned:
+            self.exchange.bound(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
-        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals}
+        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
 
     def bwd(
         self,
@@ -155,15 +181,17 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         dside: dict[str, Tensor | None],
         call: Call,
     ) -> Grads:
-        experts, slots, arrivals, pos, offs = saved
+        experts, slots, arrivals, pos, offs, dtype = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
-        results = (None, None) if begun is None else begun[2]()
+        self.exchange.arrive()
         if begun is not None and begun[0] is dy and begun[1] is dprobs:
-            dx, dweights = results
+            dx, dweights = begun[2]
         else:  # not begun, or of other gradients: every rank runs the same backward
             dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
-        return Grads(dx if "x" in call.needs else None, side={"weights": dweights})
+        if "x" not in call.needs:
+            return Grads(side={"weights": dweights})
+        return Grads(dx if dtype is None else dx.to(dtype), side={"weights": dweights})
 
     def _returned(
         self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
@@ -186,23 +214,48 @@ def _by_copy(dprobs: Tensor, pos: Any, offs: Any) -> Tensor:
     return K.combine_fwd(dprobs.unsqueeze(1).contiguous(), pos.view(-1, 1), offs).view_as(pos)
 
 
+class ExpertArrive(Alias):
+    """y = x, the tokens that an `ExpertDispatch` further up has sent ahead, once they are there."""
+
+    takes_quantized = True
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def fwd(self, x: Operand) -> Out:
+        if not torch.compiler.is_compiling():
+            self.exchange.arrive()
+        return Out(x, NothingSaved())
+
+    def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
+        return Grads(dy)
+
+
 class ExpertCollect(Op[ExpertCollectSaved]):
     """Sends the sum of each token's experts here back to where it came from, and adds up what comes from all ranks."""
 
-    reads = ("slots", "arrivals")
+    reads: tuple[str, ...] = ("slots", "arrivals")
     apart_when_compiled = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self.exchange = exchange
+        if exchange.sums is not None:
+            self.reads = (*self.reads, "like")
 
-    def fwd(self, x: Tensor, *, slots: Tensor, arrivals: Tensor) -> Out:
+    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+        slots, arrivals = side["slots"], side["arrivals"]
+        saved = None
         if torch.compiler.is_compiling():
-            return Out(compiled.collect(x, slots, arrivals, self.exchange.number))
-        if torch.is_grad_enabled() and x.requires_grad:
-            return Out(_Collected.apply(self, x, slots, arrivals))  # type: ignore[no-untyped-call]
-        return Out(self._collected(x, slots, arrivals), ExpertCollectSaved(slots, arrivals, len(x)))
+            y = compiled.collect(x, slots, arrivals, self.exchange.number)
+        elif torch.is_grad_enabled() and x.requires_grad:
+            y = _Collected.apply(self, x, slots, arrivals)  # type: ignore[no-untyped-call]
+        else:
+            y = self._collected(x, slots, arrivals)
+            saved = ExpertCollectSaved(slots, arrivals, len(x))
+        return Out(y.to(side["like"].dtype) if "like" in side else y, saved)
 
     def _collected(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
         if torch_private.is_fake(x) or x.is_meta:
@@ -220,7 +273,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
 def _as_many(exchange: Exchange, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
     """What arrives where ranks send each other alike, in shapes: for plans without the others."""
-    tokens, rows = exchange.expected(len(x))
+    tokens, rows = exchange.expected(x)
     return Arrived(
         exchange.in_a_dry_run(x, tokens),
         exchange.in_a_dry_run(experts.to(torch.int32), tokens),

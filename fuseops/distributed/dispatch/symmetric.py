@@ -6,7 +6,8 @@ A token takes one slot of `room` that every pair of ranks has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
@@ -40,13 +42,15 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
-    begun: Any = None  # the end of a use on the side, for which nobody has waited
+    begun: Any = (
+        None  # the end of a use on the side for which nobody has waited, and what that use reads
+    )
 
     def wait(self) -> None:
         """For a use on the side, which is over before the next begins."""
-        end, self.begun = self.begun, None
-        if end is not None:
-            torch.cuda.current_stream().wait_event(end)
+        if self.begun is not None:
+            torch.cuda.current_stream().wait_event(self.begun[0])
+            self.begun = None
 
     @functools.cached_property
     def side(self) -> torch.cuda.Stream:
@@ -90,8 +94,9 @@ class PeerMemory(Bounded):
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Bounded.not_copied | {"fabric"}
-    beside = False  # whether dX goes home on a stream of its own on GPUs, too: not measured yet
+    beside = False  # on GPUs not measured yet: set it on the class to try
     fabric: Fabric | None = None
+    foreseen = 0  # bytes of the buffers, by a plan
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         if x.is_cuda and x.element_size() > 4:
@@ -109,6 +114,21 @@ class PeerMemory(Bounded):
         fabric.uses += 1
         return Arrived(x, ids, weights, self.rows, slots, arrivals)
 
+    def expected(self, x: Tensor) -> tuple[int, int]:
+        arriving, rows = super().expected(x)
+        self.foreseen = self._most(x, arriving // self.world)
+        return arriving, rows
+
+    def _most(self, x: Tensor, room: int) -> int:
+        """Bytes of the two halves for tokens like those of x."""
+        wide = max(x.element_size(), 0 if self.sums is None else self.sums.itemsize)
+        row, weight = x.shape[1] * wide, max(x.element_size(), 4)
+        return 2 * layout(self.world, room, self.top_k, row, weight)[-1]
+
+    def outside(self) -> dict[Any, int]:
+        there = 0 if self.fabric is None else self.fabric.nbytes
+        return {self.group.group_name: max(there, self.foreseen)}
+
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.world, dtype=torch.int32)
 
@@ -124,26 +144,24 @@ class PeerMemory(Bounded):
         dx, copies = self._back(dx, dweights, experts, slots, arrivals)
         return dx, None if dweights is None else copies
 
-    def start_dispatch_bwd(
-        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
-        if dx.is_cuda and not self.beside:
-            return None
-        args = dx, dweights, experts, slots, arrivals
-        if not dx.is_cuda:
-            done = self.dispatch_bwd(*args)
-            return lambda: done
-        side = self._fabric().side
+    @contextmanager
+    def aside(self, *read: Any) -> Iterator[None]:
+        """On a stream of its own; in line while somebody hooks the tensors that are saved, who would read them before
+        they are there.
+        """
+        hooked = torch_private.top_saved_tensor_hooks() is not None
+        if self.fabric is None or hooked or not (self.beside and read[0].is_cuda):
+            yield
+            return
+        side = self.fabric.side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            results, end = self.dispatch_bwd(*args), side.record_event()
-        self._fabric().begun = end
+            yield
+            self.fabric.begun = side.record_event(), read
 
-        def wait(_read_until_here: Any = args) -> tuple[Tensor, Tensor | None]:
-            self._fabric().wait()
-            return results
-
-        return wait
+    def arrive(self) -> None:
+        if self.fabric is not None:
+            self.fabric.wait()
 
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         fabric, place = self._ready(dy, torch.float32)
@@ -172,16 +190,22 @@ class PeerMemory(Bounded):
 
     def _ready(self, x: Tensor, weight: torch.dtype) -> tuple[Fabric, list[int]]:
         """The buffers, and how this use lies in them. The first one takes the size that all ranks need."""
-        row = x.shape[1] * x.element_size()
         if self.fabric is None:
             self.agree(x)
-            largest = layout(self.world, self.room, self.top_k, row, max(x.element_size(), 4))[-1]
-            self.fabric = fabric_of(self.group, 2 * largest, x.device)
+            self.fabric = fabric_of(self.group, self._most(x, self.room), x.device)
         self._fabric().wait()
+        row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:
             self.fabric = fabric_of(self.group, 2 * most, x.device)
         half = (
             self._fabric().nbytes // 2
         )  # whatever this use takes of it: the one before may lie in the other
-        return self._fabric(), [self.rank, self.room, self.num_experts, self.top_k, half, *at]
+        return self._fabric(), [
+            self.rank,
+            self.room,
+            self.num_experts,
+            self.top_k,
+            half,
+            *at,
+        ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.ops.paths import LENT
 
-from . import adapters, experts, lent, loss, mlp, norm, recognise, rope, router
+from . import adapters, experts, lent, loss, mlp, norm, packing, recognise, rope, router
 from .report import ApplyReport, ReportEntry
 
 
@@ -30,19 +30,22 @@ class AppliedPart(NamedTuple):
     by: Callable[[Any], str]
 
 
-def apply(model: nn.Module, *, dry_run: bool = False) -> ApplyReport:
+def apply(model: nn.Module, *, pack: bool = False, dry_run: bool = False) -> ApplyReport:
     """Let fuseops run what it knows of a transformers model: experts, routers, MLPs, norms, RoPE and the loss.
 
     Forwards are bound on the instances. Modules, their classes, parameters, names and layouts stay as they are, so
     that saving, loading, parallel plans, FSDP and adapters hold with no conversion; weights are read at each call.
     What a module computes is recognised by running it on a few random rows; what differs is left alone.
     In training a loss is made without logits, which are then None; `model(..., skip_logits=False)` makes them.
+    pack: hold gate_proj and up_proj of gated MLPs as one parameter, `gate_up_proj`, for one GEMM; before an optimizer
+    is made. `save_pretrained` writes, and `load_state_dict` reads, the names of the stock model all the same.
     dry_run: report only.  Calling it again looks at everything anew.  -> what was replaced, what was not and why
     Raises FuseOpsError for what is no module.
     """
     if not isinstance(model, nn.Module):
         raise FuseOpsError(f"hf.apply expects a model, got {type(model).__name__}.")
     entries = []
+    tied = packing.shared(model)
     for path, part, module in _candidates(model):
         why = _refused(part, module)
         stand_in = None if why else part.build(module)
@@ -52,16 +55,30 @@ def apply(model: nn.Module, *, dry_run: bool = False) -> ApplyReport:
             if not dry_run:
                 _unbind(module)
             continue
-        entries.append(ReportEntry(path, part.name, type(module).__name__, part.by(stand_in)))
+        apart = None
+        if pack and part is MLP and not packing.packed(module):
+            apart = packing.refused(module, tied)
+            if apart is None and not dry_run:
+                packing.pack(module)
+                mlp.lend(cast("mlp.MLP", stand_in), module)
+        by = part.by(stand_in) + (f", gate and up apart: {apart}" if apart else "")
+        entries.append(ReportEntry(path, part.name, type(module).__name__, by))
         if not dry_run:
             _bind(module, part, stand_in)
+    if pack and not dry_run:
+        packing.convert_checkpoints(model)
     return ApplyReport(type(model).__name__, tuple(entries), dry_run)
 
 
 def revert(model: nn.Module) -> None:
-    """Give every module its own forward back."""
-    for module in model.modules():
+    """Give every module its own forward back, and what was packed its two parameters."""
+    packed = [module for module in model.modules() if packing.packed(module)]
+    for module in [*model.modules()]:
         _unbind(module)
+    for module in packed:
+        packing.unpack(module)
+    if packed:
+        packing.convert_checkpoints(model)
 
 
 def _bind(module: nn.Module, part: AppliedPart, stand_in: nn.Module) -> None:
@@ -96,7 +113,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, AppliedPart, nn.Module]
             yield path, LOSS, module
         elif {"has_gate", "is_transposed"} <= said.keys():
             yield path, EXPERTS, module
-        elif "up_proj" in children and "down_proj" in children:
+        elif ("up_proj" in children and "down_proj" in children) or packing.packed(module):
             yield path, MLP, module
         elif adapters.wraps(module):
             if id(module) not in inside:  # of adapters around each other, the outermost
@@ -186,7 +203,7 @@ MLP = AppliedPart(
     mlp.build,
     mlp.refused,
     _unknown_mlp,
-    lambda op: f"one op, {op.kind}",
+    mlp.in_words,
 )
 NORM = AppliedPart(
     "norm",

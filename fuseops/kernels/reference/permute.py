@@ -29,12 +29,18 @@ def gather_rows(x: Tensor, index: Tensor, offs: Tensor, probs: Tensor | None = N
     return (wide(y) * wide(probs)[:, None].masked_fill(padding, 0.0)).to(x.dtype)
 
 
-def combine_fwd(x: Tensor, pos: Tensor, offs: Tensor, probs: Tensor | None = None) -> Tensor:
+def combine_fwd(
+    x: Tensor,
+    pos: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """y[t] = sum over k of x[pos[t, k]] (* probs[pos[t, k]]).   x (R, N), pos (T, K) -> y (T, N)"""
     row = _row_of_copy(pos, offs, x.shape[0])
     terms = wide(_padded(x)[row])
     terms = terms if probs is None else terms * wide(_padded(probs))[row][:, :, None]
-    return terms.sum(1).to(x.dtype)
+    return terms.sum(1).to(dtype or x.dtype)
 
 
 def _row_of_copy(pos: Tensor, offs: Tensor, rows: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseops import torch_private
 from fuseops.observe.labels import Labels, Named
-from fuseops.observe.memory import Meter, tensors_in
+from fuseops.observe.memory import Meter, outside_bytes, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.offload import marks
 from fuseops.offload.policy import Candidate, Policy, Quota
@@ -219,7 +219,8 @@ class Recorder:
         if self._timers:
             times = _times(self._timers)
             ops = [op._replace(seconds=s) for op, s in zip(ops, times, strict=True)]
-        end = len(ops)
+        outside, end = outside_bytes(self.model), len(ops)
+        ops = [op._replace(resident=op.resident + outside) for op in ops]
         calls = [c if c.leave >= 0 else c._replace(leave=end) for c in self.calls]
         return SeenStep(tuple(ops), tuple(s.done(end) for s in self._storages), tuple(calls))
 

@@ -80,6 +80,12 @@ class RoutedMLP(FusedOp):
         self.combines = isinstance(members[-1], Combine)
         self.saves_for = {_moved(n): self._fields(n) for n in self.mlp.saves_for}
 
+    @property
+    def sums(self) -> torch.dtype | None:
+        """As of Combine."""
+        last = self.members[-1]
+        return last.sums if isinstance(last, Combine) else None
+
     def _fields(self, need: str) -> tuple[str, ...]:
         """What the gradient reads: the MLP's fields, and how the rows of x and dy are found."""
         routed = self.combines or need in ("x", "0.weight", "0.down", "0.up")
@@ -102,7 +108,7 @@ class RoutedMLP(FusedOp):
         y = self.mlp.output(s, a, calls[3])
         del a
         if self.combines:
-            y = K.combine_fwd(y, pos, offs)
+            y = K.combine_fwd(y, pos, offs, None, self.sums)
         return Out(y, RoutedMLPSaved(*replaced(s, x=x, h=h), index, pos))
 
     def bwd(
@@ -119,6 +125,8 @@ class RoutedMLP(FusedOp):
         offs: Tensor = s.offs  # type: ignore[assignment]
         dy_index = None
         if self.combines:
+            if self.sums is not None and s.fc2 is not None:
+                dy = dy.to(calls[3].precision.compute or s.fc2.dtype)
             dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
 
         def source(*width: int) -> Rows:
@@ -128,10 +136,12 @@ class RoutedMLP(FusedOp):
             return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
 
         def finish(dx: Tensor, dprobs: Tensor | None) -> Tensor:
-            dx = K.combine_fwd(dx, pos, offs)  # type: ignore[arg-type]
             told = (calls[0].scratch or {}).get(ON_DX)
+            dtype = None if told is None else self.sums
+            sums = K.combine_fwd(dx, pos, offs, None, dtype)  # type: ignore[arg-type]
+            dx = sums.to(dx.dtype)
             if told is not None:
-                told(calls[0].scratch, dx, dprobs)
+                told(calls[0].scratch, dx, dprobs, sums)
             return dx
 
         taken.append(dy)

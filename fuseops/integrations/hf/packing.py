@@ -1,0 +1,120 @@
+"""Gate and up of a gated MLP as one parameter, `gate_up_proj`, by choice: one GEMM where stock has two.
+
+Checkpoints keep transformers' names: `save_pretrained` splits what is packed, by the weight conversions of the model
+(`save_original_format`), and `load_state_dict` packs the names of a stock checkpoint that it is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import lent
+
+PACKED, HALVES = "gate_up_proj", ("gate_proj", "up_proj")
+HOOK = "_fuseops_packed"  # of loading; says that it was packed here
+
+
+def packed(module: nn.Module) -> bool:
+    """Whether a module's gate and up were packed here: some stock classes have a `gate_up_proj` of their own."""
+    return HOOK in module.__dict__
+
+
+def shared(model: nn.Module) -> frozenset[int]:
+    """Parameters, by id, that a model has in more than one place."""
+    seen = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return frozenset(p for p, times in seen.items() if times > 1)
+
+
+def refused(module: nn.Module, tied: frozenset[int]) -> str | None:
+    """Why gate and up of a gated MLP that fuseops runs stay two parameters, or None."""
+    halves: list[Any] = [module._modules.get(name) for name in HALVES]
+    if None in halves:
+        return "it has no gate_proj"
+    if any(lent.plain(half, nn.Linear) is not None for half in halves):
+        return "they have adapters: pack before those are made"
+    gate, up = ({n: p for n, p in m._parameters.items() if p is not None} for m in halves)
+    if lent.sharded(*halves) or any(p.is_meta for m in (gate, up) for p in m.values()):
+        return "its weights are sharded, or have no memory yet: pack before that, or after"
+    if not {id(p) for m in (gate, up) for p in m.values()}.isdisjoint(tied):
+        return "its weights are shared with another module"
+    said = [
+        {n: (p.shape, p.dtype, p.device, p.requires_grad) for n, p in m.items()} for m in (gate, up)
+    ]
+    return None if said[0] == said[1] else "gate_proj and up_proj differ in more than their values"
+
+
+def pack(module: nn.Module) -> None:
+    """Put one Linear, of the rows of gate_proj and then those of up_proj, in the place of both."""
+    gate, up = ([*module._modules[name].parameters()] for name in HALVES)  # type: ignore[union-attr]
+    joined = [torch.cat([a.detach(), b.detach()]) for a, b in zip(gate, up, strict=True)]
+    _replace(module, HALVES, {PACKED: _linear(*joined, trained=gate[0].requires_grad)})
+    module.__dict__[HOOK] = module.register_load_state_dict_pre_hook(_pack_loaded)
+
+
+def unpack(module: nn.Module) -> None:
+    """Give a packed module its two Linears back."""
+    if not packed(module):
+        return
+    module.__dict__.pop(HOOK).remove()
+    both: Any = module._modules[PACKED]
+    halves = zip(*(p.detach().chunk(2) for p in both.parameters()), strict=True)
+    trained = both.weight.requires_grad
+    parts = {
+        n: _linear(*(t.clone() for t in h), trained=trained)
+        for n, h in zip(HALVES, halves, strict=True)
+    }
+    _replace(module, (PACKED,), parts)
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None, *, trained: bool) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            setattr(made, name, nn.Parameter(t, trained))
+    return made
+
+
+def _replace(module: nn.Module, names: tuple[str, ...], parts: dict[str, nn.Linear]) -> None:
+    """Other children in the place of these, which keep the order of parameters: before the rest."""
+    rest = {name: child for name, child in module._modules.items() if name not in names}
+    module._modules.clear()
+    module._modules.update({**parts, **rest})
+
+
+def _pack_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Loading finds the names of a stock checkpoint."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{name}.{kind}" for name in HALVES]
+        if all(name in state for name in names):
+            state[f"{prefix}{PACKED}.{kind}"] = torch.cat([state.pop(name) for name in names])
+
+
+def convert_checkpoints(model: nn.Module) -> None:
+    """Tell transformers' models, this one and those in it, how what is packed is called in a checkpoint."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, PrefixChange, WeightConverter
+
+    class Packing(WeightConverter):
+        pass
+
+    for each in model.modules():
+        if not isinstance(each, PreTrainedModel):
+            continue
+        given: Any = getattr(each, "_weight_conversions", None)
+        names = [name for name, m in each.named_modules() if packed(m)]
+        if given is None:  # as saving a model that was not loaded finds them
+            found = get_model_conversion_mapping(each, add_legacy=False)
+            given = [c for c in found if not isinstance(c, PrefixChange)]
+        rest = [c for c in given if type(c).__name__ != Packing.__name__]
+        each.__dict__["_weight_conversions"] = rest + [
+            Packing(
+                [f"{n}.{h}.{kind}" for h in HALVES], f"{n}.{PACKED}.{kind}", [Concatenate(dim=0)]
+            )
+            for n in names
+            for kind, _ in each.get_submodule(f"{n}.{PACKED}").named_parameters()
+        ]
