@@ -90,7 +90,7 @@ class Space:
         return self.default(rows, dims, itemsize)
 
 
-class Choice(Space):
+class Switch(Space):
     """Whether to do one thing: a space of two configurations, {what: 0} and {what: 1}.
 
     ``default(rows, dims)`` says which where no table does.

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
-from fuseops.kernels.configs import Choice
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_bwd_path
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
-EPILOGUE = Choice(
+EPILOGUE = Switch(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
     # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
     "dswiglu_epilogue",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Choice
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
@@ -37,7 +37,7 @@ Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
-EPILOGUE = Choice(
+EPILOGUE = Switch(
     # of fc1. On an H200 it gains 0 to 5 % where h is written, more where it is not
     # or rows are read by index; where the product is short nothing hides it.
     "swiglu_epilogue",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Choice
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import Linear, high, input_operand, linear, saved_input, weight_rows
@@ -33,8 +33,8 @@ from .halves import backward, forward_only, shaped
 # Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
 # of Llama-3.1-8B and Qwen3-8B at 8192 rows and more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its
 # tiles leave multiprocessors idle. The first is of fc1, the second of fc2's input gradient.
-SWIGLU = Choice("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
-DSWIGLU = Choice("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
+SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
+DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
 
 
 class DenseMLPSaved(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Choice
+from fuseops.kernels.configs import Switch
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
@@ -49,9 +49,9 @@ class RoutedMLPSaved(NamedTuple):
 # a GEMM that gathers loses a share of its time, which grows with its width, and a copy costs the same for any. Measured
 # on an H200 over the shapes of benchmarks/moe_layer.py. The rows of fc1 are copied once more for its weight gradient;
 # those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused.
-FC1 = Choice("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
-FC2_BWD = Choice("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
-FC2_DSWIGLU = Choice("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
+FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
+FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
+FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
 
 
 def _moved(name: str) -> str:
@@ -173,7 +173,7 @@ class RoutedMLP(FusedOp):
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
-def _copies(space: Choice, x: Operand, index: Tensor | None, width: int) -> bool:
+def _copies(space: Switch, x: Operand, index: Tensor | None, width: int) -> bool:
     """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
     if index is None or torch.compiler.is_compiling():
         return False
