@@ -85,8 +85,9 @@ def observe() -> Iterator[None]:
 
 
 def take(tensor: Tensor) -> SavedName | None:
-    """For pack hooks, once for each tensor, in order: the name of `tensor`, or None when no fuseops node is saving it: a
-    plain module is, or an op that differentiates inside its own fwd, where the frame of its node has no tensors yet.
+    """For pack hooks, once for each tensor, in order: the name of `tensor`, None where no node of fuseops is saving it.
+
+    A plain module may be, or an op that differentiates inside its own fwd: its node's frame has no tensors yet.
     """
     frame = thread.frame
     return None if frame is None or not frame.tensors else frame.take(tensor)
