@@ -124,7 +124,8 @@ _states: weakref.WeakSet[ScaleState] = weakref.WeakSet()
 @torch.no_grad()
 def advance(states: Iterable[ScaleState]) -> None:
     """Advance these states, in the order in which they were made; amaxes over ranks by one message a group."""
-    used = sorted((s for s in states if s.recipe is not None), key=lambda s: s.number)
+    there = (s for s in states if s.recipe is not None and s.buffers.get(AMAX) is not None)
+    used = sorted(there, key=lambda s: s.number)
     groups: dict[str, list[ScaleState]] = {}
     for state in used:
         if state.recipe.group is not None:  # type: ignore[union-attr]
