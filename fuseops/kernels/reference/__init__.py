@@ -32,8 +32,10 @@ from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
 from .formats import pieces as pieces
 from .formats import quantize_format as quantize_format
+from .formats import quantize_micro as quantize_micro
 from .formats import signs as signs
 from .formats import spread_over_groups as spread_over_groups
+from .formats import swizzled as swizzled
 from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
 from .formats import whole_inverse as whole_inverse

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import BITS, draws
-from .grouped import group_of_row
+from .grouped import group_of_row, padding_mask
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
+from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -277,3 +277,53 @@ def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
     full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
     return full[:width].t()
+
+
+def micro_format(data: torch.dtype) -> Format:
+    """MXFP8 of FP8 codes, NVFP4 of codes of four bits, in blocks along a row."""
+    if data is E2M1:
+        return Format(data, E4M3, (1, 16), False)
+    return Format(data, E8M0, (1, 32), True)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales (R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with those of
+    row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
+    """
+    r, s = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -s % 4, 0, -r % 128))
+    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4))
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(scale.dtype)
+
+
+def quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `fuseops.kernels.quantize_micro`."""
+    rows, form = len(x), micro_format(data)
+    if offs is not None:
+        x = x.masked_fill(padding_mask(offs, rows), 0.0)
+    x = turned_in_groups(x, offs) if layout == "col" else x
+    whole = None
+    if amax is not None:
+        if layout == "col":
+            ends = None if offs is None else column_offs(offs)
+            spread = spread_over_groups(amax, ends, x.shape[1])
+            whole = spread[None, :: form.block[1]] if spread.dim() else spread[None, None]
+        else:
+            spread = spread_over_groups(amax, offs, rows)
+            whole = spread[:, None] if spread.dim() else spread[None, None]
+    codes, scale = quantize_format(x, form, whole)
+    if (
+        swizzle and layout == "row" and offs is not None
+    ):  # tiles of 128 rows begin anew in each group
+        width = columns_of(rows, len(offs))
+        placed = scale.new_zeros(width + 1, scale.shape[1], dtype=torch.uint8)
+        placed.index_copy_(0, place_of_row(offs, rows, x), scale.view(torch.uint8))
+        scale = placed[:width].view(scale.dtype)
+    return codes, swizzled(scale) if swizzle else scale
