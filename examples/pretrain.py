@@ -330,12 +330,8 @@ def parsed(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--way", help="how tokens travel to their experts")
     parser.add_argument("--capacity", type=float, default=1.5, help="of that, over even routing")
     parser.add_argument("--out", type=Path, help="folder of checkpoints")
-    parser.add_argument(
-        "--memory", metavar="GiB", help="what a step may take; the rest is offloaded"
-    )
-    parser.add_argument(
-        "--stock", action="store_true", help="experts of plain torch, on every rank"
-    )
+    parser.add_argument("--memory", metavar="GiB", help="what a step may take, with offload")
+    parser.add_argument("--stock", action="store_true", help="experts of plain torch everywhere")
     c = parser.parse_args(args)
     if c.micro_batches > 1 and c.pp == 1:
         parser.error("--micro-batches go through a pipeline: --pp")

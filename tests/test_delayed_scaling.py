@@ -264,3 +264,8 @@ def test_compiled_code_refuses_it() -> None:
     with fo.recipe(DELAYED()), pytest.raises(Exception, match="compiled code cannot"):
         model(torch.ones(2, D))
     assert scales.AMAX not in dict(model.named_buffers())
+
+
+def test_a_comparison_sees_the_amaxes_of_weights_that_an_earlier_run_has_kept() -> None:
+    with fo.recipe(DELAYED(weights="step")):
+        assert_fused_matches_unfused(dense(), torch.randn(3, D))

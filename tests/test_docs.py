@@ -90,6 +90,8 @@ CODE = sorted(
 def test_the_code_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if page == "distributed.md" and torch.__version__.startswith("2.11."):
+        pytest.skip("fully_shard of torch 2.11 knows one mesh, and experts have their own")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fuseops.kernels.configs.SPACES", dict(configs.SPACES))
     monkeypatch.setattr("fuseops.kernels.registry.KERNEL_OPS", dict(registry.KERNEL_OPS))

@@ -48,7 +48,8 @@ def test_the_rates_are_those_that_were_measured() -> None:
             for rates in (gain.BLOCKS, gain.HIGH)
         )
         # within a tenth, and a launch; one figure of a power-limited GPU is as uncertain
-        assert 1e6 * low == pytest.approx(found["us"]["fuseops"], rel=0.12), key
+        if min(d, f) >= 768:  # of narrower ones only the ratio is known, by which a layer is judged
+            assert 1e6 * low == pytest.approx(found["us"]["fuseops"], rel=0.12), key
         assert high / low == pytest.approx(found["ratios"]["bf16"]["ratio"], rel=0.12), key
 
 

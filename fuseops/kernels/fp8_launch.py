@@ -81,7 +81,7 @@ def launch_wgrad(g: ScaledGradient) -> None:
     _launch(
         config, min(num_sms(g.dw.device), groups * cdiv(n, block_m) * cdiv(k, block_n)), g.dw,
         module.describe_codes(g.dy, block_m), module.describe_codes(g.x, block_n),
-        module.Sums(g.dw) if g.dw.dtype == torch.float32 else module.describe_weight(g.dw), left, right,
+        module.describe_sums(g.dw) if g.dw.dtype == torch.float32 else module.describe_weight(g.dw), left, right,
         *(g.dw if t is None else t for t in (None, None, g.offs, g.tiles)), 2, 0,
         columns, groups, n, k, cdiv(columns, 128), *(int(s.numel() > 1) for s in scales),
         WGRAD=True, GROUPED=g.offs is not None, SCALING=g.scaling, IN_PLACE=False,

@@ -224,7 +224,7 @@ def _launch_wgrad_rings(g: Gradient, path: str, config: Config) -> None:
     swap = n > k and not sums if path == "pingpong" else g.x_index is not None
     (a, b), (m, width) = ((g.x, g.dy), (k, n)) if swap else ((g.dy, g.x), (n, k))
     left, index = (module.describe_rows(a), g.offs) if g.index is None else (a, g.index)
-    out = module.Sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
+    out = module.describe_sums(g.dw, 32 if swap else 64) if sums else module.describe_weight(g.dw)
     programs = groups * cdiv(m, config["BLOCK_M"]) * cdiv(width, 256)
     launch(
         module.grouped_wgrad_pingpong_kernel, (min(num_sms(g.x.device), programs),),

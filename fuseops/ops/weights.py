@@ -37,7 +37,6 @@ def weights_changed(model: nn.Module) -> int:
 
     -> bytes that were kept
 
-
     For writes that neither an optimizer's step nor the version of a parameter tells: through `parameter.data`, by a
     kernel of your own, by a wrapper that copies into its parameters' memory.
     Weights that live in a format are made of their masters at once, in place.
@@ -49,12 +48,16 @@ def weights_changed(model: nn.Module) -> int:
         )
     states = (module.__dict__.get(SCALES) for module in model.modules())
     advance([state for state in states if state is not None])
-    dropped = 0
     for module in model.modules():
         if (weight := stored_in(module)) is not None:
             weight.refill()
-        store = module.__dict__.get(STORE)
-        if store is not None:
-            dropped += store.nbytes
-            store.drop()
+    return drop_kept(model)
+
+
+def drop_kept(model: nn.Module) -> int:
+    """Have every op of `model` quantize its weight anew when it is read next.   -> bytes that were kept"""
+    stores = [m.__dict__[STORE] for m in model.modules() if STORE in m.__dict__]
+    dropped = sum(store.nbytes for store in stores)
+    for store in stores:
+        store.drop()
     return dropped

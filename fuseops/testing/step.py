@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
 
 from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.ops import scopes
+from fuseops.ops.weights import drop_kept
 from fuseops.run.weight_grads import run_delayed
 
 from .trees import copied, mapped, tensors
@@ -77,7 +78,11 @@ def watched(model: nn.Module) -> Iterator[list[Fired]]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Gradients (those that go elsewhere too), buffers and random states are afterwards what they were before."""
+    """Gradients (those that go elsewhere too), buffers and random states are afterwards what they were before.
+
+    No quantized weight of an earlier run is used: making one notes its amax in a buffer.
+    """
+    drop_kept(model)
     grads = {p: p.grad for p in model.parameters()}
     tables = [(m._buffers, dict(m._buffers)) for m in model.modules()]  # a recipe makes some
     buffers = [(b, b.detach().clone()) for b in model.buffers()]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import fuseops as fo
 from fuseops.integrations import hf
-from fuseops.integrations.hf import adapters
+from fuseops.integrations.hf import adapters, mlp
 from fuseops.ops.paths import LENT
 
 pytestmark = pytest.mark.filterwarnings(
@@ -139,11 +139,12 @@ def test_what_peft_changes_is_what_runs(name: str, change: Callable[[Any], None]
             torch.testing.assert_close(model(x).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_switched_on_and_off_plan_nothing_anew() -> None:
+@pytest.mark.parametrize("name", ["Mixtral", "Llama"])
+def test_adapters_switched_on_and_off_plan_nothing_anew(name: str) -> None:
     """As a reference model of preference training is called."""
     from hf_features import planned
 
-    model, x = wrapped("Mixtral"), tokens()
+    model, x = wrapped(name), tokens()
     hf.apply(model)
     for _ in range(2):
         with planned() as lines:
@@ -169,6 +170,68 @@ def test_other_adapters_run_as_peft_has_them(options: dict[str, Any]) -> None:
     agree(*found)
 
 
+def kept(run: Callable[[], Any], model: Any) -> int:
+    """Numbers that a call keeps for its backward, beside parameters."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage.nbytes() // t.itemsize
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("order", ["wrap, apply", "apply, wrap"])
+def test_an_adapted_mlp_stays_one_op(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps x, h and what went through the factors; no forward of a projection runs."""
+    name, model = "Llama", stock("Llama")
+    if order == "wrap, apply":
+        model = wrapped(name)
+        report = str(hf.apply(model))
+        assert "one op, swiglu, with adapters of gate_proj, up_proj, down_proj" in report
+    else:
+        hf.apply(model)
+        config = LoraConfig(r=2, lora_alpha=3, target_modules=PROJECTIONS)
+        model = filled(get_peft_model(model, config))
+    module = next(m for n, m in model.named_modules() if n.endswith("layers.0.mlp"))
+    for part in (module.gate_proj, module.up_proj, module.down_proj):
+        monkeypatch.setattr(type(part), "forward", None)
+        part.__dict__.pop("forward", None)
+    rows, rank = 5, 2
+    width, hidden = module.down_proj.out_features, module.down_proj.in_features
+    x = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    factors = sum(
+        p.numel() for n, p in module.named_parameters() if "lora_B" in n
+    )  # times its scale
+    assert kept(lambda: module(x), module) <= rows * (width + 2 * hidden + 3 * rank) + factors
+
+
+def test_gates_and_ups_with_adapters_are_not_packed() -> None:
+    model, x = wrapped("Llama"), tokens()
+    expected = step(model, x)
+    assert "pack before those are made" in str(hf.apply(model, pack=True))
+    agree(step(model, x), expected)
+
+
+def test_an_adapter_of_what_is_packed_is_in_the_op() -> None:
+    """A hook has PEFT's forward run, to compare with."""
+    model, x = stock("Llama"), tokens()
+    hf.apply(model, pack=True)
+    config = LoraConfig(r=2, target_modules=["gate_up_proj", "down_proj"])
+    model = filled(get_peft_model(model, config))
+    assert "gate and up packed, with adapters of gate_up_proj, down_proj" in str(hf.apply(model))
+    found = step(model, x)
+    for path, part in model.named_modules():
+        if path.endswith("gate_up_proj"):
+            part.register_forward_hook(lambda *_: None)
+    agree(found, step(model, x))
+
+
 def test_an_adapted_linear_keeps_the_laws() -> None:
     model = wrapped("Llama")
     hf.apply(model)
@@ -176,7 +239,8 @@ def test_an_adapted_linear_keeps_the_laws() -> None:
         op for m in model.modules() if isinstance(op := vars(m).get(LENT), adapters.AdaptedLinear)
     ]
     assert len(found) == 8
-    for op in found[:4]:
+    whole = [op for m in model.modules() if isinstance(op := vars(m).get(LENT), mlp.MLP)]
+    for op in (found[0], whole[0]):
         fo.testing.assert_bwd_is_vjp(op, torch.randn(3, op.width, dtype=torch.float64))
     hf.revert(model)
     assert not [m for m in model.modules() if "forward" in m.__dict__]

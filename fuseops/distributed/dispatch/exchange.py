@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe.travel import travel
 
@@ -167,9 +167,7 @@ def within_capacity(exchange: Exchange, experts: Tensor, factor: float) -> Tenso
     count, top_k = exchange.num_experts, experts.shape[1]
     offs, _, pos, _ = K.route(experts, count)
     mine = torch.cat([offs.diff(prepend=offs.new_zeros(1)), offs.new_full((1,), len(experts))])
-    gathered = mine.new_empty(exchange.world * len(mine))
-    dist.all_gather_into_tensor(gathered, mine, group=exchange.group)
-    of_all = gathered.view(exchange.world, -1)
+    of_all = torch_private.all_gather(mine, 0, exchange.group).view(exchange.world, -1)
     copies = of_all[:, -1].sum() * top_k
     room = (copies.double() * factor / count).ceil().long()
     before = of_all[: exchange.rank, :-1].sum(0)

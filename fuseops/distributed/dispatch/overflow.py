@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 
 _flags: dict[Any, Tensor] = {}
@@ -43,6 +44,5 @@ def _where(mine: bool, group: Any) -> list[int]:
     group = group or dist.group.WORLD
     on_host = "cpu" in dist.get_backend_config(group)
     device = "cpu" if on_host else torch.cuda.current_device()
-    said = torch.zeros(dist.get_world_size(group), dtype=torch.int32, device=device)
-    dist.all_gather_into_tensor(said, said.new_full((1,), mine), group=group)
+    said = torch_private.all_gather(torch.tensor([mine], device=device).int(), 0, group)
     return [dist.get_global_rank(group, rank) for rank, yes in enumerate(said.tolist()) if yes]

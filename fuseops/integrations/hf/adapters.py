@@ -9,6 +9,7 @@ made in another way (DoRA, dropout in training, adapters of mixed batches) runs 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -119,31 +120,98 @@ class Factor:
 # --- of a Linear
 
 
+class LowRankProduct(NamedTuple):
+    """y = x W^T + bias + (x a^T) b^T over rows, all in one dtype; without a and b a plain product.
+
+    x (R, in), weight (out, in), bias (out,), a (r, in), b (out, r) -> y (R, out), and `through` x a^T (R, r)
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        if self.a is None:
+            return y, None
+        through = F.linear(x, self.a)
+        return torch.addmm(y, through, self.b.t()), through  # type: ignore[union-attr]
+
+    def fwd_into(self, y: Tensor, x: Tensor) -> Tensor | None:
+        """y is written; -> through. For calls that nobody differentiates or traces."""
+        w: Any = self.weight
+        if self.bias is None:
+            torch.mm(x, w.t(), out=y)
+        else:
+            torch.addmm(self.bias, x, w.t(), out=y)
+        if self.a is None:
+            return None
+        through = F.linear(x, self.a)
+        y.addmm_(through, self.b.t())  # type: ignore[union-attr]
+        return through
+
+    def bwd(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        through: Tensor | None,
+        wanted: Collection[str],
+        dx: Tensor | None = None,
+        through_grad: Tensor | None = None,
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        """The gradient of x, added to dx where that is given, and those of the parameters by name; what is wanted.
+
+        through_grad: that of `through`, where it is known.
+        """
+        grads: dict[str, Tensor | None] = {}
+        left: Any = dy.t()
+        if "weight" in wanted:
+            grads["weight"] = torch.mm(left, x)  # type: ignore[arg-type]
+        if "bias" in wanted:
+            grads["bias"] = K.bias_bwd(dy)
+        if "b" in wanted:
+            grads["b"] = torch.mm(left, through)  # type: ignore[arg-type]
+        if through_grad is None and not {"x", "a"}.isdisjoint(wanted):
+            through_grad = self.through_grad(dy)
+        if "a" in wanted:
+            grads["a"] = torch.mm(through_grad.t(), x)  # type: ignore[union-attr, arg-type]
+        if "x" in wanted:
+            w: Any = self.weight
+            dx = torch.mm(dy, w) if dx is None else torch.addmm(dx, dy, w)
+            if self.a is not None:
+                dx = torch.addmm(dx, through_grad, self.a)  # type: ignore[arg-type]
+        return dx, grads
+
+    def through_grad(self, dy: Tensor) -> Tensor | None:
+        return None if self.b is None else torch.mm(dy, self.b)
+
+
 class AdaptedLinearSaved(NamedTuple):
     x: Tensor | None  # (R, in)
     through: Tensor | None  # (R, r)
     weight: Tensor | None  # parameters themselves
-    down: Tensor | None
-    up: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
 
 
 class AdaptedLinear(Op[AdaptedLinearSaved]):
-    """y = x W^T + b + (x down^T) up^T; down (r, in), up (out, r).   x (..., in) -> (..., out)"""
+    """y = x W^T + bias + (x a^T) b^T, as `LowRankProduct`.   x (..., in) -> (..., out)"""
 
     saves_for = {
-        "x": ("weight", "down", "up"),
+        "x": ("weight", "a", "b"),
         "weight": ("x",),
         "bias": (),
-        "down": ("x", "up"),
-        "up": ("through",),
+        "a": ("x", "b"),
+        "b": ("through",),
     }
     floats = True
     autocast = True
 
     weight = lent.lent("weight")
     bias = lent.lent("bias")
-    down = lent.lent("down")
-    up = lent.lent("up")
+    a = lent.lent("a")
+    b = lent.lent("b")
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -160,42 +228,24 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
         return (*shape[:-1], self.out)
 
     def fwd(
-        self,
-        x: Tensor,
-        *,
-        weight: Tensor,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        call: Call,
+        self, x: Tensor, *, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, call: Call
     ) -> Out:
         cast, rows = call.precision.cast, x.reshape(-1, self.width)
-        through = F.linear(rows, down.to(rows.dtype))
-        y = F.linear(rows, cast(weight), cast(bias))  # type: ignore[arg-type]
-        y = torch.addmm(y, through, up.to(rows.dtype).t())
-        saved = AdaptedLinearSaved(rows, through, weight, down, up)
+        y, through = LowRankProduct(cast(weight), cast(bias), *lowered(rows, a, b)).fwd(rows)
+        saved = AdaptedLinearSaved(rows, through, weight, a, b)
         return Out(y.view(*x.shape[:-1], self.out), saved)
 
     def bwd(self, saved: AdaptedLinearSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, through, weight, down, up = saved
-        needs, rows = call.needs, dy.reshape(-1, dy.shape[-1])
-        params: dict[str, Tensor | None] = {}
-        if "weight" in needs:
-            params["weight"] = torch.mm(rows.t(), x)  # type: ignore[arg-type]
-        if "bias" in needs:
-            params["bias"] = K.bias_bwd(rows)
-        if "up" in needs:
-            params["up"] = torch.mm(rows.t(), through)  # type: ignore[arg-type]
-        if needs.isdisjoint(("x", "down")):
-            return Grads(None, params)
-        back = torch.mm(rows, up.to(rows.dtype))  # type: ignore[union-attr]
-        if "down" in needs:
-            params["down"] = torch.mm(back.t(), x)  # type: ignore[arg-type]
-        if "x" not in needs:
-            return Grads(None, params)
-        dx = torch.mm(rows, call.precision.cast(weight))  # type: ignore[arg-type]
-        dx = torch.addmm(dx, back, down.to(rows.dtype))  # type: ignore[union-attr]
-        return Grads(dx.view(*dy.shape[:-1], self.width), params)
+        x, through, weight, a, b = saved
+        rows = dy.reshape(-1, dy.shape[-1])
+        product = LowRankProduct(call.precision.cast(weight), None, *lowered(rows, a, b))
+        dx, params = product.bwd(rows, x, through, call.needs)
+        return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
+
+
+def lowered(x: Tensor, *factors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Factors in the dtype of x: PEFT keeps them in float32 beside weights of less."""
+    return tuple([None if t is None else t.to(x.dtype) for t in factors])
 
 
 def _read(name: str, owner: Any) -> Tensor | None:
@@ -203,10 +253,11 @@ def _read(name: str, owner: Any) -> Tensor | None:
     return found
 
 
-def _read_factor(which: int, owner: Any) -> Tensor:
+def factor(which: int, wrapper: Any) -> Tensor:
+    """a (r, in) or b (out, r) of an adapted Linear: of all active adapters together."""
     parts = [
-        (owner.lora_A[n].weight, owner.lora_B[n].weight * owner.scaling[n])
-        for n in active(owner) or ()
+        (wrapper.lora_A[n].weight, wrapper.lora_B[n].weight * wrapper.scaling[n])
+        for n in active(wrapper) or ()
     ]
     each = [part[which] for part in parts]
     return each[0] if len(each) == 1 else torch.cat(each, which)
@@ -233,17 +284,20 @@ def build(wrapper: Any) -> AdaptedLinear:
     sources: dict[str, lent.Source] = {
         name: functools.partial(_read, name) for name in ("weight", "bias")
     }
-    sources |= {
-        name: functools.partial(_read_factor, which) for which, name in enumerate(("down", "up"))
-    }
+    sources |= {name: functools.partial(factor, which) for which, name in enumerate(("a", "b"))}
     lent.lend(op, wrapper, sources)
     return op
 
 
 def forward(self: Any, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """As PEFT's, of an adapted Linear."""
-    base = self._modules["base_layer"]
-    plain = lent.plain(base, nn.Linear) is None and not lent.sharded(base) and not args
-    if keywords or torch.compiler.is_compiling() or not plain or not active(self):
+    if args or keywords or not here(self) or not active(self):
         return type(self).forward(self, x, *args, **keywords)
     return self.__dict__[LENT](x)
+
+
+def here(wrapper: Any) -> bool:
+    """Whether an adapted Linear may be read past PEFT's forward at the moment."""
+    base = wrapper._modules["base_layer"]
+    plain = lent.plain(base, nn.Linear) is None and not lent.sharded(base)
+    return plain and not torch.compiler.is_compiling() and active(wrapper) is not None

@@ -14,7 +14,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
@@ -22,30 +21,51 @@ from fuseops.errors import ShapeError
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
-from . import lent, packing
+from . import adapters, lent, packing
+from .adapters import LowRankProduct, lowered
 from .recognise import GATED, PLAIN_MLP, Gate, mlp_of
 
 
 class MLPSaved(NamedTuple):
     x: Tensor | None  # (R, D)
     h: Tensor | None  # (R, 2F) or (R, F)
+    gate_through: Tensor | None  # x a^T of each adapter, (R, r)
+    up_through: Tensor | None
+    down_through: Tensor | None
     gate: Tensor | None  # parameters themselves
     up: Tensor | None
     down: Tensor | None
+    gate_a: Tensor | None
+    gate_b: Tensor | None
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+
+
+SUFFIXES = {"weight": "", "bias": "_bias", "a": "_a", "b": "_b"}  # of a product's parameters
 
 
 class MLP(Op[MLPSaved]):
-    """y = down(act([gate(x) | up(x)])), of weights that a module lends.   x (..., D) -> (..., D)"""
+    """y = down(act([gate(x) | up(x)])), of weights that a module lends; any of the three with low-rank factors beside
+    it.   x (..., D) -> (..., D)
+    """
 
-    _dh = ("h", "down")
+    _dh = ("h", "down", "down_a", "down_b")
     saves_for = {
-        "x": (*_dh, "gate", "up"),
+        "x": (*_dh, "gate", "up", "gate_a", "gate_b", "up_a", "up_b"),
         "gate": (*_dh, "x"),
         "up": (*_dh, "x"),
         "down": ("h",),
         "gate_bias": _dh,
         "up_bias": _dh,
         "down_bias": (),
+        "gate_a": (*_dh, "x", "gate_b"),
+        "gate_b": (*_dh, "gate_through"),
+        "up_a": (*_dh, "x", "up_b"),
+        "up_b": (*_dh, "up_through"),
+        "down_a": ("h", "down_b"),
+        "down_b": ("down_through",),
     }
     floats = True
     autocast = True
@@ -56,6 +76,12 @@ class MLP(Op[MLPSaved]):
     gate_bias = lent.lent("gate_bias")
     up_bias = lent.lent("up_bias")
     down_bias = lent.lent("down_bias")
+    gate_a = lent.lent("gate_a")
+    gate_b = lent.lent("gate_b")
+    up_a = lent.lent("up_a")
+    up_b = lent.lent("up_b")
+    down_a = lent.lent("down_a")
+    down_b = lent.lent("down_b")
 
     def __init__(self, act: Gate, width: int, out: int) -> None:
         super().__init__()
@@ -79,78 +105,102 @@ class MLP(Op[MLPSaved]):
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
+        gate_a: Tensor | None,
+        gate_b: Tensor | None,
+        up_a: Tensor | None,
+        up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
         call: Call,
     ) -> Out:
         cast = call.precision.cast
         rows = x.reshape(-1, self.width)
-        halves = [(cast(up), cast(up_bias))]
+        firsts = [LowRankProduct(cast(up), cast(up_bias), *lowered(rows, up_a, up_b))]
         if gate is not None:
-            halves.insert(0, (cast(gate), cast(gate_bias)))
-        h = _beside(rows, halves)
+            own = LowRankProduct(cast(gate), cast(gate_bias), *lowered(rows, gate_a, gate_b))
+            firsts.insert(0, own)
+        h, through = _beside(rows, firsts)
         a = K.act_fwd(h, self.kind, *self.options)
-        y = F.linear(a, cast(down), cast(down_bias))  # type: ignore[arg-type]
-        return Out(y.view(*x.shape[:-1], y.shape[-1]), MLPSaved(rows, h, gate, up, down))
+        last = LowRankProduct(cast(down), cast(down_bias), *lowered(rows, down_a, down_b))
+        y, down_through = last.fwd(a)
+        gate_through, up_through = (None, *through) if gate is None else through
+        factors = gate_a, gate_b, up_a, up_b, down_a, down_b
+        saved = MLPSaved(rows, h, gate_through, up_through, down_through, gate, up, down, *factors)
+        return Out(y.view(*x.shape[:-1], y.shape[-1]), saved)
 
     def bwd(self, saved: MLPSaved, dy: Tensor, *, call: Call) -> Grads:
-        x, h, gate, up, down = saved
-        needs, cast = call.needs, call.precision.cast
         rows = dy.reshape(-1, dy.shape[-1])
         params: dict[str, Tensor | None] = {}
-        dh, a = self._through_act(rows, h, cast(down), needs)
-        if "down" in needs:
-            params["down"] = torch.mm(rows.t(), a)  # type: ignore[arg-type]
-        if "down_bias" in needs:
-            params["down_bias"] = K.bias_bwd(rows)
-        del a
-        if dh is None:
-            return Grads(None, params)
+        dh = self._through_act(rows, saved, call, params)
         dx: Tensor | None = None
-        for name, weight, part in self._parts(dh, gate, up):
-            if name in needs:
-                params[name] = torch.mm(part.t(), x)  # type: ignore[arg-type]
-            if f"{name}_bias" in needs:
-                params[f"{name}_bias"] = K.bias_bwd(part)
-            if "x" in needs:
-                w: Any = cast(weight)
-                dx = torch.mm(part, w) if dx is None else torch.addmm(dx, part, w)
+        for name, part in self._parts(dh, saved.gate):
+            wanted = [*_wanted(call, name), *{"x"} & call.needs]
+            product, through = _product(saved, name, part, call)
+            dx, grads = product.bwd(part, saved.x, through, wanted, dx)
+            params |= _named(name, grads)
         return Grads(None if dx is None else dx.view(*dy.shape[:-1], self.width), params)
 
-    def _parts(
-        self, dh: Tensor, gate: Tensor | None, up: Tensor | None
-    ) -> list[tuple[str, Tensor | None, Tensor]]:
-        """(name, weight, dh) of the first products: one, where there is no gate or `up` holds both."""
-        if gate is None:
-            return [("up", up, dh)]
-        left, right = dh.chunk(2, dim=1)
-        return [("gate", gate, left), ("up", up, right)]
+    def _parts(self, dh: Tensor | None, gate: Tensor | None) -> list[tuple[str, Tensor]]:
+        """(name, dh) of the first products: one, where there is no gate or `up` holds both."""
+        if dh is None:
+            return []
+        return [("up", dh)] if gate is None else [*zip(FIRSTS, dh.chunk(2, dim=1), strict=True)]
 
     def _through_act(
-        self, dy: Tensor, h: Tensor | None, down: Tensor | None, needs: frozenset[str]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """dh, where a gradient before the activation is wanted, and the activation, where that of `down` is."""
-        need_a = "down" in needs
-        if needs.isdisjoint(("x", "gate", "up", "gate_bias", "up_bias")):
-            return None, K.act_fwd(h, self.kind, *self.options) if need_a else None  # type: ignore[arg-type]
-        da = torch.mm(dy, down)  # type: ignore[arg-type]
-        if not need_a:
-            return K.act_bwd(da, h, self.kind, *self.options), None  # type: ignore[arg-type]
-        ones = torch.ones(len(dy), device=dy.device)  # exact
-        dh, _, a = K.scaled_act_bwd(da, h, ones, self.kind, False, True, *self.options)  # type: ignore[arg-type]
-        return dh, a
+        self, dy: Tensor, saved: MLPSaved, call: Call, params: dict[str, Tensor | None]
+    ) -> Tensor | None:
+        """dh, where a gradient before the activation is wanted; those of the last product are added to params."""
+        h: Any = saved.h
+        product, through = _product(saved, "down", dy, call)
+        wanted = _wanted(call, "down")
+        before = "x" in call.needs or any(_wanted(call, name) for name in FIRSTS)
+        need_a = not {"weight", "a"}.isdisjoint(wanted)
+        back = product.through_grad(dy) if before or "a" in wanted else None
+        dh = a = None
+        if before:
+            da: Any = product.bwd(dy, None, None, ("x",), through_grad=back)[0]
+            if need_a:
+                ones = torch.ones(len(dy), device=dy.device)  # exact
+                dh, _, a = K.scaled_act_bwd(da, h, ones, self.kind, False, True, *self.options)
+            else:
+                dh = K.act_bwd(da, h, self.kind, *self.options)
+        elif need_a:
+            a = K.act_fwd(h, self.kind, *self.options)
+        params |= _named("down", product.bwd(dy, a, through, wanted, through_grad=back)[1])
+        return dh
 
 
-def _beside(x: Tensor, halves: list[Any]) -> Tensor:
-    """The products of x side by side; written there where nobody differentiates or traces."""
-    if len(halves) == 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        found = [F.linear(x, weight, bias) for weight, bias in halves]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
-    h = x.new_empty(len(x), sum(len(weight) for weight, _ in halves))
-    for part, (weight, bias) in zip(h.chunk(2, dim=1), halves, strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=part)
-        else:
-            torch.addmm(bias, x, weight.t(), out=part)
-    return h
+FIRSTS = "gate", "up"
+
+
+def _wanted(call: Call, name: str) -> list[str]:
+    """Of a product's parameters, those whose gradients are wanted."""
+    return [part for part, suffix in SUFFIXES.items() if name + suffix in call.needs]
+
+
+def _named(name: str, grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name + SUFFIXES[part]: grad for part, grad in grads.items()}
+
+
+def _product(
+    saved: MLPSaved, name: str, dy: Tensor, call: Call
+) -> tuple[LowRankProduct, Tensor | None]:
+    """A product as its backward needs it, and what went through its factors."""
+    weight, a, b, through = (getattr(saved, name + s) for s in ("", "_a", "_b", "_through"))
+    return LowRankProduct(call.precision.cast(weight), None, *lowered(dy, a, b)), through
+
+
+def _beside(x: Tensor, products: list[LowRankProduct]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The products of x side by side, written there where nobody differentiates or traces, and what went through their
+    factors.
+    """
+    if len(products) == 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        found = [product.fwd(x) for product in products]
+        y = found[0][0] if len(found) == 1 else torch.cat([y for y, _ in found], 1)
+        return y, tuple([through for _, through in found])
+    h = x.new_empty(len(x), sum(p.weight.shape[0] for p in products))  # type: ignore[union-attr]
+    halves = h.chunk(2, dim=1)
+    return h, tuple([p.fwd_into(part, x) for p, part in zip(products, halves, strict=True)])
 
 
 # --- in the place of a module's forward
@@ -159,10 +209,10 @@ def _beside(x: Tensor, halves: list[Any]) -> Tensor:
 def refused(module: nn.Module) -> str | None:
     """Why fuseops does not run this module of gate_proj, up_proj and down_proj, or None."""
     for name in _names(module):
-        child = module._modules[name]
-        if (why := lent.plain(child, nn.Linear)) is not None:
-            return f"{name} {why}"
-        if (why := lent.quantized(child.weight)) is not None:  # type: ignore[union-attr, arg-type]
+        child: Any = module._modules[name]
+        why = adapters.refused(child) if adapters.wraps(child) else lent.plain(child, nn.Linear)
+        why = why or lent.quantized(adapters.adapted(child).weight)  # type: ignore[arg-type]
+        if why is not None:
             return f"{name} {why}"
     return None
 
@@ -181,8 +231,8 @@ def build(module: nn.Module) -> MLP | None:
     act = mlp_of(module)
     if act is None:
         return None
-    parts: Any = module._modules
-    op = MLP(act, parts["up_proj"].in_features, parts["down_proj"].out_features)
+    sizes: Any = [adapters.adapted(module._modules[name]) for name in ("up_proj", "down_proj")]
+    op = MLP(act, sizes[0].in_features, sizes[1].out_features)
     lend(op, module)
     return op
 
@@ -194,23 +244,45 @@ def lend(op: MLP, module: nn.Module) -> None:
         short = "up" if name == packing.PACKED else name.removesuffix("_proj")
         sources[short] = functools.partial(_read, name, "weight")
         sources[f"{short}_bias"] = functools.partial(_read, name, "bias")
+        for which, part in enumerate(("a", "b")):
+            sources[f"{short}_{part}"] = functools.partial(_read_factor, name, which)
     lent.lend(op, module, sources)
 
 
 def in_words(op: MLP) -> str:
-    return f"one op, {op.kind}" + ", gate and up packed" * packing.packed(op.__dict__["owner"])
+    """What runs a module now, for the report."""
+    owner = op.__dict__["owner"]
+    adapted = [name for name in _names(owner) if adapters.wraps(owner._modules[name])]
+    packed = ", gate and up packed" * packing.packed(owner)
+    return f"one op, {op.kind}{packed}" + f", with adapters of {', '.join(adapted)}" * bool(adapted)
 
 
 def _read(child: str, name: str, owner: Any) -> Tensor | None:
-    return getattr(getattr(owner, child), name)
+    return getattr(adapters.adapted(owner._modules[child]), name)
+
+
+def _read_factor(child: str, which: int, owner: Any) -> Tensor | None:
+    part = owner._modules[child]
+    adapted = adapters.wraps(part) and adapters.active(part)
+    return adapters.factor(which, part) if adapted else None
 
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
-    """As the module's own, which runs where a projection is no plain Linear at the moment: an adapter, a hook."""
-    parts = [self._modules[name] for name in _names(self)]
-    if any(lent.plain(part, nn.Linear) is not None for part in parts) or lent.sharded(*parts):
-        return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
-    return self.__dict__[LENT](x)
+    """As the module's own, which runs where a projection cannot be read past its forward at the moment, as with a
+    hook.
+    """
+    if all(_readable(self._modules[name]) for name in _names(self)):
+        return self.__dict__[LENT](x)
+    return _written(self, x) if packing.packed(self) else type(self).forward(self, x)
+
+
+def _readable(part: Any) -> bool:
+    """Whether a projection is a plain Linear now, or one with adapters that multiply beside it."""
+    if not adapters.wraps(part):
+        return lent.plain(part, nn.Linear) is None and not lent.sharded(part)
+    own = part.__dict__.get("forward")
+    ours = own is None or getattr(own, "func", None) is adapters.forward
+    return ours and not lent.hooked(part) and adapters.here(part)
 
 
 def _written(module: Any, x: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ def refused(module: nn.Module, tied: frozenset[int]) -> str | None:
     halves: list[Any] = [module._modules.get(name) for name in HALVES]
     if None in halves:
         return "it has no gate_proj"
+    if any(lent.plain(half, nn.Linear) is not None for half in halves):
+        return "they have adapters: pack before those are made"
     gate, up = ({n: p for n, p in m._parameters.items() if p is not None} for m in halves)
     if lent.sharded(*halves) or any(p.is_meta for m in (gate, up) for p in m.values()):
         return "its weights are sharded, or have no memory yet: pack before that, or after"

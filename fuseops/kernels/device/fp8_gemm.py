@@ -26,7 +26,7 @@ from .fp8_stores import store_wave, zero_scales
 from .grouped_dswiglu import column_halves
 from .grouped_pingpong import zero_padding
 from .sums import PART
-from .sums import Sums as Sums
+from .sums import describe_sums as describe_sums
 
 MOVE = gl.constexpr("mov.b32 $0, $1;")
 # barriers that Triton does not use, of both consumers

@@ -23,7 +23,7 @@ from .gluon_names import load_rows, load_tile, store_tile
 from .grouped_dswiglu import column_halves
 from .grouped_rings import Descriptor, swizzle
 from .sums import PART, store_sums
-from .sums import Sums as Sums
+from .sums import describe_sums as describe_sums
 
 RAGGED_ROWS = gl.constexpr(1 << 30)
 RAGGED_SHAPE = [0x7FFF0000, 0x7FFF0000, 1 << 30]

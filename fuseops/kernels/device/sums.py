@@ -15,12 +15,17 @@ FLOATS = gl.NVMMASharedLayout.get_default_for([64, 32], gl.float32)
 
 
 class Sums(Descriptor):
-    """A descriptor of a float32 weight gradient (E, N, K) or (N, K), in parts of so many rows, by 32."""
+    """A descriptor of a float32 weight gradient."""
 
-    def __init__(self, t, rows=64):
-        n, k = t.shape[-2:]
-        super().__init__(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, rows, 32])
+    def __init__(self, t, shape, strides, block_shape):
+        super().__init__(t, shape, strides, block_shape)
         self.layout = FLOATS
+
+
+def describe_sums(t, rows=64):
+    """A weight gradient (E, N, K) or (N, K) in parts of so many rows, by 32."""
+    n, k = t.shape[-2:]
+    return Sums(t, (t.numel() // (n * k), n, k), (n * k, k, 1), [1, rows, 32])
 
 
 @gluon.jit
