@@ -39,6 +39,7 @@ from .formats import swizzled as swizzled
 from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
 from .formats import whole_inverse as whole_inverse
+from .formats import whole_of_blocks as whole_of_blocks
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand

@@ -287,8 +287,8 @@ def micro_format(data: torch.dtype) -> Format:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Scales (R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with those of
-    row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
+    """Scales (R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with those
+    of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
     """
     r, s = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -s % 4, 0, -r % 128))
@@ -305,25 +305,34 @@ def quantize_micro(
     swizzle: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `fuseops.kernels.quantize_micro`."""
-    rows, form = len(x), micro_format(data)
-    if offs is not None:
+    rows, form, turn = len(x), micro_format(data), layout == "col"
+    if turn:
+        x = turned_in_groups(x, offs)
+    elif offs is not None:
         x = x.masked_fill(padding_mask(offs, rows), 0.0)
-    x = turned_in_groups(x, offs) if layout == "col" else x
     whole = None
     if amax is not None:
-        if layout == "col":
-            ends = None if offs is None else column_offs(offs)
-            spread = spread_over_groups(amax, ends, x.shape[1])
-            whole = spread[None, :: form.block[1]] if spread.dim() else spread[None, None]
-        else:
-            spread = spread_over_groups(amax, offs, rows)
-            whole = spread[:, None] if spread.dim() else spread[None, None]
+        ends = column_offs(offs) if turn and offs is not None else offs
+        whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
     codes, scale = quantize_format(x, form, whole)
-    if (
-        swizzle and layout == "row" and offs is not None
-    ):  # tiles of 128 rows begin anew in each group
-        width = columns_of(rows, len(offs))
-        placed = scale.new_zeros(width + 1, scale.shape[1], dtype=torch.uint8)
-        placed.index_copy_(0, place_of_row(offs, rows, x), scale.view(torch.uint8))
-        scale = placed[:width].view(scale.dtype)
-    return codes, swizzled(scale) if swizzle else scale
+    if not swizzle:
+        return codes, scale
+    return codes, swizzled(scale if turn else rows_in_tiles(scale, offs))
+
+
+def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
+    """What stands over a tensor, () or by tokens (T,), as the scales of blocks broadcast with it.   turn: of columns"""
+    if not of_token.dim():
+        return of_token[None, None]
+    return of_token[None, ::width] if turn else of_token[:, None]
+
+
+def rows_in_tiles(scale: Tensor, offs: Tensor | None) -> Tensor:
+    """Scales of rows with groups that begin anew at multiples of 128, zeros between.   (R, S) -> (C, S)"""
+    if offs is None:
+        return scale
+    rows, s = scale.shape
+    width = columns_of(rows, len(offs))
+    placed = scale.new_zeros(width + 1, s, dtype=torch.uint8)
+    placed.index_copy_(0, place_of_row(offs, rows, scale), scale.view(torch.uint8))
+    return placed[:width].view(scale.dtype)
