@@ -191,7 +191,8 @@ def _small(
     """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
     ends = offs if layout == "col" or amax is not None else None
     codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax)
-    found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
+    whole = None if amax is None else 1 / K.whole_inverse(amax)
+    found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
     return found
 
 

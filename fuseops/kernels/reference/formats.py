@@ -287,13 +287,13 @@ def micro_format(data: torch.dtype) -> Format:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Scales (R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with those
-    of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
+    """Scales (R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes,
+    with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
     """
     r, s = scale.shape
-    padded = F.pad(scale.view(torch.uint8), (0, -s % 4, 0, -r % 128))
+    padded = F.pad(scale, (0, -s % 4, 0, -r % 128))
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4))
-    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(scale.dtype)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous()
 
 
 def quantize_micro(
@@ -315,6 +315,7 @@ def quantize_micro(
         ends = column_offs(offs) if turn and offs is not None else offs
         whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
     codes, scale = quantize_format(x, form, whole)
+    scale = scale.view(torch.uint8)
     if not swizzle:
         return codes, scale
     return codes, swizzled(scale if turn else rows_in_tiles(scale, offs))
@@ -333,6 +334,5 @@ def rows_in_tiles(scale: Tensor, offs: Tensor | None) -> Tensor:
         return scale
     rows, s = scale.shape
     width = columns_of(rows, len(offs))
-    placed = scale.new_zeros(width + 1, s, dtype=torch.uint8)
-    placed.index_copy_(0, place_of_row(offs, rows, scale), scale.view(torch.uint8))
-    return placed[:width].view(scale.dtype)
+    placed = scale.new_zeros(width + 1, s)
+    return placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
