@@ -287,7 +287,7 @@ def micro_format(data: torch.dtype) -> Format:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Scales (R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes,
+    """Scales (R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes
     with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
     """
     r, s = scale.shape
