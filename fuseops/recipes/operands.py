@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.reference.operands import columns_of
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
@@ -169,21 +170,37 @@ def _by_format(
 ) -> Quantized:
     """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
     rows, columns = None, None
-    shifted = col and columns_follow(scaling)
-    if row or shifted:
-        rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
+    shifted, turn = col and columns_follow(scaling), scaling.hadamard
+    seed = seed if scaling.stochastic else None
+    small = not (scaling.family.codes or scaling.stochastic)  # what a kernel writes, unless turned
+    amax = _amax_of_groups(x, scaling, offs, 1) if row or shifted or (small and not turn) else None
+    if small and row:
+        rows = _small(x, scaling, "row", offs, amax)
+    elif row or shifted:
+        rows = _coded(x, scaling, _by_group(amax, offs, 1, len(x), scaling), seed)
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+    elif col and small and not turn:
+        columns = _small(x, scaling, "col", offs, amax)
     elif col:
-        columns = _columns_by_format(x, scaling, offs, None if seed is None else seed + 1)
+        columns = _turned(x, scaling, offs, seed)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
 
 
-def _columns_by_format(
-    x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None
+def _small(
+    x: Tensor, scaling: Scaling, layout: str, offs: Tensor | None, amax: Tensor | None
 ) -> Layout:
-    """Some features at a time are laid in groups."""
+    """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
+    ends = offs if layout == "col" or amax is not None else None
+    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax)
+    whole = None if amax is None else 1 / K.whole_inverse(amax)
+    found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
+    return found
+
+
+def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None) -> Layout:
+    """Columns by way of a transpose, of some features at a time, which the Hadamard transform may turn."""
     ends = None if offs is None else K.column_offs(offs)
     if offs is None and scaling.family.codes:  # one group, as kernels lay it
         offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
@@ -192,12 +209,13 @@ def _columns_by_format(
         columns = K.turned_in_groups(features.t(), offs)
         return K.turned(columns) if scaling.hadamard else columns
 
-    if len(K.pieces(x.t())) == 1:
-        columns = laid(x.t())
-        return _coded(columns, scaling, _by_group(columns, scaling, ends, 0), seed)
-    # once for the amax, and once more
-    whole = _by_group(x.t(), scaling, ends, 0, laid)
-    return _coded(x.t(), scaling, whole, seed, laid)
+    rows, lay = x.t(), cast("Lay | None", laid)  # once for the amax, and once more
+    if len(K.pieces(rows)) == 1:
+        rows, lay = laid(rows), None
+    amax = _amax_of_groups(rows, scaling, ends, 0, lay)
+    tokens = columns_of(len(x), None if offs is None else len(offs))
+    whole = _by_group(amax, ends, 0, tokens, scaling)
+    return _coded(rows, scaling, whole, None if seed is None else seed + 1, lay)
 
 
 def _up(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -206,23 +224,28 @@ def _up(scaling: Scaling, amax: Tensor) -> Tensor:
     return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
 
 
+def _amax_of_groups(
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
+) -> Tensor | None:
+    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
+    if scaling.scale is not E4M3:
+        return None
+    return K.amax_of_groups(K.amax_of_tokens(x, axis, lay), ends)
+
+
 Whole = tuple[
     Tensor, Tensor
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
 def _by_group(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
+    amax: Tensor | None, ends: Tensor | None, axis: int, tokens: int, scaling: Scaling
 ) -> Whole | None:
-    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
-    if scaling.scale is not E4M3:
+    """An amax of the tensor, or of groups of so many tokens.   axis: that of features"""
+    if amax is None:
         return None
-    by_token = K.amax_of_tokens(x, axis, lay)
-    found = K.amax_of_groups(by_token, ends)
-    spread = K.spread_over_groups(found, ends, len(by_token))
-    if not spread.dim():
-        return spread[None, None], found
-    return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
+    spread = K.spread_over_groups(amax, ends, tokens)
+    return K.whole_of_blocks(spread, scaling.grain[1], not axis), amax
 
 
 def _coded(
