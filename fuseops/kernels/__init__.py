@@ -4,7 +4,7 @@ Each runs its kernel where there is one for the tensors at hand, and plain diffe
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
-                    operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
+                    micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -51,6 +51,10 @@ from .launch import launch as launch
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
+from .micro import quantize_micro as quantize_micro
+from .micro_gemm import micro_mm as micro_mm
+from .micro_gemm import micro_wgrad as micro_wgrad
+from .micro_gemm import multiplies as multiplies
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd

@@ -15,7 +15,7 @@ from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized, layout_of, tokens_of
+from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
@@ -52,7 +52,7 @@ def quantize(
         if scaling.square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
-            q = operand(x, scaling, offs, row=row, col=col)
+            q = in_order(operand(x, scaling, offs, row=row, col=col))
     return q if source is None else replace(q, carrier=carrier_of(source))
 
 

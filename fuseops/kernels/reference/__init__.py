@@ -30,12 +30,17 @@ from .formats import amax_of_tokens as amax_of_tokens
 from .formats import codes_values as codes_values
 from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
+from .formats import micro_mm as micro_mm
+from .formats import micro_wgrad as micro_wgrad
 from .formats import pieces as pieces
 from .formats import quantize_format as quantize_format
+from .formats import quantize_micro as quantize_micro
 from .formats import signs as signs
 from .formats import spread_over_groups as spread_over_groups
+from .formats import swizzled as swizzled
 from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
+from .formats import unswizzled as unswizzled
 from .formats import whole_inverse as whole_inverse
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm

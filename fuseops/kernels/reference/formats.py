@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import BITS, draws
-from .grouped import group_of_row
+from .grouped import group_of_row, grouped_mm, grouped_wgrad, padding_mask
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
+from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -277,3 +277,103 @@ def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
     full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
     return full[:width].t()
+
+
+def micro_format(data: torch.dtype) -> Format:
+    """MXFP8 of FP8 codes, NVFP4 of codes of four bits, in blocks along a row."""
+    if data is E2M1:
+        return Format(data, E4M3, (1, 16), False)
+    return Format(data, E8M0, (1, 32), True)
+
+
+def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Scales (..., R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with
+    those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
+
+    offs: of groups of rows, whose blocks begin anew in each: those of group g at block offs[g-1] // 128 + g.
+    """
+    raw = scale.view(torch.uint8)
+    rows, s = raw.shape[-2:]
+    if offs is not None:
+        width = columns_of(rows, len(offs))
+        placed = raw.new_zeros(width + 1, s)
+        raw = placed.index_copy_(0, place_of_row(offs, rows, raw), raw)[:width]
+    padded = F.pad(raw, (0, -s % 4, 0, -raw.shape[-2] % 128))
+    tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
+    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous().view(scale.dtype)
+
+
+def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
+    """What `swizzled` was given.   -> (..., rows, count)"""
+    raw = scale.view(torch.uint8).transpose(-2, -3).movedim(-4, -2)
+    raw = raw.flatten(-2).flatten(-4, -2)[..., :count]
+    if offs is not None:
+        raw = F.pad(raw, (0, 0, 0, 1))[place_of_row(offs, rows, raw)]
+    return raw[..., :rows, :].contiguous().view(scale.dtype)
+
+
+def quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `fuseops.kernels.quantize_micro`."""
+    form, turn = micro_format(data), layout == "col"
+    if offs is not None:
+        x = x.masked_fill(padding_mask(offs, len(x)), 0.0)
+    ends = None if offs is None else column_offs(offs) if turn else offs
+    x = turned_in_groups(x, offs) if turn else x
+    whole = None
+    if amax is not None:
+        spread = spread_over_groups(amax, ends, x.shape[1] if turn else len(x)).expand(x.shape[turn])
+        whole = spread[None, :: form.block[1]] if turn else spread[:, None]
+    codes, scale = quantize_format(x, form, whole)
+    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
+
+
+def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """What codes with swizzled scales stand for, in float32."""
+    data = E2M1 if codes.dtype == torch.uint8 else codes.dtype
+    form = micro_format(data)
+    wide = codes.shape[-1] * (2 if data is E2M1 else 1)
+    plain = unswizzled(scale, codes.shape[-2], -(-wide // form.block[1]), offs)
+    return dequantize_format(codes, plain.view(form.scale), data, form.block)
+
+
+def micro_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """See `fuseops.kernels.micro_mm`."""
+    left, right = _micro_values(x, x_scale, offs), _micro_values(weight, weight_scale)
+    if offs is None:
+        y = left @ right.t()
+        return (y if whole is None else y * whole).to(dtype)
+    right = right if whole is None else right * whole[:, None, None]
+    return grouped_mm(left, right, offs).to(dtype)
+
+
+def micro_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """See `fuseops.kernels.micro_wgrad`."""
+    left, right = _micro_values(dy, dy_scale), _micro_values(x, x_scale)
+    if offs is None:
+        dw = left @ right.t()
+        return (dw if whole is None else dw * whole).to(dtype)
+    dw = grouped_wgrad(left.t(), right.t(), column_offs(offs))
+    return (dw if whole is None else dw * whole[:, None, None]).to(dtype)

@@ -1,0 +1,150 @@
+"""The three GEMMs over codes in small blocks, MXFP8 and NVFP4, on the tensor cores of Blackwell (`tl.dot_scaled`).
+
+Maths: codes times scales in float32 sums, times one float32 number a tensor or a group, rounded once.
+Shapes: x (R, K), weight (N, K) or (E, N, K) -> (R, N); columns dy (N, C), x (K, C) -> (N, K) or (E, N, K). Codes of four
+bits are two in a byte. Scales are swizzled (`reference.swizzled`), those of rows in tiles of 128 that begin anew in each
+group, those of a weight a matrix; columns begin anew in each group at a multiple of 128.
+Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say that it compiles and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference.formats import E2M1, E4M3, E5M2
+from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
+from fuseops.kernels.tiles import cdiv, pow2, require
+
+SM_100 = 100
+NAMES = {E4M3: "e4m3", E5M2: "e5m2", torch.uint8: "e2m1"}
+SCALES = frozenset({torch.uint8, torch.float8_e8m0fnu})
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether kernels multiply codes in small blocks on the device of x."""
+    return x.is_cuda and arch_of(x.device) >= SM_100
+
+
+def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tuple[Tensor, Tensor]:
+    four = data is E2M1
+    codes = torch.empty(rows, width // (2 if four else 1), dtype=torch.uint8 if four else data, device="meta")
+    shape = cdiv(rows, 128) + groups, cdiv(width, 64 if four else 128), 32, 4, 4
+    return codes, torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
+    for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E2M1, E2M1)):
+        for groups in (0, 64):
+            offs = torch.empty(64, dtype=torch.int32, device="meta") if groups else None
+            whole = torch.empty(max(groups, 1), device="meta") if a is E2M1 else None
+            if turned:
+                yield *_operands(4096, 16384, a), *_operands(2048, 16384, b), offs, whole
+                continue
+            x, weight = _operands(16384, 4096, a, groups), _operands(2048, 4096, b)
+            if groups:
+                weight = tuple(t.expand(groups, *t.shape).contiguous() for t in weight)  # type: ignore[assignment]
+            yield *x, *weight, offs, whole
+
+
+def _flops(rows: int, summed: int, weight: Tensor) -> int:
+    return 2 * rows * summed * weight.shape[-2] * (2 if weight.dtype == torch.uint8 else 1)
+
+
+@kernel_op(
+    twin=reference.micro_mm,
+    flops=lambda x, x_scale, weight, *_, **__: _flops(*x.shape, weight),
+    min_arch=SM_100,
+    cases=lambda: _cases(False),
+    dtypes=DTYPES | SCALES,
+)
+def micro_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)
+
+    whole: (E,) or (1,) float32.
+    """
+    (rows, width), n = x.shape, weight.shape[-2]
+    groups = 0 if offs is None else len(offs)
+    require(
+        weight.shape == ((groups, n, width) if groups else (n, width)),
+        f"weight is {tuple(weight.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
+    )
+    blocks = rows // 128 + groups if groups else cdiv(rows, 128)
+    _check(x, x_scale, blocks), _check(weight, weight_scale, cdiv(n, 128))
+    y = x.new_empty(rows, n, dtype=dtype)
+    return _launched(y, x, x_scale, weight.view(-1, width), weight_scale, offs, whole, blocks, False)
+
+
+@kernel_op(
+    twin=reference.micro_wgrad,
+    flops=lambda dy, dy_scale, x, *_, **__: _flops(*dy.shape, x),
+    min_arch=SM_100,
+    cases=lambda: _cases(True),
+    dtypes=DTYPES | SCALES,
+)
+def micro_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
+    (n, width), k = dy.shape, len(x)
+    require(x.shape[1] == width, f"x is {tuple(x.shape)}, expected (K, {width}).")
+    _check(dy, dy_scale, cdiv(n, 128)), _check(x, x_scale, cdiv(k, 128))
+    groups = 1 if offs is None else len(offs)
+    dw = dy.new_empty(groups, n, k, dtype=dtype)
+    _launched(dw, dy, dy_scale, x, x_scale, offs, whole, groups * cdiv(n, 128), True)
+    return dw[0] if offs is None else dw
+
+
+def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
+    """Scales that lie as the kernel reads them, of a matrix or of each."""
+    wide = codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1)
+    tiles = cdiv(wide, 64 if codes.dtype == torch.uint8 else 128)
+    expected = (*codes.shape[:-2], blocks, tiles, 32, 4, 4)
+    require(scale.shape == expected, f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled.")
+    require(codes.dtype in NAMES, f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes.")
+
+
+def _launched(
+    y: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None, whole: Tensor | None,
+    blocks: int, turned: bool,
+) -> Tensor:  # fmt: skip
+    """Launch a program for each tile of y (..., M, N)."""
+    if not y.numel():
+        return y
+    if a.shape[1] % 16 or not a.numel() or not b.numel():  # what no descriptor takes
+        twin = reference.micro_wgrad if turned else reference.micro_mm
+        matrices = b if turned or offs is None else b.view(len(offs), -1, b.shape[1])
+        return y.copy_(twin(a, a_scale, matrices, b_scale, offs, whole, y.dtype).view(y.shape))
+    module, (m, n) = device("micro_gemm"), y.shape[-2:]
+    groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
+    a_desc, b_desc = (
+        module.TensorDescriptor(t, t.shape, t.stride(), [128, 128 // pack]) for t in (a.contiguous(), b.contiguous())
+    )
+    launch(
+        module.micro_mm_kernel, (blocks * cdiv(n, 128),),
+        y, a_desc, a_scale.view(torch.uint8), b_desc, b_scale.view(torch.uint8),
+        y if whole is None else whole.contiguous(), y if offs is None else offs, m, n, a.shape[1] * pack, groups,
+        GROUPS=bool(groups), TURNED=turned, WHOLE=whole is not None, A_FORM=NAMES[a.dtype], B_FORM=NAMES[b.dtype],
+        BLOCK_E=pow2(groups, least=32), BLOCK_K=128,
+        num_warps=8, num_stages=3,  # what the shared memory of sm_120 holds
+    )  # fmt: skip
+    return y
