@@ -98,6 +98,7 @@ from .reference import spread_over_groups as spread_over_groups
 from .reference import turned as turned
 from .reference import turned_in_groups as turned_in_groups
 from .reference import whole_inverse as whole_inverse
+from .reference import whole_of_blocks as whole_of_blocks
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope

@@ -86,7 +86,7 @@ def quantize_micro(
     x = as_rows(x)
     rows, k = x.shape
     turned = layout == "col"
-    if too_large(x) or (turned and loses_columns(x)):
+    if not x.numel() or too_large(x) or (turned and loses_columns(x)):
         return reference.quantize_micro(x, data, layout, offs, amax, swizzle)
     columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
     high, wide = (k, columns) if turned else (rows, k)

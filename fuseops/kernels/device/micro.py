@@ -19,15 +19,28 @@ def e8m0_scale(amax, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def e4m3_code(x):
+    """(code of a number from 0 to 448, what it stands for), rounded to nearest even. By arithmetic: ptxas misreads a
+    conversion whose result is stored and converted back.
+    """
+    small = (x * 512.0 + ROUND) - ROUND
+    bits = x.to(tl.int32, bitcast=True)
+    code = (
+        (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    ) - 960  # eight steps an exponent, 120 exponents less
+    wide = ((code + 960) << 20).to(tl.float32, bitcast=True)
+    least = x < 0.015625  # the smallest number that is not subnormal
+    return tl.where(least, small.to(tl.int32), code), tl.where(least, small * 0.001953125, wide)
+
+
+@triton.jit
 def e4m3_scale(amax, whole, lost):
     """(bits of the scale, the inverse of it and the one of the whole tensor); NaN where a number of the block is."""
     up = tl.minimum(tl.div_rn(2688.0, tl.where(whole == 0.0, 2688.0, whole)), FLT_MAX)
     found = tl.minimum(amax, FLT_MAX) * tl.div_rn(up, 6.0)
-    scale = tl.minimum(found, 448.0).to(tl.float8e4nv)
-    wide = scale.to(tl.float32)
+    code, wide = e4m3_code(tl.minimum(found, 448.0))
     inverse = tl.minimum(tl.div_rn(1.0, wide * tl.div_rn(1.0, up)), FLT_MAX)
-    bits = tl.where(lost, 0x7F, scale.to(tl.uint8, bitcast=True))
-    return bits.to(tl.uint8), tl.where(wide == 0.0, 0.0, inverse)
+    return tl.where(lost, 0x7F, code).to(tl.uint8), tl.where(wide == 0.0, 0.0, inverse)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import BITS, draws
-from .grouped import group_of_row, grouped_mm, grouped_wgrad, padding_mask
+from .grouped import group_of_row, padding_mask
 from .operands import columns_of, place_of_row
 from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, saturate
 
@@ -321,59 +321,21 @@ def quantize_micro(
     swizzle: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `fuseops.kernels.quantize_micro`."""
-    form, turn = micro_format(data), layout == "col"
-    if offs is not None:
-        x = x.masked_fill(padding_mask(offs, len(x)), 0.0)
-    ends = None if offs is None else column_offs(offs) if turn else offs
-    x = turned_in_groups(x, offs) if turn else x
+    rows, form, turn = len(x), micro_format(data), layout == "col"
+    if turn:
+        x = turned_in_groups(x, offs)
+    elif offs is not None:
+        x = x.masked_fill(padding_mask(offs, rows), 0.0)
     whole = None
     if amax is not None:
-        spread = spread_over_groups(amax, ends, x.shape[1] if turn else len(x)).expand(x.shape[turn])
-        whole = spread[None, :: form.block[1]] if turn else spread[:, None]
+        ends = column_offs(offs) if turn and offs is not None else offs
+        whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
     codes, scale = quantize_format(x, form, whole)
     return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
 
-def _micro_values(codes: Tensor, scale: Tensor, offs: Tensor | None = None) -> Tensor:
-    """What codes with swizzled scales stand for, in float32."""
-    data = E2M1 if codes.dtype == torch.uint8 else codes.dtype
-    form = micro_format(data)
-    wide = codes.shape[-1] * (2 if data is E2M1 else 1)
-    plain = unswizzled(scale, codes.shape[-2], -(-wide // form.block[1]), offs)
-    return dequantize_format(codes, plain.view(form.scale), data, form.block)
-
-
-def micro_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """See `fuseops.kernels.micro_mm`."""
-    left, right = _micro_values(x, x_scale, offs), _micro_values(weight, weight_scale)
-    if offs is None:
-        y = left @ right.t()
-        return (y if whole is None else y * whole).to(dtype)
-    right = right if whole is None else right * whole[:, None, None]
-    return grouped_mm(left, right, offs).to(dtype)
-
-
-def micro_wgrad(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    offs: Tensor | None = None,
-    whole: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """See `fuseops.kernels.micro_wgrad`."""
-    left, right = _micro_values(dy, dy_scale), _micro_values(x, x_scale)
-    if offs is None:
-        dw = left @ right.t()
-        return (dw if whole is None else dw * whole).to(dtype)
-    dw = grouped_wgrad(left.t(), right.t(), column_offs(offs))
-    return (dw if whole is None else dw * whole[:, None, None]).to(dtype)
+def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
+    """What stands over a tensor, () or by tokens (T,), as the scales of blocks broadcast with it.   turn: of columns"""
+    if not of_token.dim():
+        return of_token[None, None]
+    return of_token[None, ::width] if turn else of_token[:, None]

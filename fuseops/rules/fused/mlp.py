@@ -159,10 +159,9 @@ class DenseMLP(FusedOp):
         taken, s = [s.h, dy], replaced(s, h=None)
         lead, first = None if dy is None else dy.shape[:-1], calls[self.at]
         del dy
-        (dh, *_), last = self.above(s, taken, calls)
-        bias = self._bias_grads(dh, calls[self.at + 1 : self.last - 1])
-        own, weight_grad = backward(s.fc1, dh, first)
-        del dh
+        dh, last = self.above(s, taken, calls)
+        bias = self._bias_grads(dh[0], calls[self.at + 1 : self.last - 1])
+        own, weight_grad = backward(s.fc1, dh.pop(), first)
         dx = [own.x if own.x is None else own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
         own = replaced(own, x=None)
         if self.front.norm is None:
@@ -186,7 +185,7 @@ class DenseMLP(FusedOp):
         dh: Operand | None = None
         a: Operand | None = None
         apart = self.why_apart_bwd(s, dy, h, call)
-        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call))
+        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call), stays=True)
         if apart is None:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
@@ -195,35 +194,42 @@ class DenseMLP(FusedOp):
             dh, a = _shaped(dh, dy), _shaped(a, dy)
             del rows, given
         else:
-            da, grads = grads.x, replaced(grads, x=None)
-            dh, a = self._activation_bwd(s.form, da, h, calls)
-            del da
+            between, grads = [h, grads.x], replaced(grads, x=None)
+            del h
+            dh, a = self._activation_bwd(s.form, between, calls)
+            h = None
         del h, dy
         if weight_grad is not None:
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
 
     def _activation_bwd(
-        self, form: Form | None, da: Tensor | None, h: Operand | None, calls: tuple[Call, ...]
+        self, form: Form | None, between: list[Any], calls: tuple[Call, ...]
     ) -> tuple[Operand | None, Operand | None]:
-        """dh and the activation, in one pass over h where both are wanted."""
+        """dh and the activation.   between: h and da, which are taken out
+
+        One pass over h makes both where both are wanted, but for tensors that a recipe quantizes: there the peak would
+        be, and a is made when da has gone.
+        """
         first, last = calls[self.at], calls[-1]
+        da, h = between.pop(), between.pop()
         if h is None or form is None:
             return None, None
         if da is not None and first.needs and self.why_not_codes(form, h, calls) is None:
             rows = _rows(da)
             if coded_swiglu.whole_squares(rows):
                 return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
-        need_a, wide = "weight" in last.needs, high(h)
-        if da is None:
-            return None, K.act_fwd(wide, *form) if need_a else None
-        wide = wide.reshape(*da.shape[:-1], wide.shape[-1])
-        if not need_a:
-            return K.act_bwd(da, wide, *form), None
-        kind, *options = form
-        ones = torch.ones(wide.shape[:-1], device=wide.device)  # exact
-        dh, _, a = K.scaled_act_bwd(da, wide, ones, kind, False, True, *options)
-        return dh, a
+        need_a, dh, h = "weight" in last.needs, None, high(h)
+        if da is not None:
+            h = h.reshape(*da.shape[:-1], h.shape[-1])
+            if need_a and last.precision.roles is None:
+                kind, *options = form
+                ones = torch.ones(h.shape[:-1], device=h.device)  # exact
+                dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
+                return dh, a
+            dh = K.act_bwd(da, h, *form)
+            del da
+        return dh, K.act_fwd(h, *form) if need_a else None
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
         """Of the Bias, if there is one."""
