@@ -84,16 +84,10 @@ def observe() -> Iterator[None]:
         thread.observers -= 1
 
 
-@contextmanager
-def published(frame: Frame) -> Iterator[None]:
-    """Make `frame` the current one while a node's `apply` runs; it is cleared whatever happens."""
-    before, thread.frame = thread.frame, frame
-    try:
-        yield
-    finally:
-        thread.frame = before
-
-
 def take(tensor: Tensor) -> SavedName | None:
-    """For pack hooks: the name of `tensor`, or None when no fuseops node is saving (a plain module is)."""
-    return None if thread.frame is None else thread.frame.take(tensor)
+    """For pack hooks, once for each tensor, in order: the name of `tensor`, None where no node of fuseops is saving it.
+
+    A plain module may be, or an op that differentiates inside its own fwd: its node's frame has no tensors yet.
+    """
+    frame = thread.frame
+    return None if frame is None or not frame.tensors else frame.take(tensor)
