@@ -95,8 +95,10 @@ from .reference import quantize_format as quantize_format
 from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
+from .reference import swizzled as swizzled
 from .reference import turned as turned
 from .reference import turned_in_groups as turned_in_groups
+from .reference import unswizzled as unswizzled
 from .reference import whole_inverse as whole_inverse
 from .reference import whole_of_blocks as whole_of_blocks
 from .registry import kernel_op as kernel_op

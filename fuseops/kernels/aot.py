@@ -46,7 +46,10 @@ SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
     "layernorm_fwd_kernel": (8, "4096 columns with a residual, weight and bias, of four warps"),
     "layernorm_bwd_kernel": (136, "16384 columns with dw and dres; as above"),
-    "micro_mm_kernel": (8, "on sm_120: a slot that ptxas zeroes beside the scaled mma; nothing is spilled"),
+    "micro_mm_kernel": (
+        8,
+        "on sm_120: a slot that ptxas zeroes beside the scaled mma; nothing is spilled",
+    ),
     "act_dprobs_kernel": (8, "widths that are not aligned, with a gate"),
     "router_fwd_kernel": (8, "256 experts in groups, tokens of one warp"),
     "permute_operand_kernel": (16, "on sm_120; with so few registers Hopper runs one more program"),

@@ -1,9 +1,9 @@
 """The three GEMMs over codes in small blocks, MXFP8 and NVFP4, on the tensor cores of Blackwell (`tl.dot_scaled`).
 
 Maths: codes times scales in float32 sums, times one float32 number a tensor or a group, rounded once.
-Shapes: x (R, K), weight (N, K) or (E, N, K) -> (R, N); columns dy (N, C), x (K, C) -> (N, K) or (E, N, K). Codes of four
-bits are two in a byte. Scales are swizzled (`reference.swizzled`), those of rows in tiles of 128 that begin anew in each
-group, those of a weight a matrix; columns begin anew in each group at a multiple of 128.
+Shapes: x (R, K), weight (N, K) or (E, N, K) -> (R, N); columns dy (N, C), x (K, C) -> (N, K) or (E, N, K). Codes of
+four bits are two in a byte. Scales are swizzled (`reference.swizzled`): those of rows in tiles of 128 that begin anew
+in each group, those of a weight a matrix; columns begin anew in each group at a multiple of 128.
 Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say that it compiles and fits.
 """
 
@@ -33,7 +33,9 @@ def multiplies(x: Tensor) -> bool:
 
 def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tuple[Tensor, Tensor]:
     four = data is E2M1
-    codes = torch.empty(rows, width // (2 if four else 1), dtype=torch.uint8 if four else data, device="meta")
+    codes = torch.empty(
+        rows, width // (2 if four else 1), dtype=torch.uint8 if four else data, device="meta"
+    )
     shape = cdiv(rows, 128) + groups, cdiv(width, 64 if four else 128), 32, 4, 4
     return codes, torch.empty(shape, dtype=torch.uint8, device="meta")
 
@@ -85,7 +87,9 @@ def micro_mm(
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
     _check(x, x_scale, blocks), _check(weight, weight_scale, cdiv(n, 128))
     y = x.new_empty(rows, n, dtype=dtype)
-    return _launched(y, x, x_scale, weight.view(-1, width), weight_scale, offs, whole, blocks, False)
+    return _launched(
+        y, x, x_scale, weight.view(-1, width), weight_scale, offs, whole, blocks, False
+    )
 
 
 @kernel_op(
@@ -119,8 +123,12 @@ def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
     wide = codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1)
     tiles = cdiv(wide, 64 if codes.dtype == torch.uint8 else 128)
     expected = (*codes.shape[:-2], blocks, tiles, 32, 4, 4)
-    require(scale.shape == expected, f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled.")
-    require(codes.dtype in NAMES, f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes.")
+    require(
+        scale.shape == expected, f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled."
+    )
+    require(
+        codes.dtype in NAMES, f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes."
+    )
 
 
 def _launched(
@@ -137,7 +145,8 @@ def _launched(
     module, (m, n) = device("micro_gemm"), y.shape[-2:]
     groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
     a_desc, b_desc = (
-        module.TensorDescriptor(t, t.shape, t.stride(), [128, 128 // pack]) for t in (a.contiguous(), b.contiguous())
+        module.TensorDescriptor(t, t.shape, t.stride(), [128, 128 // pack])
+        for t in (a.contiguous(), b.contiguous())
     )
     launch(
         module.micro_mm_kernel, (blocks * cdiv(n, 128),),

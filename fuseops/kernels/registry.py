@@ -279,7 +279,18 @@ def kernel_op(
     Raises FuseOpsError for a second op of one name.
     """
     return lambda launcher: KernelOp(
-        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, fuses, cases, mutates, namespace, dtypes
+        launcher,
+        twin,
+        fake,
+        flops,
+        nbytes,
+        min_arch,
+        traces_twin,
+        fuses,
+        cases,
+        mutates,
+        namespace,
+        dtypes,
     )
 
 

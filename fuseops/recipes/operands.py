@@ -189,8 +189,9 @@ def _small(
     x: Tensor, scaling: Scaling, layout: str, offs: Tensor | None, amax: Tensor | None
 ) -> Layout:
     """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
-    ends = offs if layout == "col" or amax is not None else None
-    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax)
+    swizzle = K.multiplies(x)
+    ends = offs if layout == "col" or amax is not None or swizzle else None
+    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
     found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
     return found
 
@@ -269,6 +270,8 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
+    if index is not None or (offs is None) != (x.offs is None):
+        x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
     if index is None and (col or _one_a_group(x)):
         x = _of_this_split(x, offs)

@@ -350,6 +350,16 @@ def in_order(q: Quantized) -> Quantized:
     return replace(q, **dict(zip(("row", "col"), parts, strict=True)))
 
 
+def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
+    """Codes of small blocks and their scales as tensor cores of Blackwell read them, of each row one."""
+    data, scale = getattr(q, layout)[:2]
+    if swizzled(getattr(q, layout)):
+        return data, scale
+    high = q.scaling.of(layout).grain[0]
+    raw = scale.view(torch.uint8).repeat_interleave(high, -2)[..., : data.shape[-2], :]
+    return data, K.swizzled(raw, q.offs if layout == "row" else None)
+
+
 def values(q: Quantized, layout: str) -> Tensor:
     """What a layout stands for: rows (R, K), columns (K, C), a weight as it lies."""
     found, whole = factors(q, layout)
