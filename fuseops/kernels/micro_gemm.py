@@ -54,13 +54,14 @@ def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
             yield *x, *weight, offs, whole
 
 
-def _flops(rows: int, summed: int, weight: Tensor) -> int:
-    return 2 * rows * summed * weight.shape[-2] * (2 if weight.dtype == torch.uint8 else 1)
+def _flops(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **options: Any) -> int:
+    rows, width = a.shape
+    return 2 * rows * width * b.shape[-2] * (2 if b.dtype == torch.uint8 else 1)
 
 
 @kernel_op(
     twin=reference.micro_mm,
-    flops=lambda x, x_scale, weight, *_, **__: _flops(*x.shape, weight),
+    flops=_flops,
     min_arch=SM_100,
     cases=lambda: _cases(False),
     dtypes=DTYPES | SCALES,
@@ -85,7 +86,8 @@ def micro_mm(
         f"weight is {tuple(weight.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
     )
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
-    _check(x, x_scale, blocks), _check(weight, weight_scale, cdiv(n, 128))
+    _check(x, x_scale, blocks)
+    _check(weight, weight_scale, cdiv(n, 128))
     y = x.new_empty(rows, n, dtype=dtype)
     return _launched(
         y, x, x_scale, weight.view(-1, width), weight_scale, offs, whole, blocks, False
@@ -94,7 +96,7 @@ def micro_mm(
 
 @kernel_op(
     twin=reference.micro_wgrad,
-    flops=lambda dy, dy_scale, x, *_, **__: _flops(*dy.shape, x),
+    flops=_flops,
     min_arch=SM_100,
     cases=lambda: _cases(True),
     dtypes=DTYPES | SCALES,
@@ -111,7 +113,8 @@ def micro_wgrad(
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
     (n, width), k = dy.shape, len(x)
     require(x.shape[1] == width, f"x is {tuple(x.shape)}, expected (K, {width}).")
-    _check(dy, dy_scale, cdiv(n, 128)), _check(x, x_scale, cdiv(k, 128))
+    _check(dy, dy_scale, cdiv(n, 128))
+    _check(x, x_scale, cdiv(k, 128))
     groups = 1 if offs is None else len(offs)
     dw = dy.new_empty(groups, n, k, dtype=dtype)
     _launched(dw, dy, dy_scale, x, x_scale, offs, whole, groups * cdiv(n, 128), True)

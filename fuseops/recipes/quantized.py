@@ -339,15 +339,15 @@ def _plain(q: Quantized, layout: str) -> Layout:
     scaling, rows = q.scaling.of(layout), len(data)
     count = -(-data.shape[1] * scaling.packs // scaling.grain[1])
     offs = q.offs if layout == "row" else None
-    return layout_of(data, K.unswizzled(scale, rows, count, offs), *whole)  # type: ignore[no-any-return]
+    return layout_of(data, K.unswizzled(scale, rows, count, offs), *whole)
 
 
 def in_order(q: Quantized) -> Quantized:
     """The same, with scales as `Quantized` says that they lie, which may go anywhere."""
     if not (swizzled(q.row) or swizzled(q.col)):
         return q
-    parts = (None if getattr(q, name) is None else _plain(q, name) for name in ("row", "col"))
-    return replace(q, **dict(zip(("row", "col"), parts, strict=True)))
+    row, col = (None if getattr(q, name) is None else _plain(q, name) for name in ("row", "col"))
+    return replace(q, row=row, col=col)
 
 
 def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
