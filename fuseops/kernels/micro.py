@@ -61,7 +61,20 @@ def _cases() -> Iterator[tuple[Any, ...]]:
     yield meta(8191, 100, dtype=torch.bfloat16), E2M1, "row", None, one, False
 
 
-@kernel_op(twin=reference.quantize_micro, min_arch=SM_100, cases=_cases)
+def _fake(
+    x: Tensor, data: torch.dtype, layout: str = "row", offs: Any = None, amax: Any = None, swizzle: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
+    columns = cdiv(rows, 128) * 128 if offs is None else (rows // 128 + len(offs)) * 128
+    high, wide = (k, columns) if turned else (rows, k)
+    scale: tuple[int, ...] = high, cdiv(wide, form.block[1])
+    if swizzle:
+        scale = cdiv(k if turned else columns, 128), cdiv(scale[1], 4), 32, 4, 4
+    codes = x.new_empty(high, cdiv(wide, 1 + four), dtype=torch.uint8 if four else data)
+    return codes, x.new_empty(scale, dtype=torch.uint8)
+
+
+@kernel_op(twin=reference.quantize_micro, fake=_fake, min_arch=SM_100, cases=_cases)
 def quantize_micro(
     x: Tensor,
     data: torch.dtype,
@@ -70,7 +83,7 @@ def quantize_micro(
     amax: Tensor | None = None,
     swizzle: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of one layout, "row" or "col".
+    """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3.
 
     offs: (E,) int32 row ends of groups.
     amax: of NVFP4, the largest magnitude of x, (), or of each group, (E,).
@@ -86,20 +99,12 @@ def quantize_micro(
         given == (shape if four else None), f"amax is {given}, expected {shape if four else None}."
     )
     x = as_rows(x)
-    rows, k = x.shape
     turned = layout == "col"
     if not x.numel() or too_large(x) or (turned and loses_columns(x)):
         return reference.quantize_micro(x, data, layout, offs, amax, swizzle)
+    rows, k = x.shape
     columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
-    high, wide = (k, columns) if turned else (rows, k)
-    form = micro_format(data)
-    codes = x.new_empty(high, cdiv(wide, 2 if four else 1), dtype=torch.uint8 if four else data)
-    count = cdiv(wide, form.block[1])
-    scale_shape: tuple[int, ...] = (high, count)
-    if swizzle:
-        blocks = cdiv(k, 128) if turned else columns // 128
-        scale_shape = blocks, cdiv(count, 4), 32, 4, 4
-    scale = x.new_empty(scale_shape, dtype=torch.uint8)
+    codes, scale = _fake(x, data, layout, offs, amax, swizzle)
     config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
     ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))
     launch(
@@ -108,4 +113,4 @@ def quantize_micro(
         COL=turned, GROUPS=bool(groups), FP4=four, SWIZZLE=swizzle, LARGEST=LARGEST.get(data, 0),
         BLOCK_E=pow2(groups, least=32), **config,
     )  # fmt: skip
-    return codes, scale.view(form.scale)
+    return codes, scale

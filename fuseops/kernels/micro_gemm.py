@@ -23,7 +23,7 @@ from fuseops.kernels.tiles import cdiv, pow2, require
 
 SM_100 = 100
 NAMES = {E4M3: "e4m3", E5M2: "e5m2", torch.uint8: "e2m1"}
-SCALES = frozenset({torch.uint8, torch.float8_e8m0fnu})
+BYTES = frozenset({torch.uint8})  # codes of four bits, and scales
 
 
 def multiplies(x: Tensor) -> bool:
@@ -59,12 +59,29 @@ def _flops(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **options: Any) ->
     return 2 * rows * width * b.shape[-2] * (2 if b.dtype == torch.uint8 else 1)
 
 
+def _mm_fake(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offs: Any = None, whole: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+
+
+def _wgrad_fake(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Any = None, whole: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    groups = () if offs is None else (len(offs),)
+    return dy.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
+
+
 @kernel_op(
     twin=reference.micro_mm,
+    fake=_mm_fake,
+    traces_twin=False,
     flops=_flops,
     min_arch=SM_100,
     cases=lambda: _cases(False),
-    dtypes=DTYPES | SCALES,
+    dtypes=DTYPES | BYTES,
 )
 def micro_mm(
     x: Tensor,
@@ -88,18 +105,20 @@ def micro_mm(
     blocks = rows // 128 + groups if groups else cdiv(rows, 128)
     _check(x, x_scale, blocks)
     _check(weight, weight_scale, cdiv(n, 128))
-    y = x.new_empty(rows, n, dtype=dtype)
+    y = _mm_fake(x, x_scale, weight, weight_scale, offs, whole, dtype)
     return _launched(
-        y, x, x_scale, weight.view(-1, width), weight_scale, offs, whole, blocks, False
+        y, x, x_scale, weight.reshape(-1, width), weight_scale, offs, whole, blocks, False
     )
 
 
 @kernel_op(
     twin=reference.micro_wgrad,
+    fake=_wgrad_fake,
+    traces_twin=False,
     flops=_flops,
     min_arch=SM_100,
     cases=lambda: _cases(True),
-    dtypes=DTYPES | SCALES,
+    dtypes=DTYPES | BYTES,
 )
 def micro_wgrad(
     dy: Tensor,
@@ -111,14 +130,13 @@ def micro_wgrad(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
-    (n, width), k = dy.shape, len(x)
+    n, width = dy.shape
     require(x.shape[1] == width, f"x is {tuple(x.shape)}, expected (K, {width}).")
     _check(dy, dy_scale, cdiv(n, 128))
-    _check(x, x_scale, cdiv(k, 128))
-    groups = 1 if offs is None else len(offs)
-    dw = dy.new_empty(groups, n, k, dtype=dtype)
-    _launched(dw, dy, dy_scale, x, x_scale, offs, whole, groups * cdiv(n, 128), True)
-    return dw[0] if offs is None else dw
+    _check(x, x_scale, cdiv(len(x), 128))
+    dw = _wgrad_fake(dy, dy_scale, x, x_scale, offs, whole, dtype)
+    blocks = cdiv(n, 128) * (1 if offs is None else len(offs))
+    return _launched(dw, dy, dy_scale, x, x_scale, offs, whole, blocks, True)
 
 
 def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
@@ -139,24 +157,26 @@ def _launched(
     blocks: int, turned: bool,
 ) -> Tensor:  # fmt: skip
     """Launch a program for each tile of y (..., M, N)."""
-    if not y.numel():
-        return y
-    if a.shape[1] % 16 or not a.numel() or not b.numel():  # what no descriptor takes
-        twin = reference.micro_wgrad if turned else reference.micro_mm
-        matrices = b if turned or offs is None else b.view(len(offs), -1, b.shape[1])
-        return y.copy_(twin(a, a_scale, matrices, b_scale, offs, whole, y.dtype).view(y.shape))
+    if not (y.numel() and a.numel() and b.numel()):
+        return y.zero_()
     module, (m, n) = device("micro_gemm"), y.shape[-2:]
     groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
-    a_desc, b_desc = (
-        module.TensorDescriptor(t, t.shape, t.stride(), [128, 128 // pack])
-        for t in (a.contiguous(), b.contiguous())
-    )
+    width = a.shape[1]
+    a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b))
+    ends, over = (y if t is None else t.contiguous() for t in (offs, whole))
     launch(
         module.micro_mm_kernel, (blocks * cdiv(n, 128),),
-        y, a_desc, a_scale.view(torch.uint8), b_desc, b_scale.view(torch.uint8),
-        y if whole is None else whole.contiguous(), y if offs is None else offs, m, n, a.shape[1] * pack, groups,
+        y, a_desc, a_scale.contiguous(), b_desc, b_scale.contiguous(), over, ends, m, n, width * pack, groups,
         GROUPS=bool(groups), TURNED=turned, WHOLE=whole is not None, A_FORM=NAMES[a.dtype], B_FORM=NAMES[b.dtype],
         BLOCK_E=pow2(groups, least=32), BLOCK_K=128,
         num_warps=8, num_stages=3,  # what the shared memory of sm_120 holds
     )  # fmt: skip
     return y
+
+
+def _described(module: Any, codes: Tensor, width: int) -> Any:
+    """A descriptor of 128 rows and so many bytes of each; rows of odd lengths are copied to longer ones."""
+    odd = codes.shape[1] % 16
+    raw = torch.nn.functional.pad(codes.view(torch.uint8), (0, 16 - odd)) if odd else codes
+    codes = raw.view(codes.dtype).contiguous()
+    return module.TensorDescriptor(codes, codes.shape, codes.stride(), [128, width])

@@ -192,7 +192,8 @@ def _small(
     swizzle = K.multiplies(x)
     ends = offs if layout == "col" or amax is not None or swizzle else None
     codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
-    found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
+    whole = None if amax is None else 1 / K.whole_inverse(amax)
+    found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
     return found
 
 

@@ -339,7 +339,8 @@ def _plain(q: Quantized, layout: str) -> Layout:
     scaling, rows = q.scaling.of(layout), len(data)
     count = -(-data.shape[1] * scaling.packs // scaling.grain[1])
     offs = q.offs if layout == "row" else None
-    return layout_of(data, K.unswizzled(scale, rows, count, offs), *whole)
+    plain = K.unswizzled(scale.view(torch.uint8), rows, count, offs)
+    return layout_of(data, plain.view(scale.dtype), *whole)
 
 
 def in_order(q: Quantized) -> Quantized:

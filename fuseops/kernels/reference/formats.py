@@ -287,29 +287,28 @@ def micro_format(data: torch.dtype) -> Format:
 
 
 def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Scales (..., R, S) as tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes, with
-    those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
+    """Scales (..., R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512
+    bytes, with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.
+    -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
 
     offs: of groups of rows, whose blocks begin anew in each: those of group g at block offs[g-1] // 128 + g.
     """
-    raw = scale.view(torch.uint8)
-    rows, s = raw.shape[-2:]
+    rows, s = scale.shape[-2:]
     if offs is not None:
         width = columns_of(rows, len(offs))
-        placed = raw.new_zeros(width + 1, s)
-        raw = placed.index_copy_(0, place_of_row(offs, rows, raw), raw)[:width]
-    padded = F.pad(raw, (0, -s % 4, 0, -raw.shape[-2] % 128))
+        placed = scale.new_zeros(width + 1, s)
+        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+    padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
     tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
-    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous().view(scale.dtype)
+    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
 
 
 def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
     """What `swizzled` was given.   -> (..., rows, count)"""
-    raw = scale.view(torch.uint8).transpose(-2, -3).movedim(-4, -2)
-    raw = raw.flatten(-2).flatten(-4, -2)[..., :count]
+    scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
     if offs is not None:
-        raw = F.pad(raw, (0, 0, 0, 1))[place_of_row(offs, rows, raw)]
-    return raw[..., :rows, :].contiguous().view(scale.dtype)
+        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+    return scale[..., :rows, :].contiguous()
 
 
 def quantize_micro(
@@ -331,6 +330,7 @@ def quantize_micro(
         ends = column_offs(offs) if turn and offs is not None else offs
         whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
     codes, scale = quantize_format(x, form, whole)
+    scale = scale.view(torch.uint8)
     return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
 
