@@ -75,6 +75,7 @@ def samples() -> dict[str, tuple]:
         "layernorm_bwd": (dy, y, w, probs, rstd, dy),
         "apply_dropout": (y, torch.tensor([3]), 0.3),
         "quantize_vectors": (y, E4M3),
+        "quantize_micro": (y, E4M3, "col", offs),
         "scatter_rows": (dy[:3], pos, ends, 6, probs),
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),
