@@ -36,7 +36,7 @@ _FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64, *_FP8)
 
 @functools.cache
 def install() -> None:
-    """Patch the interpreter, once."""
+    """Put the functions of this file in the place of the interpreter's, once a process."""
     builder = tri.InterpreterBuilder
     builder.cast_impl = _cast
     builder.create_fp_to_fp = functools.partialmethod(_fp_to_fp, original=builder.create_fp_to_fp)
