@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`."""
+    """Take the hooks away once there were as many calls as of `install`."""
     global _open
     with _lock:
         _open -= 1

@@ -24,7 +24,7 @@ def main_grad_of(p: Tensor) -> Tensor | None:
 
 
 def main_grads(model: nn.Module) -> list[Tensor]:
-    """Those of a model."""
+    """The `main_grad_of` every parameter of a model that has one."""
     return [t for t in map(main_grad_of, model.parameters()) if t is not None]
 
 

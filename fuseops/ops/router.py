@@ -295,7 +295,7 @@ class Router(Op[RouterSaved]):
                 f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "
                 f"{tuple(chosen.shape)}."
             )
-        check_experts("Router", "chosen", chosen, self.num_experts)
+        check_experts(chosen, self.num_experts)
         return chosen.to(torch.int32)
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class StoredWeight:
         )
 
     def codes(self) -> Layout:
-        """As they lie."""
+        """The codes and scales of the weight, over the buffers that hold them."""
         codes, scales = (cast("Tensor", self.buffers[name]) for name in (CODES, SCALES))
         return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
 
