@@ -15,7 +15,7 @@ from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized, layout_of, tokens_of
+from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
@@ -52,7 +52,7 @@ def quantize(
         if scaling.square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
-            q = operand(x, scaling, offs, row=row, col=col)
+            q = in_order(operand(x, scaling, offs, row=row, col=col))
     return q if source is None else replace(q, carrier=carrier_of(source))
 
 
@@ -189,8 +189,9 @@ def _small(
     x: Tensor, scaling: Scaling, layout: str, offs: Tensor | None, amax: Tensor | None
 ) -> Layout:
     """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
-    ends = offs if layout == "col" or amax is not None else None
-    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax)
+    swizzle = K.multiplies(x)
+    ends = offs if layout == "col" or amax is not None or swizzle else None
+    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
     whole = None if amax is None else 1 / K.whole_inverse(amax)
     found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
     return found
@@ -270,6 +271,8 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
+    if index is not None or (offs is None) != (x.offs is None):
+        x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
     if index is None and (col or _one_a_group(x)):
         x = _of_this_split(x, offs)

@@ -286,14 +286,29 @@ def micro_format(data: torch.dtype) -> Format:
     return Format(data, E8M0, (1, 32), True)
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """Scales (R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512 bytes
-    with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.   -> (ceil(R/128), ceil(S/4), 32, 4, 4)
+def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Scales (..., R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512
+    bytes, with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.
+    -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
+
+    offs: of groups of rows, whose blocks begin anew in each: those of group g at block offs[g-1] // 128 + g.
     """
-    r, s = scale.shape
-    padded = F.pad(scale, (0, -s % 4, 0, -r % 128))
-    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4))
-    return tiles.permute(0, 3, 2, 1, 4).contiguous()
+    rows, s = scale.shape[-2:]
+    if offs is not None:
+        width = columns_of(rows, len(offs))
+        placed = scale.new_zeros(width + 1, s)
+        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+    padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
+    tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
+    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
+
+
+def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
+    """What `swizzled` was given.   -> (..., rows, count)"""
+    scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
+    if offs is not None:
+        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+    return scale[..., :rows, :].contiguous()
 
 
 def quantize_micro(
@@ -316,9 +331,7 @@ def quantize_micro(
         whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
     codes, scale = quantize_format(x, form, whole)
     scale = scale.view(torch.uint8)
-    if not swizzle:
-        return codes, scale
-    return codes, swizzled(scale if turn else rows_in_tiles(scale, offs))
+    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
 
 def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
@@ -326,13 +339,3 @@ def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
     if not of_token.dim():
         return of_token[None, None]
     return of_token[None, ::width] if turn else of_token[:, None]
-
-
-def rows_in_tiles(scale: Tensor, offs: Tensor | None) -> Tensor:
-    """Scales of rows with groups that begin anew at multiples of 128, zeros between.   (R, S) -> (C, S)"""
-    if offs is None:
-        return scale
-    rows, s = scale.shape
-    width = columns_of(rows, len(offs))
-    placed = scale.new_zeros(width + 1, s)
-    return placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
