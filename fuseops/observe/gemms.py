@@ -49,7 +49,7 @@ def choices() -> str:
 def words(
     x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, swiglu: bool
 ) -> str:
-    """Of one grouped GEMM and the two of its backward, whose dy is taken to be contiguous."""
+    """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous."""
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_words(x, weight, bias, index)

@@ -30,7 +30,7 @@ def main_grads(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
-    """Those that were written have their values again; the copies lie on the CPU.
+    """Gives tensors that were written inside their values back. The copies lie on the CPU.
 
     unseen: a write may be one that torch does not see, as a kernel's into a main_grad.
     """

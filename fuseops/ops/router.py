@@ -142,7 +142,7 @@ class Router(Op[RouterSaved]):
 
     @property
     def writes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the attributes as they are now: a coefficient that is set later publishes the loss."""
+        """What it publishes by its coefficients as they are now: one that is set later publishes the loss."""
         loses = self.balance_loss is not None or self.z_loss is not None
         return WITH_LOSS if loses else WITHOUT_LOSS
 

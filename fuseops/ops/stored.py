@@ -64,7 +64,7 @@ class StoredWeight:
         return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for."""
+        """The dequantized weight."""
         return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
 
     @torch.no_grad()

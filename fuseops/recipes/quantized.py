@@ -354,11 +354,12 @@ def in_order(q: Quantized) -> Quantized:
 def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
     """Codes of small blocks and their scales as tensor cores of Blackwell read them, of each row one."""
     data, scale = getattr(q, layout)[:2]
+    raw = scale.view(torch.uint8)
     if swizzled(getattr(q, layout)):
-        return data, scale
+        return data, raw
     high = q.scaling.of(layout).grain[0]
-    raw = scale.view(torch.uint8).repeat_interleave(high, -2)[..., : data.shape[-2], :]
-    return data, K.swizzled(raw, q.offs if layout == "row" else None)
+    by_row = raw.repeat_interleave(high, -2)[..., : data.shape[-2], :]
+    return data, K.swizzled(by_row, q.offs if layout == "row" else None)
 
 
 def values(q: Quantized, layout: str) -> Tensor:
