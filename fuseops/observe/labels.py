@@ -77,12 +77,12 @@ class Labels:
 
 
 def _node_name(name: str) -> str:
-    """The same for every kernel of attention: a plan made without a GPU has the names of a run on one."""
+    """Gives all kernels of attention one name, so that a plan made without a GPU has the names of a run on one."""
     return ATTENTION if name.startswith(ATTENTION.partition("Attention")[0]) else name
 
 
 def as_named(saved: names.SavedName | Named) -> Named:
-    """With what the bridge does not say."""
+    """Adds the modules that own a tensor, which the bridge does not name, to its names."""
     if isinstance(saved, Named):
         return saved
     return Named(saved.names[0], saved.names[1:], saved.op, saved.is_param, _owners(saved.names))

@@ -266,7 +266,7 @@ def saved_input(
 
 
 def high(x: Operand) -> Tensor:
-    """x in high precision."""
+    """The tensor that an operand stands for, in high precision."""
     return x.dequantize() if isinstance(x, Quantized) else x
 
 

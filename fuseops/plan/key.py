@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.torch_private import GLOBAL_HOOKS, tensor_guard
+from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
+NEVER = Op.alias  # of the classes whose ops are none
 
 
 class CallFacts(NamedTuple):
@@ -52,8 +53,8 @@ def call_facts(
         grad,
         grad and x.requires_grad,
         x.__class__,
-        _autocast(x),
-        hooked(),
+        autocast_of(x),
+        any(GLOBAL_HOOKS) and hooked(),
         torch.compiler.is_compiling(),
     )
 
@@ -80,7 +81,7 @@ def op_facts(ops: Iterable[Op[Any]]) -> list[tuple[Any, ...]]:
         (
             op.__class__ if not own["_modules"] else _written(op),
             own["training"],
-            op.alias,
+            op.__class__.alias is not NEVER and op.alias,
             not (
                 own["_forward_hooks"]
                 or own["_forward_pre_hooks"]
@@ -156,10 +157,11 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
 
 def hooked() -> bool:
     """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
-    if not any(GLOBAL_HOOKS):
-        return False
-    found = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("fuseops.") for hook in found)
+    for hooks in GLOBAL_HOOKS:
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("fuseops."):
+                return True
+    return False
 
 
 class Glance:
@@ -213,8 +215,10 @@ class Glance:
             tensors = [home[name] for home, name in self.homes]
             if not self.alike(*tensors):
                 return False
-            tensors.append(None)
-            return all(home[name] is tensors[k] for home, name, k in self.again)
+            again = self.again
+            return not again or all(
+                home[name] is (None if k < 0 else tensors[k]) for home, name, k in again
+            )
         except KeyError:
             return False
 
@@ -241,13 +245,13 @@ class Attributes:
         return True
 
 
-def _autocast(x: Tensor) -> torch.dtype | None:
-    """By torch's own rule, double is not cast."""
-    return None if x.dtype is torch.float64 else autocast_dtype(x.device.type)
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives x, None where it is off. By torch's own rule double is not cast; the meta device
+    has no autocast, and raises when asked.
+    """
+    if not any_autocast():
+        return None
+    device = x.device.type
+    if x.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

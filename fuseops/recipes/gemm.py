@@ -21,7 +21,7 @@ from fuseops import kernels as K
 
 from .numbers import watching
 from .operands import Operand
-from .quantized import Factors, Quantized, factors, features, layout_of
+from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR, Scaling
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,6 +77,11 @@ def _multiplied(
         vectors = weight.scaling.of(layout).block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
+        if _small(a, "row", weight, layout):
+            whole = _whole(a, "row", weight, layout)
+            return K.micro_mm(
+                *scaled_tiles(a, "row"), *scaled_tiles(weight, layout), offs, whole, a.dtype
+            )
     if offs is None:
         return _dense(a, "row", _stands_for(weight, layout), a.dtype)
     left, right, whole = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
@@ -87,10 +92,28 @@ def _multiplied(
     return y.to(a.dtype)
 
 
+def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
+    """Whether kernels multiply the codes of these layouts, in small blocks."""
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        return False
+    mine, yours = getattr(a, layout), getattr(b, other)
+    if mine is None or yours is None or not K.multiplies(mine.data):
+        return False
+    forms = a.scaling.of(layout), b.scaling.of(other)
+    return not forms[0].family.codes and forms[0].scale is forms[1].scale
+
+
+def _whole(a: Quantized, layout: str, b: Quantized, other: str) -> Tensor | None:
+    """The number over the blocks of both, of all or of each group.   -> (1,) or (E,), None where there is none"""
+    found = [*getattr(a, layout)[2:], *getattr(b, other)[2:]]
+    return math.prod(found[1:], start=found[0]).reshape(-1) if found else None
+
+
 def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
     """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
     found = a if isinstance(a, Tensor) else getattr(a, layout).data
     y = found.new_empty(len(found), len(right[0]), dtype=dtype)
+    a = in_order(a) if isinstance(a, Quantized) else a
     whole = (
         isinstance(a, Quantized) and a.scaling.of(layout).family.codes
     )  # whose scales lie in another order
@@ -145,6 +168,9 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, None, dtype)
+    if dtype in OUTPUTS and _small(dy, "col", x, "col") and _same_columns(dy, x):
+        parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
+        return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col"), dtype)  # type: ignore[arg-type]
     if offs is None and _same_columns(dy, x):
         return _dense(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
     left, right, whole, ends = _tokens_first(dy, x, offs)
@@ -173,6 +199,10 @@ def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumu
     columns = _columns(dy, x, main_grad.dtype)
     if columns is not None:
         K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
+        return
+    if _small(dy, "col", x, "col") and _same_columns(dy, x):
+        dw = _wgrad(dy, x, main_grad.dtype, offs)
+        main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
         return
     left, right, whole, ends = _tokens_first(dy, x, offs)
     if whole is None or not accumulate:

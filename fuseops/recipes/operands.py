@@ -15,7 +15,7 @@ from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized, layout_of, tokens_of
+from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
@@ -52,7 +52,7 @@ def quantize(
         if scaling.square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
-            q = operand(x, scaling, offs, row=row, col=col)
+            q = in_order(operand(x, scaling, offs, row=row, col=col))
     return q if source is None else replace(q, carrier=carrier_of(source))
 
 
@@ -167,26 +167,50 @@ def _by_format(
 ) -> Quantized:
     """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
     rows, columns = None, None
-    shifted = col and columns_follow(scaling)
-    if row or shifted:
-        rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
+    shifted, turn = col and columns_follow(scaling), scaling.hadamard
+    seed = seed if scaling.stochastic else None
+    small = not (scaling.family.codes or scaling.stochastic)  # what a kernel writes, unless turned
+    amax = _amax_of_groups(x, scaling, offs, 1) if row or shifted or (small and not turn) else None
+    if small and row:
+        rows = _small(x, scaling, "row", offs, amax)
+    elif row or shifted:
+        rows = _coded(x, scaling, _by_group(x, amax, offs, 1, scaling), seed)
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+    elif col and small and not turn:
+        columns = _small(x, scaling, "col", offs, amax)
     elif col:
-        if offs is None and scaling.family.codes:  # one group, as kernels lay it
-            one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            turned = K.turned_in_groups(x, one)
-        else:
-            turned = K.turned_in_groups(x, offs)
-        turn = scaling.hadamard
-        if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
-            turned, turn = K.turned(turned), False
-        ends = None if offs is None else K.column_offs(offs)
-        other = None if seed is None else seed + 1
-        whole = _by_group(turned, scaling, ends, 0, turn)
-        columns = _coded(turned, scaling, whole, other, turn)
+        columns = _turned(x, scaling, offs, seed)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
+
+
+def _small(
+    x: Tensor, scaling: Scaling, layout: str, offs: Tensor | None, amax: Tensor | None
+) -> Layout:
+    """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
+    swizzle = K.multiplies(x)
+    ends = offs if layout == "col" or amax is not None or swizzle else None
+    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
+    whole = None if amax is None else 1 / K.whole_inverse(amax)
+    found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
+    return found
+
+
+def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None) -> Layout:
+    """Columns by way of a transpose, which the Hadamard transform may turn."""
+    if offs is None and scaling.family.codes:  # one group, as kernels lay it
+        one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+        turned = K.turned_in_groups(x, one)
+    else:
+        turned = K.turned_in_groups(x, offs)
+    turn = scaling.hadamard
+    if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
+        turned, turn = K.turned(turned), False
+    ends = None if offs is None else K.column_offs(offs)
+    amax = _amax_of_groups(turned, scaling, ends, 0, turn)
+    other = None if seed is None else seed + 1
+    return _coded(turned, scaling, _by_group(turned, amax, ends, 0, scaling), other, turn)
 
 
 def _up(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -195,22 +219,28 @@ def _up(scaling: Scaling, amax: Tensor) -> Tensor:
     return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
 
 
+def _amax_of_groups(
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+) -> Tensor | None:
+    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
+    if scaling.scale is not E4M3:
+        return None
+    return K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
+
+
 Whole = tuple[
     Tensor, Tensor
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
 def _by_group(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+    x: Tensor, amax: Tensor | None, ends: Tensor | None, axis: int, scaling: Scaling
 ) -> Whole | None:
-    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
-    if scaling.scale is not E4M3:
+    """An amax of the tensor, or of groups of tokens.   axis: that of features"""
+    if amax is None:
         return None
-    found = K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
-    spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
-    if not spread.dim():
-        return spread[None, None], found
-    return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
+    spread = K.spread_over_groups(amax, ends, x.shape[1 - axis])
+    return K.whole_of_blocks(spread, scaling.grain[1], not axis), amax
 
 
 def _coded(
@@ -241,6 +271,8 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
+    if index is not None or (offs is None) != (x.offs is None):
+        x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
     if index is None and (col or _one_a_group(x)):
         x = _of_this_split(x, offs)

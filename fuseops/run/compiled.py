@@ -44,7 +44,7 @@ from .traced import TABLE, alive
 
 
 class Declared(NamedTuple):
-    """`Sides` of a runner."""
+    """The side names that a runner reads and writes, which traced code checks a call by."""
 
     reads: tuple[str, ...]
     writes: frozenset[str]
@@ -376,7 +376,7 @@ class Told:
         """What is given to it, dynamo guards on."""
 
     def kept(self, piece: int, op: int, kind: str) -> str:
-        """Attributes of one `_kind`."""
+        """The attributes of an op that are of one `_kind`."""
         return _words(n for n, value in self._own(piece, op).items() if _kind(value) == kind)
 
     def item(self, piece: int, op: int, name: str, place: int) -> Any:

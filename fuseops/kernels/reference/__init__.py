@@ -32,11 +32,15 @@ from .formats import dequantize_format as dequantize_format
 from .formats import hadamard as hadamard
 from .formats import pieces as pieces
 from .formats import quantize_format as quantize_format
+from .formats import quantize_micro as quantize_micro
 from .formats import signs as signs
 from .formats import spread_over_groups as spread_over_groups
+from .formats import swizzled as swizzled
 from .formats import turned as turned
 from .formats import turned_in_groups as turned_in_groups
+from .formats import unswizzled as unswizzled
 from .formats import whole_inverse as whole_inverse
+from .formats import whole_of_blocks as whole_of_blocks
 from .fp8 import dequantize as dequantize
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand
@@ -53,6 +57,8 @@ from .grouped import padding_mask as padding_mask
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
+from .micro_gemm import micro_mm as micro_mm
+from .micro_gemm import micro_wgrad as micro_wgrad
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import BITS, draws
-from .grouped import group_of_row
+from .grouped import group_of_row, padding_mask
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
+from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -277,3 +277,65 @@ def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
     full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
     return full[:width].t()
+
+
+def micro_format(data: torch.dtype) -> Format:
+    """MXFP8 of FP8 codes, NVFP4 of codes of four bits, in blocks along a row."""
+    if data is E2M1:
+        return Format(data, E4M3, (1, 16), False)
+    return Format(data, E8M0, (1, 32), True)
+
+
+def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Scales (..., R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512
+    bytes, with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.
+    -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
+
+    offs: of groups of rows, whose blocks begin anew in each: those of group g at block offs[g-1] // 128 + g.
+    """
+    rows, s = scale.shape[-2:]
+    if offs is not None:
+        width = columns_of(rows, len(offs))
+        placed = scale.new_zeros(width + 1, s)
+        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+    padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
+    tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
+    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
+
+
+def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
+    """What `swizzled` was given.   -> (..., rows, count)"""
+    scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
+    if offs is not None:
+        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+    return scale[..., :rows, :].contiguous()
+
+
+def quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `fuseops.kernels.quantize_micro`."""
+    rows, form, turn = len(x), micro_format(data), layout == "col"
+    if turn:
+        x = turned_in_groups(x, offs)
+    elif offs is not None:
+        x = x.masked_fill(padding_mask(offs, rows), 0.0)
+    whole = None
+    if amax is not None:
+        ends = column_offs(offs) if turn and offs is not None else offs
+        whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
+    codes, scale = quantize_format(x, form, whole)
+    scale = scale.view(torch.uint8)
+    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
+
+
+def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
+    """What stands over a tensor, () or by tokens (T,), as the scales of blocks broadcast with it.   turn: of columns"""
+    if not of_token.dim():
+        return of_token[None, None]
+    return of_token[None, ::width] if turn else of_token[:, None]

@@ -102,7 +102,7 @@ def _somebody_sees() -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _row(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One that stands for many."""
+    """A row that stands for many, where a path is asked for by shapes."""
     return torch.empty(1, width, dtype=dtype, device=device)
 
 
@@ -116,7 +116,7 @@ def in_words(why: str | None) -> str:
 def run(
     given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, the activation and dprobs."""
+    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, the activation, dprobs"""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, h.shape[0])

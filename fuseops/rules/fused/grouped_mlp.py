@@ -156,7 +156,7 @@ class GroupedMLP(FusedOp):
         return dswiglu.Operands(form, s.probs if self.scaled else None, s.fc2, s.offs)
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
-        """fc1."""
+        """h = fc1(x), once more or for the first time, in the precision of its call."""
         scale = s.probs if self.scale1 else None
         forward = _without(call, "weight")  # whose columns the backward makes
         low_rank = s.down1, s.up1
@@ -209,7 +209,7 @@ class GroupedMLP(FusedOp):
         return EPILOGUE.says(rows, dims, x)
 
     def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
-        """fc2."""
+        """y = fc2(a), in the precision of its call."""
         scale = s.probs if self.scale2 else None
         forward = _without(call, "weight")
         low_rank = s.down2, s.up2

@@ -219,7 +219,7 @@ class DenseMLP(FusedOp):
         return dh, K.act_fwd(h, *form) if need_a else None
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
-        """Of the Bias, if there is one."""
+        """The Grads of the Bias op, if there is one."""
         wanted = bool(calls) and "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
         return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
@@ -280,7 +280,7 @@ class DenseMLP(FusedOp):
             yield f"the activation writes tensors, which are quantized: {why}"
 
     def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
-        """Of the input of fc1, of h and of y."""
+        """The widths of the input of fc1, of h and of y."""
         return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
 
 

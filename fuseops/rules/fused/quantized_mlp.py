@@ -81,7 +81,7 @@ def gradients(
     dy_index: Tensor | None,
     finish: Finish,
 ) -> tuple[Grads, Grads, Grads]:
-    """`GroupedMLP.gradients`."""
+    """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands."""
     first, act, last = calls
     fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
     fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if mlp.scale2 else None)

@@ -82,7 +82,7 @@ class RoutedMLP(FusedOp):
 
     @property
     def sums(self) -> torch.dtype | None:
-        """As of Combine."""
+        """The dtype of y where the MLP ends in a Combine that says so."""
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
 
