@@ -319,15 +319,17 @@ def quantize_micro(
 ) -> tuple[Tensor, Tensor]:
     """See `fuseops.kernels.quantize_micro`."""
     rows, form, turn = len(x), micro_format(data), layout == "col"
+    tokens = rows
     if turn:
-        x = turned_in_groups(x, offs)
+        x, tokens = x.t(), columns_of(rows, None if offs is None else len(offs))
     elif offs is not None:
         x = x.masked_fill(padding_mask(offs, rows), 0.0)
     whole = None
     if amax is not None:
         ends = column_offs(offs) if turn and offs is not None else offs
-        whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
-    codes, scale = quantize_format(x, form, whole)
+        whole = whole_of_blocks(spread_over_groups(amax, ends, tokens), form.block[1], turn)
+    lay = (lambda part: turned_in_groups(part.t(), offs)) if turn else None
+    codes, scale = quantize_format(x, form, whole, lay=lay)
     scale = scale.view(torch.uint8)
     return codes, swizzled(scale, None if turn else offs) if swizzle else scale
 
