@@ -172,6 +172,11 @@ def columns_of(
     return _operand(x, roles.input, offs, not roles.columns, roles.columns, index, see=see)
 
 
+def wgrad_input(x: Tensor, call: Call, roles: Roles, offs: Tensor | None = None) -> Operand:
+    """What of an x that can go now waits for the weight gradient."""
+    return x if roles.high_wgrad else columns_of(x, call, roles, offs)
+
+
 def _operand(
     x: Operand,
     scaling: Scaling | None,
@@ -266,7 +271,7 @@ def saved_input(
 
 
 def high(x: Operand) -> Tensor:
-    """x in high precision."""
+    """The tensor that an operand stands for, in high precision."""
     return x.dequantize() if isinstance(x, Quantized) else x
 
 

@@ -132,7 +132,7 @@ def portable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `portable`."""
+    """A module's state as it was before `portable`: the inverse."""
     if "_settings" in state:
         token = 0
         for override in state["_settings"]:

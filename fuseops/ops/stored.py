@@ -59,12 +59,12 @@ class StoredWeight:
         )
 
     def codes(self) -> Layout:
-        """As they lie."""
+        """The codes and scales of the weight, over the buffers that hold them."""
         codes, scales = (cast("Tensor", self.buffers[name]) for name in (CODES, SCALES))
         return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for."""
+        """The dequantized weight."""
         return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
 
     @torch.no_grad()

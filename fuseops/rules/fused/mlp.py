@@ -18,10 +18,18 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, high, input_operand, linear, saved_input, weight_rows
+from fuseops.ops.linear import (
+    Linear,
+    high,
+    input_operand,
+    linear,
+    saved_input,
+    weight_rows,
+    wgrad_input,
+)
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -30,24 +38,11 @@ from . import coded_swiglu
 from .front import Front, FrontSaved, Tensors
 from .halves import backward, forward_only, shaped
 
-
-def _epilogue(name: str, least: int) -> Space:
-    """Whether the activation is the end of the GEMM, by default from so many rows on.
-
-    On an H200 both together gain 1 to 2 % of a training step of the MLPs of Llama-3.1-8B and Qwen3-8B at 8192 rows and
-    more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its tiles leave multiprocessors idle.
-    """
-    choices = [{"EPILOGUE": 0}, {"EPILOGUE": 1}]
-    return Space(
-        name,
-        lambda dims, itemsize: choices,
-        lambda rows, dims, itemsize: choices[rows >= least],
-        dims=("n", "k"),
-    )
-
-
-SWIGLU = _epilogue("mlp_swiglu", 4096)  # of fc1
-DSWIGLU = _epilogue("mlp_dswiglu", 512)  # of fc2's input gradient
+# Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
+# of Llama-3.1-8B and Qwen3-8B at 8192 rows and more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its
+# tiles leave multiprocessors idle. The first is of fc1, the second of fc2's input gradient.
+SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
+DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
 
 
 class DenseMLPSaved(NamedTuple):
@@ -229,10 +224,14 @@ class DenseMLP(FusedOp):
                 return dh, a
             dh = K.act_bwd(da, h, *form)
             del da
-        return dh, K.act_fwd(h, *form) if need_a else None
+        if not need_a:
+            return dh, None
+        a, roles = K.act_fwd(h, *form), last.precision.roles
+        del h
+        return dh, a if roles is None else wgrad_input(a, last, roles)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
-        """Of the Bias, if there is one."""
+        """The Grads of the Bias op, if there is one."""
         wanted = bool(calls) and "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
         return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
@@ -252,7 +251,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not swiglu_path(rows, weight):
             return "no path of the GEMM can, see its own"
-        return _data_says(SWIGLU.pick(len(rows), tuple(weight.shape[1:]), y))
+        return _data_says(SWIGLU.says(len(rows), tuple(weight.shape[1:]), y))
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
@@ -266,7 +265,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not swiglu_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
             return "no path of the GEMM can, see its own"
-        return _data_says(DSWIGLU.pick(len(rows), tuple(weight.shape[1:]), dy))
+        return _data_says(DSWIGLU.says(len(rows), tuple(weight.shape[1:]), dy))
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
@@ -293,7 +292,7 @@ class DenseMLP(FusedOp):
             yield f"the activation writes tensors, which are quantized: {why}"
 
     def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
-        """Of the input of fc1, of h and of y."""
+        """The widths of the input of fc1, of h and of y."""
         return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
 
 
@@ -320,8 +319,8 @@ def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) 
     return None
 
 
-def _data_says(config: dict[str, int]) -> str | None:
-    return None if config["EPILOGUE"] else "two kernels are faster for this shape"
+def _data_says(one_kernel: bool) -> str | None:
+    return None if one_kernel else "two kernels are faster for this shape"
 
 
 def _in_words(gemm: str, act: str, why: str | None) -> str:

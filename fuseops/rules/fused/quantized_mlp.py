@@ -30,6 +30,7 @@ from fuseops.ops.linear import (
     input_operand,
     only,
     weight_rows,
+    wgrad_input,
 )
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
@@ -81,7 +82,7 @@ def gradients(
     dy_index: Tensor | None,
     finish: Finish,
 ) -> tuple[Grads, Grads, Grads]:
-    """`GroupedMLP.gradients`."""
+    """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands."""
     first, act, last = calls
     fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
     fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if mlp.scale2 else None)
@@ -149,7 +150,11 @@ def _through_activation(
         wanted = bool(first.needs), "probs" in act.needs, False
         dh, dprobs, _ = mlp.activation_bwd(da, h, s, *wanted)
         del da
-    return dh, mlp.activation(h, s) if "weight" in last.needs else None, dprobs
+    if "weight" not in last.needs:
+        return dh, None, dprobs
+    a = mlp.activation(h, s)
+    del h
+    return dh, wgrad_input(a, last, _roles(last), s.offs), dprobs
 
 
 def _columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:
