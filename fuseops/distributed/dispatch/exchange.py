@@ -60,7 +60,6 @@ class Exchange(abc.ABC):
     name: str
     sums: torch.dtype | None = None  # in which partial sums travel: None for that of the rows
     beside = False  # whether tokens travel while other kernels run
-    takes = ""  # and what they take from those
     not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
@@ -89,6 +88,11 @@ class Exchange(abc.ABC):
         """By which compiled code finds it, for as long as the process lives."""
         self.number = len(_numbered)
         _numbered.append(self)
+
+    @property
+    def takes(self) -> str:
+        """What that takes from those kernels, in words."""
+        return ""
 
     @property
     def group(self) -> Any:
