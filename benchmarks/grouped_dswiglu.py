@@ -65,7 +65,7 @@ def cell(shape: str, gathers: bool, options: argparse.Namespace) -> dict[str, An
     dims = (*t["weight"].shape, gathers)
     return {
         "error_of_dh_a_dprobs": errors,
-        "takes": "one_kernel" if EPILOGUE.pick(len(t["h"]), dims, t["h"])["EPILOGUE"] else "two_kernels",
+        "takes": "one_kernel" if EPILOGUE.says(len(t["h"]), dims, t["h"]) else "two_kernels",
         "us": measure.medians(us),
         "gain": measure.paired(us["one_kernel"], us["two_kernels"]),
     }  # fmt: skip

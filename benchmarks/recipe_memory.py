@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,15 @@ def linear() -> Any:
 MODELS = {"MoE layer": moe, "dense block": dense, "one Linear": linear}
 
 
-def planned(make: Any, recipe: Any) -> dict[str, float]:
-    """MiB of one step over T tokens."""
-    model, x = make(), torch.empty(T, D, dtype=DTYPE, requires_grad=True)
+@cache
+def made(name: str) -> Any:
+    return MODELS[name]()
+
+
+@cache
+def planned(name: str, recipe: Any) -> dict[str, float]:
+    """MiB of one step of a model over T tokens."""
+    model, x = made(name), torch.empty(T, D, dtype=DTYPE, requires_grad=True)
     with as_if_on(90), fo.recipe(recipe, strict=recipe is not None):
         plan = model.plan(x)
     own = x.nbytes if any(t.name.endswith(".x") and t.nbytes == x.nbytes for t in plan.saved) else 0
@@ -74,8 +81,7 @@ def main() -> None:
         "sizes": f"{T} tokens, D {D}, F {F}, {E} experts, {K} a token, bfloat16",
     }
     found["memory"] = {
-        name: {label: planned(make, recipe) for label, recipe in RECIPES.items()}
-        for name, make in MODELS.items()
+        name: {label: planned(name, recipe) for label, recipe in RECIPES.items()} for name in MODELS
     }
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found["memory"], indent=1))

@@ -69,6 +69,9 @@ def push_saved_tensor_hooks(pack: Any, unpack: Any) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+# whether autocast is on for some kind of device: a fifth of what it costs to ask for one
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 # whether a `torch.func` transform (grad, vjp, vmap, ...) runs
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

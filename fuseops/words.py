@@ -4,7 +4,7 @@ import torch
 
 
 def size(nbytes: int) -> str:
-    """1536 -> 1.5 KiB."""
+    """A number of bytes in the largest unit that it reaches: 1536 is 1.5 KiB."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

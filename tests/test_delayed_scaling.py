@@ -269,3 +269,16 @@ def test_compiled_code_refuses_it() -> None:
 def test_a_comparison_sees_the_amaxes_of_weights_that_an_earlier_run_has_kept() -> None:
     with fo.recipe(DELAYED(weights="step")):
         assert_fused_matches_unfused(dense(), torch.randn(3, D))
+
+
+def test_a_state_whose_buffers_were_deleted_begins_anew() -> None:
+    model, x = dense(), torch.randn(3, D)
+    with fo.recipe(DELAYED()):
+        model(x).sum().backward()
+        for op in model:
+            for name in (scales.AMAX, scales.HISTORY, scales.SCALE):
+                op._buffers.pop(name, None)
+        fo.weights_changed(model)
+        assert scales.AMAX not in dict(model.named_buffers())
+        model(x)
+    assert scales.AMAX in {name.rpartition(".")[2] for name, _ in model.named_buffers()}

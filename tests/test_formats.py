@@ -1,6 +1,7 @@
 """Formats of operands: bit for bit those of an oracle, and every GEMM multiplies what they stand for."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuseops as fo
 from fuseops import kernels as K
-from fuseops.kernels.reference import formats
+from fuseops.kernels.reference import quantize
 from fuseops.recipes import Scaling, gemm
 from fuseops.recipes import mxfp8 as mx
 from fuseops.recipes import nvfp4 as nv
@@ -330,10 +331,45 @@ def test_large_tensors_are_quantized_in_pieces_to_the_same_bits(
         return [t.contiguous().view(torch.uint8) for t in q.components().values()]
 
     whole = made()
-    monkeypatch.setattr(formats, "LEAST_PIECE", 1)
-    assert len(formats.pieces(x)) > 10
+    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
+    assert len(quantize.pieces(x)) > 10
     for mine, theirs in zip(made(), whole, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "of_weight"),
+    [(mx.mxfp8(), mx.mxfp8()), (mx.mxfp8(), mx.mxfp8(square=True)), (nv.nvfp4(hadamard=True), nv.nvfp4(True))],
+    ids=str,
+)  # fmt: skip
+def test_products_over_groups_are_the_same_in_pieces(
+    scaling: Scaling, of_weight: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of codes that are expanded: by rows, by features of the weight, and by features of dy."""
+    torch.manual_seed(0)
+    x, dy, weight = torch.randn(600, 70), torch.randn(600, 100), torch.randn(3, 100, 70)
+    offs = torch.tensor([40, 40, 590], dtype=torch.int32)
+
+    def made() -> list[Tensor]:
+        a, g = (operand(t, scaling, offs, row=True, col=True) for t in (x, dy))
+        w = weight_operand(weight, of_weight, row=True, col=True)
+        dw = gemm.wgrad(g, a, torch.float32, offs)
+        return [gemm.fprop(a, w, offs), gemm.dgrad(g, w, offs), dw]
+
+    whole, parts = made(), []
+    monkeypatch.setattr(quantize, "LEAST_PIECE", 1)
+    monkeypatch.setattr(gemm, "STEP", 32)
+    for name in ("grouped_mm", "grouped_wgrad"):
+        kernel = getattr(K, name)
+
+        def seen(t: Tensor, *rest: Any, kernel: Any = kernel) -> Any:
+            parts.append(tuple(t.shape))
+            return kernel(t, *rest)
+
+        monkeypatch.setattr(gemm.K, name, seen)
+    for mine, theirs in zip(made(), whole, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert len(parts) == 4 + 2 * 4 + 2 * 3
 
 
 def test_the_forward_never_rounds_at_random() -> None:
@@ -497,3 +533,48 @@ def test_a_backward_of_its_own_is_that_of_a_plain_product(
     assert leaf.grad is not None and op.weight.grad is not None
     torch.testing.assert_close(leaf.grad, dy @ w)
     torch.testing.assert_close(op.weight.grad, dy.t() @ x)
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [fo.recipes.MXFP8BlockScaling, partial(fo.recipes.NVFP4BlockScaling, stochastic=False)],
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_by_scaled_tensor_cores_is_the_step_by_expanded_operands(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, square: bool, kept: bool
+) -> None:
+    """Operands whose scales lie as Blackwell's tensor cores read them stand for the same, and products are the same."""
+    chosen = recipe(square_weights=square, weights="step" if kept else "none")
+    offs = torch.tensor([5, 5, 138, 150], dtype=torch.int32)
+    torch.manual_seed(0)
+    dense = fo.Sequential(fo.ops.Linear(48, 160, bias=False), fo.ops.Linear(160, 40))
+    experts = fo.Sequential(
+        fo.ops.GroupedLinear(4, 48, 64, bias=False),
+        fo.ops.SwiGLU(),
+        fo.ops.GroupedLinear(4, 32, 48),
+    )
+    calls: set[str] = set()
+
+    def seen(op: Any) -> Any:
+        return lambda *args: calls.add(op.name) or op(*args)
+
+    for model, side in ((dense, {}), (experts, {"offs": offs})):
+        x = torch.randn(150, 48) * torch.exp2(torch.randint(-5, 6, (150, 48)).float())
+        found = []
+        calls.clear()
+        for blackwell in (False, True):
+            with monkeypatch.context() as patch, fo.recipe(chosen, strict=True):
+                fo.weights_changed(model)
+                if blackwell:
+                    patch.setattr(K, "multiplies", lambda x: True)
+                    for name in ("micro_mm", "micro_wgrad"):
+                        patch.setattr(K, name, seen(getattr(K, name)))
+                leaf = x.clone().requires_grad_()
+                y = model(leaf, **side)
+                y.backward(torch.ones_like(y))
+                found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+                model.zero_grad()
+        assert calls == {"micro_mm", "micro_wgrad"}
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))

@@ -8,7 +8,8 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,23 @@ from fuseops.ops import (
     Tap,
     scopes,
 )
-from fuseops.plan.key import Glance
+from fuseops.plan.key import CallFacts, Glance, OpFacts, ParameterFacts, PlanKey
 from fuseops.recipes import Float8CurrentScaling
 from fuseops.run import entries
+from fuseops.run.runner import runner_of
+
+
+@pytest.fixture(autouse=True)
+def glances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test of this file calls: where a glance fits, the key is that of the call."""
+    fits = Glance.fits
+
+    def judged(self: Glance, *call: object) -> bool:
+        found = fits(self, *call)
+        assert not found or PlanKey.of(self.chain, *call) == self.key
+        return found
+
+    monkeypatch.setattr(Glance, "fits", judged)
 
 
 def model() -> fo.Sequential:
@@ -533,6 +548,87 @@ def test_another_thread_between_the_glance_and_the_plan(
 
     monkeypatch.setattr(Glance, "fits", interrupted)
     torch.testing.assert_close(outcome(seq, x), expected, rtol=0, atol=0)
+
+
+def set_on(op: fo.Op, name: str, value: object) -> None:
+    op.__dict__[name] = value
+
+
+def hook(op: fo.Op) -> None:
+    op.register_forward_hook(lambda m, i, o: o)
+
+
+LINEAR, DROPOUT = 0, 1  # of the chain below
+# what a plan depends on, by field: a change of the ops, or what the next call has
+CHANGED: dict[type, dict[str, Callable]] = {
+    OpFacts: {
+        "kind": lambda ops: setattr(ops[DROPOUT], "__class__", type("Other", (Dropout,), {})),
+        "training": lambda ops: ops[LINEAR].eval(),
+        "alias": lambda ops: setattr(ops[DROPOUT], "p", 0.0),
+        "bare": lambda ops: hook(ops[LINEAR]),
+        "methods": lambda ops: set_on(ops[LINEAR], "bwd", ops[LINEAR].bwd),
+        "local": lambda ops: set_on(ops[LINEAR], "_local", {}),
+    },
+    ParameterFacts: {
+        "needs": lambda ops: ops[LINEAR].weight.requires_grad_(False),
+        "dtype": lambda ops: ops[LINEAR].double(),
+        "meta": lambda ops: ops[LINEAR].to("meta"),
+        "kind": lambda ops: setattr(
+            ops[LINEAR], "weight", type("Mine", (nn.Parameter,), {})(torch.ones(8, 8))
+        ),
+    },
+    CallFacts: {
+        "tokens": lambda x, side, tokens: (x, side, (tokens[0] + 1, *tokens[1:]), ()),
+        "live": lambda x, side, tokens: (x, side, tokens, ("a",)),
+        "sides": lambda x, side, tokens: (x, {"a": side["a"].double()}, tokens, ()),
+        "dtype": lambda x, side, tokens: (x.double(), side, tokens, ()),
+        "device": lambda x, side, tokens: (x.to("meta"), side, tokens, ()),
+        "grad": lambda: torch.no_grad(),
+        "x_needs": lambda x, side, tokens: (x.detach(), side, tokens, ()),
+        "x_class": lambda x, side, tokens: (nn.Parameter(x.detach()), side, tokens, ()),
+        "autocast": lambda: torch.autocast("cpu"),
+        "hooked": lambda: hook_on_all(),
+        "compiling": lambda: mock.patch("torch.compiler.is_compiling", lambda: True),
+    },
+}
+
+
+@contextmanager
+def hook_on_all() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"), [(kind, name) for kind in CHANGED for name in kind._fields]
+)
+def test_a_glance_sees_each_field_of_the_key(facts: type, field: str) -> None:
+    seq, change = fo.Sequential(Linear(8, 8), Dropout(0.5), Add("a")), CHANGED[facts][field]
+    side, tokens, x = {"a": torch.ones(5, 8)}, (1, 2, 3), data()
+    chain = runner_of(seq).pieces[0][1].chain
+    glance = Glance(chain, before := PlanKey.of(chain, x, side, tokens, ()))
+    assert glance.fits(x, side, tokens, ())
+    call, around = (x, side, tokens, ()), nullcontext()
+    if facts is not CallFacts:
+        change(chain.ops)
+    elif not change.__code__.co_argcount:
+        around = change()
+    else:
+        call = change(x, side, tokens)
+    with around:
+        after = PlanKey.of(chain, *call)
+        assert not glance.fits(*call)
+    values = [
+        [
+            getattr(of, field)
+            for of in {CallFacts: (key.call,), OpFacts: key.ops}.get(facts, key.parameters[LINEAR])
+        ]
+        for key in (before, after)
+    ]
+    assert values[0] != values[1]
 
 
 def test_plans_die_with_their_sequential_and_the_graph_lives_on() -> None:

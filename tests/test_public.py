@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,33 @@ def test_a_scope_is_shown_by_what_it_says_and_can_be_entered_again(made: Any, sh
             said = inside()
         assert said is not outside and scopes.current().said is outside
     assert scope(inside)() is said and scopes.current().said is outside
+
+
+def test_no_public_scope_is_shown_by_its_address() -> None:
+    """As a bare generator's is. kernels keep one, which compiled code enters: dynamo knows contextlib's."""
+    bare = contextmanager(iter).__code__
+    public = [importlib.import_module(name) for name in PUBLIC if name != "fuseops.kernels"]
+    found = [
+        f"{module.__name__}.{name}"
+        for module in public
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__code__", None) is bare
+    ]
+    assert found == []
+
+
+def test_a_written_scope_is_one_of_each_call_and_can_be_entered_again() -> None:
+    scope = fo.quantized_init(fo.recipes.Float8BlockScaling())
+    assert repr(fo.debug()) == "<fuseops scope: debug()>"
+    assert repr(scope).startswith("<fuseops scope: quantized_init(Float8BlockScaling(")
+    for _ in range(2):
+        with scope:
+            op = fo.ops.Linear(128, 128)
+        assert "weight_scale_inv" in op.state_dict()
+    with (seen := fo.debug()) as outer, seen as inner:
+        assert inner is outer
+    assert scopes.current().debug is None
+    assert fo.debug()(lambda: scopes.current().debug)() is not None
 
 
 def test_plans_and_scopes_are_shown_in_a_line() -> None:

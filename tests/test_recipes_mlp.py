@@ -102,7 +102,9 @@ def test_a_dense_mlp_equals_its_ops_one_by_one_bit_for_bit(
 
 
 def test_the_producers_of_a_dense_mlp_write_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pass quantizes what the norm, SwiGLU or its backward has made: of tensors only dy is."""
+    """No pass quantizes what the norm, SwiGLU or its backward has made: of tensors only dy is. The columns of dh are
+    made of its codes when dx is there.
+    """
     passes: list[tuple[int, ...]] = []
     for name in ("quantize_operand", "quantize_vectors", "permute_operand"):
         kernel = getattr(operands.K, name)
@@ -120,7 +122,7 @@ def test_the_producers_of_a_dense_mlp_write_codes(monkeypatch: pytest.MonkeyPatc
             assert not passes
         del passes[:]
         y.backward(varied(200, D, seed=3))
-        assert passes == [(200, D)]
+        assert passes == [(200, D), (200, 4 * F)]
         del passes[:]
 
 

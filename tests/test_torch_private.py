@@ -190,6 +190,15 @@ def test_inside_forward_ad_is_true_inside_a_level_only() -> None:
     assert not torch_private.inside_forward_ad()
 
 
+def test_any_autocast_is_true_inside_one_only() -> None:
+    assert not torch_private.any_autocast()
+    with torch.autocast("cpu"):
+        assert torch_private.any_autocast()
+        with torch.autocast("cpu", enabled=False):
+            assert not torch_private.any_autocast()
+    assert not torch_private.any_autocast()
+
+
 def test_inside_functorch_is_true_inside_a_transform_only() -> None:
     seen: list[bool] = []
 

@@ -8,7 +8,7 @@ SCHEMA_VERSION = 1
 
 
 def as_json(command: str, **fields: Any) -> None:
-    """One object on stdout."""
+    """Print what a command found as one JSON object."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, "command": command, **fields}, indent=2))
 
 

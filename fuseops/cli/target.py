@@ -57,7 +57,7 @@ def load(name: str) -> Target:
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Around the user's code."""
+    """Marks what the user's code raises as the user's own error."""
     try:
         yield
     except (FuseOpsError, UsageError):

@@ -167,7 +167,7 @@ def _indented(text: str) -> str:
 
 
 def described(device: torch.device) -> str:
-    """The device in words."""
+    """The name of a GPU, or what the CPU is used as."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "one thread of the CPU"

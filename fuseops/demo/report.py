@@ -38,7 +38,7 @@ MORE_STYLE = """
 
 
 class Page(NamedTuple):
-    """What the page shows."""
+    """What the page of the demo shows, section by section."""
 
     title: str
     facts: Sequence[tuple[str, str]]
@@ -60,7 +60,7 @@ def write(report: Page, folder: Path) -> Path:
 
 
 def page(report: Page) -> str:
-    """The whole document."""
+    """The page as an HTML document."""
     return document(report.title, "".join(_sections(report)), MORE_STYLE)
 
 

@@ -14,7 +14,7 @@ from .model import ByteModel, nats, objective
 
 @dataclass(frozen=True)
 class LearningRate:
-    """How it learns."""
+    """The steps, batches and learning rate of a training."""
 
     steps: int
     batch: int = 16

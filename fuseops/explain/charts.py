@@ -26,7 +26,7 @@ class ChartBar(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """Where its drawing ends."""
+        """The value at which the drawing of the bar ends."""
         return max((self.value, *(self.between or ())))
 
 

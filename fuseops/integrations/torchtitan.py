@@ -32,12 +32,12 @@ _MLP = "_fuseops_mlp"  # in a module's `__dict__`, where it is no child: it has 
 
 @dataclass(kw_only=True, slots=True)
 class ExpertsConfig(GroupedExperts.Config):  # type: ignore[misc]
-    """That of GroupedExperts."""
+    """The config of `FusedExperts`: that of GroupedExperts under a name of its own."""
 
 
 @dataclass(kw_only=True, slots=True)
 class FeedForwardConfig(FeedForward.Config):  # type: ignore[misc]
-    """That of FeedForward."""
+    """The config of `FusedFeedForward`: that of FeedForward under a name of its own."""
 
 
 class FusedExperts(GroupedExperts):  # type: ignore[misc]
@@ -132,11 +132,11 @@ def _override(name: str, target: Any, description: str) -> Any:
 
 @_override("grouped_experts", GroupedExperts.Config, "The experts' MLP by fuseops.")
 def grouped_experts(cfg: Any) -> Any:
-    """The override of `GroupedExperts.Config`."""
+    """A config of GroupedExperts made one of `FusedExperts`."""
     return derive(cfg, FusedExperts.Config)
 
 
 @_override("feed_forward", FeedForward.Config, "The feed-forward layer by fuseops.")
 def feed_forward(cfg: Any) -> Any:
-    """The override of `FeedForward.Config`."""
+    """A config of FeedForward made one of `FusedFeedForward`."""
     return derive(cfg, FusedFeedForward.Config)

@@ -4,7 +4,7 @@ Each runs its kernel where there is one for the tensors at hand, and plain diffe
 elsewhere; `registry.KernelOp` says when. What has no kernel yet is the reference itself.
 
     launchers       activation, add_mm, amax, bias, cross_entropy, dropout, layer_norm, norm, norm_operand,
-                    operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
+                    micro, micro_gemm, operands, peers, permute, quantize, rope, router, router_losses, routing, wide_mm
     grouped GEMMs   grouped, grouped_glu and grouped_glu_bwd (with SwiGLU); grouped_paths (which kernel),
                     grouped_why (in words), grouped_launch, grouped_autograd
     FP8 GEMMs       fp8, fp8_checks, fp8_launch; fp8_paths (which kernel, and why)
@@ -51,6 +51,10 @@ from .launch import launch as launch
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd
 from .layer_norm import layernorm_fwd as layernorm_fwd
+from .micro import quantize_micro as quantize_micro
+from .micro_gemm import micro_mm as micro_mm
+from .micro_gemm import micro_wgrad as micro_wgrad
+from .micro_gemm import multiplies as multiplies
 from .norm import add_rmsnorm_fwd as add_rmsnorm_fwd
 from .norm import rmsnorm_bwd as rmsnorm_bwd
 from .norm import rmsnorm_fwd as rmsnorm_fwd
@@ -78,6 +82,7 @@ from .reference import accumulator as accumulator
 from .reference import amax_of_groups as amax_of_groups
 from .reference import amax_of_tokens as amax_of_tokens
 from .reference import by_group as by_group
+from .reference import by_pieces as by_pieces
 from .reference import codes_values as codes_values
 from .reference import column_offs as column_offs
 from .reference import columns_in_groups as columns_in_groups
@@ -91,9 +96,12 @@ from .reference import quantize_format as quantize_format
 from .reference import saturate as saturate
 from .reference import signs as signs
 from .reference import spread_over_groups as spread_over_groups
+from .reference import swizzled as swizzled
 from .reference import turned as turned
 from .reference import turned_in_groups as turned_in_groups
+from .reference import unswizzled as unswizzled
 from .reference import whole_inverse as whole_inverse
+from .reference import whole_of_blocks as whole_of_blocks
 from .registry import kernel_op as kernel_op
 from .registry import reference_only as reference_only
 from .rope import apply_rope as apply_rope

@@ -41,10 +41,15 @@ PINNED = "3.6"
 """The Triton whose table has every row; those of others have the rows in Gluon, which changes between releases."""
 ARCHS = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+TMEM_LIMIT = 512
 SPILLS_ALLOWED: dict[str, tuple[int, str]] = {
     "rmsnorm_bwd_kernel": (16, "16384 columns with dw and dres; a second pass would cost far more"),
     "layernorm_fwd_kernel": (8, "4096 columns with a residual, weight and bias, of four warps"),
     "layernorm_bwd_kernel": (136, "16384 columns with dw and dres; as above"),
+    "micro_mm_kernel": (
+        8,
+        "on sm_120: a slot that ptxas zeroes beside the scaled mma; nothing is spilled",
+    ),
     "act_dprobs_kernel": (8, "widths that are not aligned, with a gate"),
     "router_fwd_kernel": (8, "256 experts in groups, tokens of one warp"),
     "permute_operand_kernel": (16, "on sm_120; with so few registers Hopper runs one more program"),
@@ -243,6 +248,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     unsafe = re.search(r"cvt\.rn\.(?!satfinite)\S*e[45]m[23]x2\.f32", ptx)
     misreads = misread(ptx)
+    tmem = kernel.metadata.tmem_size or 0  # columns of the tensor memory of Blackwell
     mma = next((name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx), "")
     return (
         result
@@ -252,6 +258,7 @@ def compile_row(row: Row) -> dict[str, Any]:
             "shared": kernel.metadata.shared,
             "mma": mma,
         }
+        | ({"tmem": tmem} if tmem else {})
         | ({"unsafe": unsafe[0]} if unsafe else {})
         | ({"misread": misreads} if misreads else {})
     )
@@ -292,6 +299,8 @@ def problem_of(row: Row, result: dict[str, Any], release: str | None = None) -> 
         return None
     if result["shared"] > SHARED_LIMIT[row.arch]:
         return f"needs {result['shared']} bytes of shared memory of {SHARED_LIMIT[row.arch]}"
+    if result.get("tmem", 0) > TMEM_LIMIT:
+        return f"needs {result['tmem']} columns of tensor memory of {TMEM_LIMIT}"
     if "unsafe" in result:
         return f"converts to FP8 without saturation: {result['unsafe']}"
     if "misread" in result:

@@ -90,6 +90,33 @@ class Space:
         return self.default(rows, dims, itemsize)
 
 
+class Switch(Space):
+    """Whether to do one thing: a space of two configurations, {what: 0} and {what: 1}.
+
+    ``default(rows, dims)`` says which where no table does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        what: str,
+        default: Callable[[int, tuple[int, ...]], bool],
+        dims: tuple[str, ...] = ("n", "k"),
+    ) -> None:
+        self.what = what
+        ways = [{what: 0}, {what: 1}]
+        super().__init__(
+            name,
+            lambda dims, itemsize: ways,
+            lambda rows, dims, itemsize: ways[bool(default(rows, dims))],
+            dims,
+        )
+
+    def says(self, rows: int, dims: tuple[int, ...], like: torch.Tensor) -> bool:
+        """Whether to do it, over tensors as those of `pick`."""
+        return bool(self.pick(rows, dims, like)[self.what])
+
+
 def bucket(rows: int) -> int:
     """Rows rounded up to a power of two, at most 2^18."""
     return 0 if rows <= 0 else min(1 << (rows - 1).bit_length(), MAX_BUCKET)

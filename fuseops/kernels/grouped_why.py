@@ -34,16 +34,13 @@ def mm_words(
     return _joined(path, reasons)
 
 
-def wgrad_words(
-    dy: Tensor, x: Tensor, dy_index: Tensor | None = None, x_index: Tensor | None = None
-) -> str:
-    """The path of `grouped_wgrad`, as above."""
-    path = wgrad_path(dy, x, dy_index, x_index)
-    gathers = dy_index is not None or x_index is not None
+def wgrad_words(dy: Tensor, x: Tensor, x_index: Tensor | None = None) -> str:
+    """The path of `grouped_wgrad` over a dy whose rows are in order, as above."""
+    path = wgrad_path(dy, x, None, x_index)
     reasons: dict[str, Reasons] = {
         "pointer": [*_undescribed("dy", dy), *_undescribed("x", x), _rows("dw", x.shape[1], x)],
         "tma": _no_gluon(x),
-        "pingpong": _copied(gathers, dy.shape[1] if x_index is not None else x.shape[1]),
+        "pingpong": _copied(x_index is not None, dy.shape[1]),
     }
     return _joined(path, reasons)
 

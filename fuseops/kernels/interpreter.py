@@ -6,7 +6,7 @@ Repaired, in triton 3.6 to 3.9:
   saturating as ``cvt.rn.satfinite`` does (infinities too; NaN stays NaN);
 * ``tl.dot`` multiplies the bit patterns of bf16 operands, ``tl.dot_scaled`` is missing in 3.6: here
   operands are decoded exactly and products are summed in float32 (float32 operands are not rounded
-  to tf32);
+  to tf32), scales of E4M3 too;
 * integers become bf16 by their bits; minimum and maximum of a number and NaN give NaN in 3.6
   (hardware: the number), and those along an axis warn where all are NaN;
 * loop bounds fail under numpy >= 2.4 in 3.6;
@@ -36,7 +36,7 @@ _FLOATS = (tl.float16, tl.bfloat16, tl.float32, tl.float64, *_FP8)
 
 @functools.cache
 def install() -> None:
-    """Patch the interpreter, once."""
+    """Put the functions of this file in the place of the interpreter's, once a process."""
     builder = tri.InterpreterBuilder
     builder.cast_impl = _cast
     builder.create_fp_to_fp = functools.partialmethod(_fp_to_fp, original=builder.create_fp_to_fp)
@@ -191,7 +191,7 @@ def _semantic_dot_scaled(self: Any, *args: Any, original: Any) -> Any:
 
 
 def _scaled_operand(value: Any, scale: Any, kind: Any, k_axis: int, k_pack: bool) -> np.ndarray:
-    """Exact values of a scaled operand; scales are E8M0 bytes along K, (outer, K / group)."""
+    """Exact values of a scaled operand; scales are E8M0 bytes or E4M3 along K, (outer, K / group)."""
     if kind == tri._ir.ScaleDotElemTypeTY.E2M1:
         data = _unpack_e2m1(value.data, k_axis if k_pack else -3 - k_axis)
     else:
@@ -202,11 +202,13 @@ def _scaled_operand(value: Any, scale: Any, kind: Any, k_axis: int, k_pack: bool
         data = decode(value.data, formats.get(kind, value.dtype.scalar)).astype(np.float32)
     if scale is None:
         return data
-    exponent = scale.data.view(np.uint8)
-    factor = np.where(
-        exponent == 255, np.nan, np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
-    )
-    factor = np.repeat(factor.astype(np.float32), data.shape[k_axis] // exponent.shape[-1], axis=-1)
+    if scale.dtype.scalar == tl.float8e4nv:
+        factor = decode(scale.data, tl.float8e4nv)
+    else:
+        exponent = scale.data.view(np.uint8)
+        power = np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
+        factor = np.where(exponent == 255, np.nan, power).astype(np.float32)
+    factor = np.repeat(factor, data.shape[k_axis] // factor.shape[-1], axis=-1)
     return data * (factor if k_axis == -1 else np.swapaxes(factor, -1, -2))
 
 

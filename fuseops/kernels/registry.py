@@ -46,7 +46,7 @@ DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-"""What the kernels load; a call with a tensor of any other dtype runs the twin."""
+"""What kernels load that do not say otherwise; a call with a tensor of any other dtype runs the twin."""
 
 OWN = "fuseops"
 KERNEL_OPS: dict[str, KernelOp[Any, Any]] = {}  # of fuseops by name, of others by namespace::name
@@ -128,6 +128,7 @@ class KernelOp(Generic[P, R]):
         cases: Callable[[], Iterable[tuple[Any, ...]]],
         mutates: Iterable[str],
         namespace: str | None,
+        dtypes: frozenset[torch.dtype],
     ) -> None:
         functools.update_wrapper(self, launcher)
         self.name: str = launcher.__name__
@@ -135,7 +136,7 @@ class KernelOp(Generic[P, R]):
         self.label = f"{space}::{self.name}"
         self.launcher, self.twin = launcher, twin
         self.min_arch, self.traces_twin, self.fuses = min_arch, traces_twin, fuses
-        self.cases, self._nbytes = cases, nbytes
+        self.cases, self._nbytes, self.dtypes = cases, nbytes, dtypes
         key = self.name if space == OWN else self.label
         if key in KERNEL_OPS:
             raise FuseOpsError(
@@ -217,7 +218,7 @@ class KernelOp(Generic[P, R]):
         for value in (*args, *kwargs.values()) if kwargs else args:
             plain = type(value) in PLAIN
             if plain or isinstance(value, Tensor):
-                if value.dtype not in DTYPES or value.device != where:
+                if value.dtype not in self.dtypes or value.device != where:
                     return False
                 if (grad and value.requires_grad) or not (plain or torch_private.is_fake(value)):
                     return False
@@ -259,6 +260,7 @@ def kernel_op(
     cases: Callable[[], Iterable[tuple[Any, ...]]] = tuple[Any, ...],
     mutates: Iterable[str] = (),
     namespace: str | None = None,
+    dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> Callable[[Callable[P, R]], KernelOp[P, R]]:
     """Register the decorated launcher: its signature is the op's schema, so every argument has a type that
     `torch.library.infer_schema` knows, the first is a Tensor, and what it returns are new tensors.
@@ -273,10 +275,22 @@ def kernel_op(
     mutates: names of the tensors that it writes to.
     namespace: of `torch.ops`, in which the op stands by the launcher's name; left out: the top-level package that the
         launcher is defined in ("main" of a script).
+    dtypes: those that it loads; a call with a tensor of another one runs the twin.
     Raises FuseOpsError for a second op of one name.
     """
     return lambda launcher: KernelOp(
-        launcher, twin, fake, flops, nbytes, min_arch, traces_twin, fuses, cases, mutates, namespace
+        launcher,
+        twin,
+        fake,
+        flops,
+        nbytes,
+        min_arch,
+        traces_twin,
+        fuses,
+        cases,
+        mutates,
+        namespace,
+        dtypes,
     )
 
 

@@ -63,7 +63,7 @@ def router_loss(
         return reference.router_loss(logits, counts, k, score, balance, z)
     logits = as_rows(logits)
     config = dict(FWD.pick(tokens, (experts,), logits))
-    programs, each = row_splits(tokens, 1, config, logits)
+    programs, each = row_splits(tokens, config, logits)
     partial, loss = logits.new_empty(programs, experts + 1), logits.new_empty(())
     (leads, follows), kernels, block_e = (
         chain(logits.device),

@@ -62,14 +62,6 @@ def tile_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_tile(max(total // n, 1), n, warps) for total, warps in sizes if total >= n]
 
 
-def tile_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Small tiles while there are few rows, 16 elements a thread otherwise."""
-    wide = [
-        c for c in tile_candidates(dims, itemsize) if c["BLOCK_R"] * c["BLOCK_N"] >= 2048
-    ] or tile_candidates(dims, itemsize)
-    return wide[0]
-
-
 def wide_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Elementwise tiles of 2048 elements, 8 or 16 a thread: as few programs as still keep every
     multiprocessor full (programs of 1024 start more slowly than memory moves).
@@ -111,15 +103,15 @@ def column_tile(
 
 
 def tile_grid(rows: int, n: int, config: Config) -> tuple[int]:
-    """One program a tile."""
+    """The grid of one program for each tile."""
     return (cdiv(rows, config["BLOCK_R"]) * cdiv(n, config["BLOCK_N"]),)
 
 
-def row_splits(rows: int, num_columns: int, config: Config, like: Tensor) -> tuple[int, int]:
-    """(number of chunks, rows of each) so that column blocks times chunks fill the device PER_SM
-    times, which is taken out of the configuration.
+def row_splits(rows: int, config: Config, like: Tensor) -> tuple[int, int]:
+    """(number of chunks, rows of each) so that the chunks fill the device PER_SM times, which is taken
+    out of the configuration.
     """
-    each = max(cdiv(rows, _wanted(num_columns, config, like)), config["BLOCK_R"])
+    each = max(cdiv(rows, _wanted(1, config, like)), config["BLOCK_R"])
     return cdiv(rows, each), each
 
 

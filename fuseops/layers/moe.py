@@ -164,7 +164,7 @@ class MoE(Sequential):
     def forward(  # type: ignore[override]
         self, x: Tensor | Quantized, *args: Any, returns: Iterable[str] = (), **side: Any
     ) -> Any:
-        """As of a Sequential, over the flattened tokens of x (..., dim)."""
+        """Runs the layer over the flattened tokens of x (..., dim), with the options of a Sequential."""
         returns = (returns,) if isinstance(returns, str) else tuple(returns)
         router = self._counting()
         asked = returns if router is None else (*returns, "experts")
@@ -293,7 +293,7 @@ def _shared(
     bias: bool,
     where: dict[str, Any],
 ) -> nn.Module | None:
-    """The dense branch."""
+    """The dense branch: a module of the caller's, or an MLP as wide as so many experts."""
     if isinstance(shared, nn.Module):
         return shared
     if shared == 0:

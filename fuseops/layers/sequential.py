@@ -22,7 +22,7 @@ from fuseops.run.buffers import Buffers
 from fuseops.run.composed import Composed
 from fuseops.run.run import Run
 from fuseops.run.runner import Runner, runner_of, tokens_of
-from fuseops.run.sides import check_input, check_returns, described, no_tensor, side_inputs
+from fuseops.run.sides import check_input, check_returns, described, no_tensor_between, side_inputs
 
 RESIDUAL = "<residual>"  # a name that no Tap or Add inside a Residual has
 
@@ -84,7 +84,7 @@ class Sequential(Composed):
             if runner.pieces and not isinstance(runner.pieces[at][1], Run):
                 error.add_note(f"in {runner.pieces[at][0]!r} of {described(self)}")
             elif not isinstance(x, Tensor | Quantized):
-                raise no_tensor(self, runner.pieces[at - 1 : at + 1], x) from error
+                raise no_tensor_between(self, runner.pieces[at - 1 : at + 1], x) from error
             raise
         finally:
             if entered:

@@ -49,12 +49,12 @@ def choices() -> str:
 def words(
     x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, swiglu: bool
 ) -> str:
-    """Of one grouped GEMM and the two of its backward, whose dy is taken to be contiguous."""
+    """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous."""
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_words(x, weight, bias, index)
     ends = " with SwiGLU at its end" if swiglu and swiglu_path(x, weight, index) else ""
-    dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, None, index)
+    dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, index)
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"
     return f"grouped GEMM N {n}, K {k}: {forward}{ends}{rest}"

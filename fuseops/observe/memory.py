@@ -23,7 +23,7 @@ class Meter(Protocol):
         """An op is about to run."""
 
     def after(self, made: Sequence[Tensor]) -> int:
-        """It ran, and made tensors in new storages.   -> most bytes on the device meanwhile"""
+        """The op ran, and made tensors in new storages.   -> most bytes on the device meanwhile"""
 
 
 def outside_bytes(model: nn.Module) -> int:

@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`."""
+    """Take the hooks away once there were as many calls as of `install`."""
     global _open
     with _lock:
         _open -= 1
@@ -74,13 +74,13 @@ def uninstall() -> None:
 
 
 def watch(watcher: Watcher) -> None:
-    """Open a scope in this thread."""
+    """Tells a watcher of every module that this thread enters or leaves, until `unwatch`."""
     thread.watchers.append(watcher)
     install()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Close it again."""
+    """Ends one `watch`."""
     if watcher in thread.watchers:
         thread.watchers.remove(watcher)
     if not thread.watchers:

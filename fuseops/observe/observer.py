@@ -142,7 +142,7 @@ class Observer:
         return call
 
     def _watch(self, plan: RunPlan) -> None:
-        """A run of ops begins."""
+        """Files the plan of a run of ops that begins under the Sequential, or the op, that runs it."""
         ops = tuple(op for segment in plan.segments for op in segment.ops)
         module, path, call = self._frames[-1] if self._frames else _Frame(ops[0], "", None)
         if isinstance(module, Op):

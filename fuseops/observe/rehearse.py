@@ -74,7 +74,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live, self.peak = LiveBytes(), 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """These do not count."""
+        """Count no bytes of the storages of these tensors."""
         self.live.add(tensors, count=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,13 +24,13 @@ def main_grad_of(p: Tensor) -> Tensor | None:
 
 
 def main_grads(model: nn.Module) -> list[Tensor]:
-    """Those of a model."""
+    """The `main_grad_of` every parameter of a model that has one."""
     return [t for t in map(main_grad_of, model.parameters()) if t is not None]
 
 
 @contextmanager
 def put_back(tensors: Iterable[Tensor], unseen: bool = False) -> Iterator[None]:
-    """Those that were written have their values again; the copies lie on the CPU.
+    """Gives tensors that were written inside their values back. The copies lie on the CPU.
 
     unseen: a write may be one that torch does not see, as a kernel's into a main_grad.
     """

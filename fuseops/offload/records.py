@@ -87,12 +87,12 @@ class Mover:
             return self.schedule.enter(layer)
 
     def leave(self, call: LayerRun) -> None:
-        """It ends."""
+        """The forward of a layer ends."""
         with self._lock:
             self.schedule.leave(call)
 
     def backward(self, call: LayerRun) -> None:
-        """Its backward begins."""
+        """The backward of a layer begins."""
         with self._lock:
             self.tidy()
             self.schedule.backward(call)

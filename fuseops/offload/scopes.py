@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
-from fuseops.observe.labels import Labels, Named, as_named, paths_under, promised
+from fuseops.observe.labels import Labels, Named, as_named, paths_under
 from fuseops.ops import names
 from fuseops.ops import scopes as settings
 from fuseops.ops.names import SavedName
@@ -135,7 +135,7 @@ class Scope(Guarded):
         """The pack hook: name the tensor, decide, do it, report it. What is the same in every step
         is found out once.
         """
-        known = promised(t) or self._named_by_torch(t)
+        known = names.take(t) or self._named_by_torch(t)
         aside = why_not_plain(t) or self._why_aside(t)
         if aside is not None:
             return self._keep(t, as_named(known), aside, _bytes_of(t))

@@ -50,20 +50,20 @@ def check_probs(op: str, x: Tensor | Quantized, probs: Tensor) -> None:
         )
 
 
-def check_experts(op: str, name: str, experts: Tensor, count: int) -> None:
-    """Raise ShapeError unless these are numbers of experts; beyond `count` is seen on the CPU only, where it costs no
-    synchronisation, and not in traced code.
+def check_experts(chosen: Tensor, count: int) -> None:
+    """Raise ShapeError unless a Router is given numbers of experts; beyond `count` is seen on the CPU only, where it
+    costs no synchronisation, and not in traced code.
     """
-    if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
+    if chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool:
         raise ShapeError(
-            f"{op} expects {name} of an int dtype, numbers of experts, got {experts.dtype}."
+            f"Router expects chosen of an int dtype, numbers of experts, got {chosen.dtype}."
         )
-    if torch.compiler.is_compiling() or type(experts) not in PLAIN or experts.device.type != "cpu":
+    if torch.compiler.is_compiling() or type(chosen) not in PLAIN or chosen.device.type != "cpu":
         return
-    if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
         raise ShapeError(
-            f"{op} expects {name} from 0 to {count - 1}, of its {count} experts, got {int(experts.min())} to "
-            f"{int(experts.max())}."
+            f"Router expects chosen from 0 to {count - 1}, of its {count} experts, got {int(chosen.min())} to "
+            f"{int(chosen.max())}."
         )
 
 

@@ -75,15 +75,15 @@ class Collective(Op[CollectiveSaved]):
         return repr(self._ranks)
 
     def way(self) -> Way:
-        """How it goes now."""
+        """The way that the collective goes in this call."""
         return Way(self._ranks)
 
     def there(self, x: Tensor, way: Way) -> Tensor:
-        """What the forward sends, over two ranks or more."""
+        """The collective of the forward, over two ranks or more."""
         raise NotImplementedError
 
     def back(self, dy: Tensor, way: Way) -> Tensor:
-        """What the backward sends."""
+        """The collective of the backward, over two ranks or more."""
         raise NotImplementedError
 
     def fwd(self, x: Tensor) -> Out:

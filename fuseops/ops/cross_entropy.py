@@ -379,7 +379,7 @@ def linear_cross_entropy(
 
 
 class _OnGivenWeight(LinearCrossEntropy):
-    """The same of tensors that come from the caller, as side inputs of these names."""
+    """The cross entropy over a weight and a bias of the caller, which are side inputs of these names."""
 
     def __init__(self, names: tuple[str, ...], options: LossOptions) -> None:
         Op.__init__(self)

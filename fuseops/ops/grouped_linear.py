@@ -237,7 +237,7 @@ def weight_gradient(
 
 
 def rows_of(x: Operand) -> int:
-    """R."""
+    """The number of rows that an operand has."""
     if not isinstance(x, Quantized):
         return x.shape[0]
     return x.row.data.shape[0] if x.row is not None else x.col.data.shape[1]  # type: ignore[union-attr]

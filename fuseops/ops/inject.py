@@ -69,7 +69,7 @@ class InjectLoss(Op[InjectLossSaved]):
 
 
 class _Inject(torch.autograd.Function):
-    """The same for plain autograd."""
+    """The autograd function of `InjectLoss`, where an op is plain differentiable torch."""
 
     generate_vmap_rule = True
 

@@ -25,7 +25,7 @@ from fuseops.recipes.operands import check_codes, columns_fit
 from fuseops.recipes.scales import See
 
 from .checks import check_width
-from .op import Call, Grads, Op, Out, Shape
+from .op import Call, Grads, Op, Out, Shape, replaced
 
 
 class LinearSaved(NamedTuple):
@@ -129,9 +129,35 @@ def grad_operand(
     return q
 
 
-def without_rows(dy: Operand) -> Operand:
-    """What of dy waits for the weight gradient when dx is there: its columns, where it has them."""
-    return replace(dy, row=None) if isinstance(dy, Quantized) and dy.col is not None else dy
+Indexed = tuple[Operand, Tensor | None]
+"""An operand, and the index of its rows; None for all, in order."""
+
+
+def grad_in_turn(
+    dy: Operand,
+    call: Call,
+    roles: Roles,
+    offs: Tensor | None = None,
+    index: Tensor | None = None,
+    stays: bool = False,
+) -> tuple[Operand, Indexed]:
+    """dy as dx reads it, and what `grad_operand` makes the operand of the weight gradient of when dx is there.
+
+    stays: dy lives on anyway. Columns that are made of high precision wait then, and are made of dy again; of a dy that
+    can go both layouts are made at once. Those that are made of codes wait where dy can go, and are made of its rows:
+    as many bytes wait instead of both.
+    """
+    if roles.high_wgrad or call.needs.isdisjoint(("x", "weight")):
+        q = grad_operand(dy, call, roles, offs, index) if "x" in call.needs else dy
+        return q, (dy, index)
+    scaling = roles.grad_output
+    follow = scaling is not None and scaling.block is not None and columns_follow(scaling)
+    if roles.columns and "x" in call.needs and follow is not stays:
+        q = grad_operand(dy, only(call, "x"), roles, offs, index)
+        return q, (q, None) if follow else (dy, index)
+    q = grad_operand(dy, call, roles, offs, index)
+    columns = isinstance(q, Quantized) and q.col is not None
+    return q, (replace(q, row=None) if columns else q, None)  # type: ignore[type-var]
 
 
 def columns_of(
@@ -144,6 +170,11 @@ def columns_of(
     """x as the weight gradient reads it."""
     see = _see(call, "input")
     return _operand(x, roles.input, offs, not roles.columns, roles.columns, index, see=see)
+
+
+def wgrad_input(x: Tensor, call: Call, roles: Roles, offs: Tensor | None = None) -> Operand:
+    """What of an x that can go now waits for the weight gradient."""
+    return x if roles.high_wgrad else columns_of(x, call, roles, offs)
 
 
 def _operand(
@@ -160,6 +191,11 @@ def _operand(
         return operand(x, scaling, offs, row=row, col=col, index=index, seed=seed, see=see)
     rows = _rows(high(x))
     return rows if index is None else K.gather_rows(rows, index, offs)  # type: ignore[arg-type]
+
+
+def only(call: Call, *needs: str) -> Call:
+    """The call, with no other needs than these."""
+    return replaced(call, needs=call.needs.intersection(needs))
 
 
 def _see(call: Call, role: str) -> See | None:
@@ -235,7 +271,7 @@ def saved_input(
 
 
 def high(x: Operand) -> Tensor:
-    """x in high precision."""
+    """The tensor that an operand stands for, in high precision."""
     return x.dequantize() if isinstance(x, Quantized) else x
 
 

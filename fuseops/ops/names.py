@@ -27,26 +27,15 @@ class SavedName(NamedTuple):
 class Frame:
     """The promised names of one node, in save order."""
 
-    __slots__ = ("_next", "names", "tensors")
+    __slots__ = ("names", "taken", "tensors")
 
     def __init__(self) -> None:
         self.names: Sequence[SavedName] = ()
         self.tensors: Sequence[Tensor] = ()
-        self._next = 0
+        self.taken = 0
 
     def fill(self, names: Sequence[SavedName], tensors: Sequence[Tensor]) -> None:
         self.names, self.tensors = names, tensors
-
-    def take(self, tensor: Tensor) -> SavedName:
-        """The name of the tensor that is being packed.  Raises FuseOpsError when it is not the promised one."""
-        position, self._next = self._next, self._next + 1
-        if position >= len(self.tensors) or self.tensors[position] is not tensor:
-            promised = self.names[position].names[0] if position < len(self.names) else "nothing"
-            raise FuseOpsError(
-                f"saved tensor {position} of a fuseops node is not the one that was promised ({promised}): "
-                "another saved-tensors hook changed the order. Please report this with the model."
-            )
-        return self.names[position]
 
 
 class Outermost:
@@ -84,16 +73,21 @@ def observe() -> Iterator[None]:
         thread.observers -= 1
 
 
-@contextmanager
-def published(frame: Frame) -> Iterator[None]:
-    """Make `frame` the current one while a node's `apply` runs; it is cleared whatever happens."""
-    before, thread.frame = thread.frame, frame
-    try:
-        yield
-    finally:
-        thread.frame = before
-
-
 def take(tensor: Tensor) -> SavedName | None:
-    """For pack hooks: the name of `tensor`, or None when no fuseops node is saving (a plain module is)."""
-    return None if thread.frame is None else thread.frame.take(tensor)
+    """For pack hooks, once for each tensor, in order: the name of `tensor`, None where no node of fuseops is saving it.
+
+    A plain module may be, or an op that differentiates inside its own fwd: its node's frame has no tensors yet.
+    Raises FuseOpsError where it is not the tensor that the node has promised next.
+    """
+    frame = thread.frame
+    if frame is None or not frame.tensors:
+        return None
+    position, names = frame.taken, frame.names
+    frame.taken += 1
+    if position >= len(frame.tensors) or frame.tensors[position] is not tensor:
+        promised = names[position].names[0] if position < len(names) else "nothing"
+        raise FuseOpsError(
+            f"saved tensor {position} of a fuseops node is not the one that was promised ({promised}): "
+            "another saved-tensors hook changed the order. Please report this with the model."
+        )
+    return names[position]

@@ -51,7 +51,7 @@ class _ZeroCentered:
     @property
     def weight_offset(self) -> float:
         """What is added to the weight."""
-        return float(self.zero_centered_gamma)
+        return float(self._zero_centered)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]

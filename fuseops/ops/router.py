@@ -142,7 +142,7 @@ class Router(Op[RouterSaved]):
 
     @property
     def writes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the attributes as they are now: a coefficient that is set later publishes the loss."""
+        """What it publishes by its coefficients as they are now: one that is set later publishes the loss."""
         loses = self.balance_loss is not None or self.z_loss is not None
         return WITH_LOSS if loses else WITHOUT_LOSS
 
@@ -295,7 +295,7 @@ class Router(Op[RouterSaved]):
                 f"Router expects chosen of shape {(x.shape[0], self.top_k)}, the experts of each token, got "
                 f"{tuple(chosen.shape)}."
             )
-        check_experts("Router", "chosen", chosen, self.num_experts)
+        check_experts(chosen, self.num_experts)
         return chosen.to(torch.int32)
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ of overrides is interned to an int, its token. A plan is looked up by three ints
 nothing in eager mode and is a plain guard under torch.compile. Only a new plan resolves tokens to `Settings`.
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 
@@ -131,7 +132,7 @@ def portable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `portable`."""
+    """A module's state as it was before `portable`: the inverse."""
     if "_settings" in state:
         token = 0
         for override in state["_settings"]:
@@ -199,6 +200,46 @@ class scope(ContextDecorator):
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={_shown(value)}" for name, value in self.override)
         return f"<fuseops scope: {said}>"
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class WrittenScope(ContextDecorator, Generic[T]):
+    """A scope that a generator function writes, shown as the call that made it; can be entered again."""
+
+    def __init__(self, said: str, make: Callable[[], AbstractContextManager[T]]) -> None:
+        self.said, self.make = said, make
+        self.entered: list[AbstractContextManager[T]] = []
+
+    def __enter__(self) -> T:
+        inner = self.make()
+        value = inner.__enter__()
+        self.entered.append(inner)
+        return value
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.pop().__exit__(*error)
+
+    def _recreate_cm(self) -> "WrittenScope[T]":
+        return WrittenScope(self.said, self.make)
+
+    def __repr__(self) -> str:
+        return f"<fuseops scope: {self.said}>"
+
+
+def written(generator: Callable[P, Iterator[T]]) -> Callable[P, WrittenScope[T]]:
+    """`contextlib.contextmanager` for a public scope."""
+    enter = contextmanager(generator)
+
+    @functools.wraps(generator)
+    def called(*args: P.args, **keywords: P.kwargs) -> WrittenScope[T]:
+        given = ", ".join([*map(repr, args), *(f"{name}={v!r}" for name, v in keywords.items())])
+        make = functools.partial(enter, *args, **keywords)
+        return WrittenScope(f"{generator.__name__}({given})", make)
+
+    return called
 
 
 @contextmanager

@@ -45,12 +45,12 @@ def check_splits(offs: Tensor, rows: int, device: torch.device) -> None:
 
 
 def before(offs: Tensor) -> Tensor:
-    """Where each group begins."""
+    """The row at which each group begins.   (E,) ends -> (E,)"""
     return torch.cat([offs.new_zeros(1), offs[:-1]])
 
 
 def bad_ends(offs: Tensor, rows: int) -> Tensor:
-    """(E,) bool."""
+    """Which groups end before they begin, or behind the last row.   (E,) ends -> (E,) bool"""
     return (offs < before(offs)) | (offs > rows)
 
 

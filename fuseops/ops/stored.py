@@ -10,7 +10,6 @@ blocks of 128 x 128, as DeepSeek's checkpoints do; both come in and go out bit f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from fuseops.recipes import Layout, Quantized, Recipe, Scaling, weight_operand
 from fuseops.recipes.carrier import blank
 from fuseops.recipes.scaling import E4M3, E5M2, SQUARE
 
+from . import scopes
 from .paths import path_of
 
 STORED = "_stored"  # in an op's __dict__
@@ -59,12 +59,12 @@ class StoredWeight:
         )
 
     def codes(self) -> Layout:
-        """As they lie."""
+        """The codes and scales of the weight, over the buffers that hold them."""
         codes, scales = (cast("Tensor", self.buffers[name]) for name in (CODES, SCALES))
         return Layout(codes.view(self.scaling.data), scales.view(torch.float32))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for."""
+        """The dequantized weight."""
         return Quantized(self.codes(), None, self.scaling, None, dtype).dequantize()
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ def store_weight(op: Any, scaling: Scaling) -> None:
     stored.emptied()
 
 
-@contextmanager
+@scopes.written
 def quantized_init(recipe: Recipe) -> Iterator[None]:
     """Ops that are made inside keep their weights in the format that the recipe has for them: 1 byte a parameter.
 

@@ -59,7 +59,7 @@ class Cover(NamedTuple):
 
 
 def scan(ops: Sequence[Op[Any]], rules: Iterable[Rule], place: Place) -> Scan:
-    """Match every rule everywhere."""
+    """The sites at which rules match, and those that match almost."""
     candidates: list[Site] = []
     near: list[Near] = []
     for rule in rules:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import starmap
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -10,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
-from fuseops.torch_private import GLOBAL_HOOKS, tensor_guard
+from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
 
 from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
-FIXED = object()
+NEVER = Op.alias  # of the classes whose ops are none
 
 
-class PlanKey(NamedTuple):
-    """What a plan depends on, besides the outcome of conditions: constants, which traced code can hold."""
+class CallFacts(NamedTuple):
+    """What a plan depends on beside its ops: constants, which traced code can hold."""
 
-    ops: tuple[Any, ...]  # op_facts of every op
-    sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     tokens: Tokens
     live: tuple[str, ...]  # side names read after the run, or returned
+    sides: tuple[tuple[str, torch.dtype, bool, bool], ...]  # name, dtype, on meta, wants a gradient
     dtype: torch.dtype
     device: torch.device
+    grad: bool  # the mode
     x_needs: bool
     x_class: type
     autocast: torch.dtype | None
@@ -34,35 +35,114 @@ class PlanKey(NamedTuple):
     compiling: bool
 
 
-def op_facts(op: Op[Any], parameters: Sequence[str], grad: bool) -> Any:
-    """What a plan depends on, of one op: class, mode, hooks, and of its parameters (need, dtype, on meta, class)."""
-    own = op.__dict__
-    registered = own["_parameters"]
-    kind: type = op.__class__
-    if "parametrizations" in own["_modules"]:
-        kind = kind.__bases__[0]  # torch makes a class anew for every registration
-    facts = [kind, own["training"], bool(op.alias)]
-    if has_hooks(own):
-        facts.append("hooks")
-    if has_methods(own):
-        facts.append("a method of its own")
-    if op._local:
-        facts.append("other tensors than those that are registered")
-    for name in parameters:
-        facts.append(
-            parameter_facts(registered[name] if name in registered else op.sample(name), grad)
+def call_facts(
+    outside: Iterable[str],
+    x: Tensor,
+    side: Mapping[str, Any],
+    tokens: Tokens,
+    live: tuple[str, ...],
+) -> tuple[Any, ...]:
+    """The fields of `CallFacts`.  outside: as of the `Chain`"""
+    grad = torch.is_grad_enabled()
+    return (
+        tokens,
+        live,
+        tuple([side_facts(name, side[name], grad) for name in outside]) if outside else (),
+        x.dtype,
+        x.device,
+        grad,
+        grad and x.requires_grad,
+        x.__class__,
+        autocast_of(x),
+        any(GLOBAL_HOOKS) and hooked(),
+        torch.compiler.is_compiling(),
+    )
+
+
+def side_facts(name: str, t: Tensor, grad: bool) -> tuple[str, torch.dtype, bool, bool]:
+    """What a plan depends on, of a side input: name, dtype, on meta, wants a gradient."""
+    return name, t.dtype, t.is_meta, grad and t.requires_grad
+
+
+class OpFacts(NamedTuple):
+    """What a plan depends on, of one op beside its parameters."""
+
+    kind: type
+    training: bool
+    alias: bool
+    bare: bool  # no hooks on its forward or backward
+    methods: bool  # of its own, that its class does not have
+    local: bool  # it takes other tensors than those that are registered
+
+
+def op_facts(ops: Iterable[Op[Any]]) -> list[tuple[Any, ...]]:
+    """The fields of the `OpFacts` of every op, in one go: a repeated call waits for it."""
+    return [
+        (
+            op.__class__ if not own["_modules"] else _written(op),
+            own["training"],
+            op.__class__.alias is not NEVER and op.alias,
+            not (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ),
+            "forward" in own or "fwd" in own or "bwd" in own,
+            "_local" in own,
         )
-    return tuple(facts)
+        for op in ops
+        for own in (op.__dict__,)
+    ]
 
 
-def parameter_facts(p: Tensor | None, grad: bool) -> Any:
-    """What a plan depends on, of a parameter: need, dtype, on meta, class."""
-    return None if p is None else (grad and p.requires_grad, p.dtype, p.is_meta, p.__class__)
+def _written(op: Op[Any]) -> type:
+    """The class of an op, which torch makes anew for every registration of a parametrization, without those."""
+    kind: type = op.__class__
+    return kind.__bases__[0] if "parametrizations" in op._modules else kind
 
 
-def has_methods(own: Mapping[str, Any]) -> bool:
-    """Whether an op, given as its `__dict__`, has methods that its class does not."""
-    return "forward" in own or "fwd" in own or "bwd" in own
+class ParameterFacts(NamedTuple):
+    """What a plan depends on, of a parameter."""
+
+    needs: bool
+    dtype: torch.dtype
+    meta: bool
+    kind: type
+
+    @staticmethod
+    def of(p: Tensor | None, grad: bool) -> ParameterFacts | None:
+        """Those of a parameter that an op may be without.  grad: the mode"""
+        if p is None:
+            return None
+        return ParameterFacts(grad and p.requires_grad, p.dtype, p.is_meta, p.__class__)
+
+
+class PlanKey(NamedTuple):
+    """What a plan depends on, besides the outcome of conditions."""
+
+    ops: tuple[OpFacts, ...]
+    parameters: tuple[tuple[ParameterFacts | None, ...], ...]  # of every op
+    call: CallFacts
+
+    @staticmethod
+    def of(
+        chain: Chain, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
+    ) -> PlanKey:
+        """The key of an eager call."""
+        call = CallFacts(*call_facts(chain.outside, x, side, tokens, live))
+        parameters = [
+            tuple([ParameterFacts.of(parameter_of(op, name), call.grad) for name in names])
+            for op, names in zip(chain.ops, chain.parameters, strict=True)
+        ]
+        return PlanKey(tuple(starmap(OpFacts, op_facts(chain.ops))), tuple(parameters), call)
+
+
+def parameter_of(op: Op[Any], name: str) -> Tensor | None:
+    """The registered parameter of an op, or what stands for one that it does not have under this name."""
+    registered = op.__dict__["_parameters"]
+    found: Tensor | None = registered[name] if name in registered else op.sample(name)
+    return found
 
 
 def has_hooks(own: Mapping[str, Any]) -> bool:
@@ -77,45 +157,25 @@ def has_hooks(own: Mapping[str, Any]) -> bool:
 
 def hooked() -> bool:
     """Whether there are hooks on all modules of the process, besides those with which fuseops watches them."""
-    if not any(GLOBAL_HOOKS):
-        return False
-    found = (hook for hooks in GLOBAL_HOOKS for hook in hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("fuseops.") for hook in found)
-
-
-def key_of(
-    facts: tuple[Any, ...],
-    outside: Iterable[str],
-    x: Tensor,
-    side: Mapping[str, Any],
-    tokens: Tokens,
-    live: tuple[str, ...],
-) -> PlanKey:
-    """The key of a call.  facts: `op_facts` of its ops; outside: as of their `Chain`"""
-    grad = torch.is_grad_enabled()
-    sides = [(name, side[name]) for name in outside]
-    return PlanKey(
-        facts,
-        tuple([(n, t.dtype, t.is_meta, grad and t.requires_grad) for n, t in sides]),
-        tokens,
-        live,
-        x.dtype,
-        x.device,
-        grad and x.requires_grad,
-        type(x),
-        _autocast(x),
-        hooked(),
-        torch.compiler.is_compiling(),
-    )
+    for hooks in GLOBAL_HOOKS:
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("fuseops."):
+                return True
+    return False
 
 
 class Glance:
-    """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only."""
+    """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only.
+
+    What it compares of the call and of ops are the fields of the key; for parameters torch's guard sees each field of
+    `ParameterFacts`, while the mode is as it was.
+    """
 
     def __init__(self, chain: Chain, key: PlanKey) -> None:
-        """Raises KeyError where a glance does not do: for hooks, and for tensors that are not registered."""
-        self.key = key
-        self.ops: list[tuple[Any, ...]] = []
+        """Raises KeyError where a glance does not do: for tensors that are not registered."""
+        self.chain, self.key = chain, key
+        self.facts = [*key.ops]
+        self.dicts: list[tuple[dict[str, Any], Any, Any]] = []
         # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
         # other places of each, by its number, and those that are None, by -1
         self.homes: list[tuple[dict[str, Any], str]] = []
@@ -124,7 +184,7 @@ class Glance:
         for op, names, facts in zip(chain.ops, chain.parameters, key.ops, strict=True):
             own = op.__dict__
             registered, buffers = own["_parameters"], own["_buffers"]
-            if len(facts) != 3 + len(names):
+            if facts.local:
                 raise KeyError(op)
             for name in names:
                 home = registered if name in registered else buffers
@@ -134,64 +194,31 @@ class Glance:
                     self.homes.append((home, name))
                 else:
                     self.again.append((home, name, known))
-            alias = FIXED if op.__class__.alias is Op.alias else facts[2]
-            self.ops.append((op, own, registered, buffers, *facts[:2], alias))
-        tensors = [home[name] for home, name in self.homes]
-        self.grad = torch.is_grad_enabled()
-        self.trains = any(t.requires_grad for t in tensors)  # the guard does not see the mode
+            self.dicts.append((own, registered, buffers))
         try:
-            self.alike = tensor_guard(tensors)
+            self.alike = tensor_guard([home[name] for home, name in self.homes])
         except RuntimeError as error:  # sparse ones have no strides
             raise KeyError from error
 
     def fits(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> bool:
-        """Whether `key_of` would give the key again."""
-        key, grad = self.key, torch.is_grad_enabled()
-        if (
-            x.dtype is not key.dtype
-            or x.device != key.device
-            or (grad and x.requires_grad) is not key.x_needs
-            or x.__class__ is not key.x_class
-            or tokens != key.tokens
-            or live != key.live
-            or _autocast(x) is not key.autocast
-            or hooked() is not key.hooked
-            or (self.trains and grad is not self.grad)
-        ):
+        """Whether `PlanKey.of` would give the key again."""
+        if call_facts(self.chain.outside, x, side, tokens, live) != self.key.call:
             return False
-        for name, dtype, meta, wanted in key.sides:
-            t = side[name]
-            if (
-                t.dtype is not dtype
-                or t.is_meta is not meta
-                or (grad and t.requires_grad) is not wanted
-            ):
-                return False
-        for op, own, registered, buffers, kind, training, alias in self.ops:
-            if (
-                op.__class__ is not kind
-                or own["training"] is not training
-                or own["_parameters"] is not registered
-                or own["_buffers"] is not buffers
-                or own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or "forward" in own
-                or "fwd" in own
-                or "bwd" in own
-                or "_local" in own
-                or (alias is not FIXED and op.alias is not alias)
-            ):
+        if op_facts(self.chain.ops) != self.facts:
+            return False
+        for own, registered, buffers in self.dicts:
+            if own["_parameters"] is not registered or own["_buffers"] is not buffers:
                 return False
         try:
             tensors = [home[name] for home, name in self.homes]
             if not self.alike(*tensors):
                 return False
-            tensors.append(None)
-            return all(home[name] is tensors[k] for home, name, k in self.again)
+            again = self.again
+            return not again or all(
+                home[name] is (None if k < 0 else tensors[k]) for home, name, k in again
+            )
         except KeyError:
             return False
 
@@ -218,13 +245,13 @@ class Attributes:
         return True
 
 
-def _autocast(x: Tensor) -> torch.dtype | None:
-    """By torch's own rule, double is not cast."""
-    return None if x.dtype is torch.float64 else autocast_dtype(x.device.type)
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The autocast dtype of a device type, None where it is off. The meta device has none, and raises when asked."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives x, None where it is off. By torch's own rule double is not cast; the meta device
+    has no autocast, and raises when asked.
+    """
+    if not any_autocast():
+        return None
+    device = x.device.type
+    if x.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from fuseops import kernels as K
 
 from .numbers import watching
 from .operands import Operand
-from .quantized import Factors, Quantized, factors, features, layout_of
+from .quantized import Factors, Quantized, factors, features, in_order, layout_of, scaled_tiles
 from .scaling import SQUARE, VECTOR, Scaling
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,40 +78,97 @@ def _multiplied(
         vectors = weight.scaling.of(layout).block == VECTOR  # which kernels read of rows alone
         if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
+        if _small(a, "row", weight, layout):
+            whole = _whole(a, "row", weight, layout)
+            return K.micro_mm(
+                *scaled_tiles(a, "row"), *scaled_tiles(weight, layout), offs, whole, a.dtype
+            )
     if offs is None:
         return _dense(a, "row", _stands_for(weight, layout), a.dtype)
-    left, right, whole = _meet(_stands_for(a, "row"), _stands_for(weight, layout))
-    y = K.grouped_mm(left, right, offs, tiles)
-    if whole is not None:
-        by_row = whole.expand(1) if whole.dim() == 0 else K.by_group(whole, offs, len(y))
-        y.mul_(by_row[:, None])
-    return y.to(a.dtype)
+    return _grouped(a, weight, layout, offs, tiles)
+
+
+STEP = 128
+"""At multiples of so many features, and of sixteen times as many rows, products over groups are cut."""
+
+
+def _grouped(
+    a: Operand, weight: Operand, layout: str, offs: Tensor, tiles: Tensor | None
+) -> Tensor:
+    """`_multiplied` of groups. What codes stand for is there for some rows, and some of the weight's, at a time."""
+    a = in_order(a) if isinstance(a, Quantized) else a
+    many, others = _cut(a, "row", 16 * STEP), _cut(weight, layout, STEP)
+
+    def of_rows(at: slice) -> Tensor:
+        left, ends, table = _stands_for(_part(a, "row", at), "row"), offs, tiles
+        if len(many) > 1:
+            ends, table = (offs - at.start).clamp(0, at.stop - at.start), None
+        parts = []
+        for some in others:
+            rows, right, whole = _meet(left, _stands_for(_part(weight, layout, some), layout))
+            y = K.grouped_mm(rows, right, ends, table)
+            if whole is not None:
+                by_row = whole.expand(1) if whole.dim() == 0 else K.by_group(whole, ends, len(y))
+                y.mul_(by_row[:, None])
+            parts.append(y.to(a.dtype))
+            del right
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    return K.by_pieces(many, of_rows)
+
+
+def _cut(q: Operand, layout: str, step: int) -> list[slice]:
+    """Where the rows of a layout are cut: those of codes that are expanded, with scales that lie as they do."""
+    found = getattr(q, layout) if isinstance(q, Quantized) else None
+    if found is None or q.scaling.of(layout).family.codes:  # type: ignore[union-attr]
+        return [slice(0, None)]
+    return K.pieces(found.data, step)
+
+
+def _part(q: Operand, layout: str, piece: slice) -> Operand:
+    """Some rows of a layout."""
+    if piece.stop is None:
+        return q
+    (data, scale, *whole), high = getattr(q, layout), q.scaling.of(layout).grain[0]  # type: ignore[union-attr]
+    some = slice(piece.start // high, -(-piece.stop // high))
+    part = layout_of(data[..., piece, :], scale[..., some, :], *whole)
+    return replace(q, **{layout: part})  # type: ignore[type-var]
+
+
+def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
+    """Whether kernels multiply the codes of these layouts, in small blocks."""
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        return False
+    mine, yours = getattr(a, layout), getattr(b, other)
+    if mine is None or yours is None or not K.multiplies(mine.data):
+        return False
+    forms = a.scaling.of(layout), b.scaling.of(other)
+    return not forms[0].family.codes and forms[0].scale is forms[1].scale
+
+
+def _whole(a: Quantized, layout: str, b: Quantized, other: str) -> Tensor | None:
+    """The number over the blocks of both, of all or of each group.   -> (1,) or (E,), None where there is none"""
+    found = [*getattr(a, layout)[2:], *getattr(b, other)[2:]]
+    return math.prod(found[1:], start=found[0]).reshape(-1) if found else None
 
 
 def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
     """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
     found = a if isinstance(a, Tensor) else getattr(a, layout).data
-    y = found.new_empty(len(found), len(right[0]), dtype=dtype)
-    whole = (
-        isinstance(a, Quantized) and a.scaling.of(layout).family.codes
-    )  # whose scales lie in another order
-    cut = [slice(0, len(y))] if whole else K.pieces(max(found, y, key=Tensor.numel))
-    for piece in cut:
-        part = a[piece] if isinstance(a, Tensor) else a if whole else _rows_of(a, layout, piece)
+    largest = found.new_empty(1).expand(len(found), max(found.shape[1], len(right[0])))
+    a = in_order(a) if isinstance(a, Quantized) else a
+    # scales that kernels read lie in another order
+    whole = isinstance(a, Quantized) and a.scaling.of(layout).family.codes
+    cut = [slice(0, None)] if whole else K.pieces(largest)
+
+    def of_rows(at: slice) -> Tensor:
+        part = a[at] if isinstance(a, Tensor) else _part(a, layout, at)
         left, other, factor = _meet(_stands_for(part, layout), right)
         summed = min(left.shape[1], other.shape[1])  # of tokens in columns, behind which are zeros
         product = K.wide_mm(left[:, :summed], other[:, :summed])
-        product = product if factor is None else product * factor
-        if len(cut) == 1:
-            return product.to(dtype)
-        y[piece] = product
-    return y
+        return (product if factor is None else product * factor).to(dtype)
 
-
-def _rows_of(q: Quantized, layout: str, piece: slice) -> Quantized:
-    data, scale, *whole = getattr(q, layout)
-    part = layout_of(data[piece], scale[piece], *whole)
-    return replace(q, **{layout: part})
+    return K.by_pieces(cut, of_rows)
 
 
 def _columns(
@@ -145,11 +203,31 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
     columns = _columns(dy, x, dtype)
     if columns is not None:
         return K.fp8_wgrad(*columns, offs, None, dtype)
+    if dtype in OUTPUTS and _small(dy, "col", x, "col") and _same_columns(dy, x):
+        parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
+        return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col"), dtype)  # type: ignore[arg-type]
     if offs is None and _same_columns(dy, x):
         return _dense(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
-    left, right, whole, ends = _tokens_first(dy, x, offs)
-    if ends is None:
+    if offs is None:
+        left, right, whole, _ = _tokens_first(dy, x, offs)
         return _dense(left.t(), "row", (right.t(), whole), dtype)
+    if not _have_columns(dy, x):
+        return _by_group(*_tokens_first(dy, x, offs), dtype)
+    dy = in_order(dy)  # type: ignore[arg-type]
+    same, ends = _same_columns(dy, x), K.column_offs(offs)
+    side = _columns_stand_for(x, same)
+
+    def of_features(at: slice) -> Tensor:
+        left, right, whole = _meet(_columns_stand_for(_part(dy, "col", at), same), side)
+        return _by_group(left.t(), right.t(), whole, ends, dtype)
+
+    return K.by_pieces(_cut(dy, "col", STEP), of_features)
+
+
+def _by_group(
+    left: Tensor, right: Tensor, whole: Tensor | None, ends: Any, dtype: torch.dtype
+) -> Tensor:
+    """The weight gradient of `_tokens_first`."""
     if left.dtype is dtype:
         dw = K.grouped_wgrad(left, right, ends)
     else:
@@ -174,6 +252,10 @@ def _wgrad_into(main_grad: Tensor, dy: Operand, x: Operand, offs: Tensor, accumu
     if columns is not None:
         K.fp8_wgrad_into(main_grad, *columns, offs, None, accumulate)
         return
+    if _small(dy, "col", x, "col") and _same_columns(dy, x):
+        dw = _wgrad(dy, x, main_grad.dtype, offs)
+        main_grad.add_(dw) if accumulate else main_grad.copy_(dw)
+        return
     left, right, whole, ends = _tokens_first(dy, x, offs)
     if whole is None or not accumulate:
         K.grouped_wgrad_into(main_grad, left, right, ends, accumulate=accumulate)  # type: ignore[arg-type]
@@ -191,10 +273,9 @@ def _tokens_first(
     """What the columns of both stand for, tokens first, the factor of their product, and where their groups end; of
     one operand in high precision and one quantized, the rows.
     """
-    if isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col:
+    if _have_columns(dy, x):
         same = _same_columns(dy, x)
-        sides = (factors(q, "col") if same else (features(q), None) for q in (dy, x))
-        left, right, whole = _meet(*sides)
+        left, right, whole = _meet(*[_columns_stand_for(q, same) for q in (dy, x)])
         return left.t(), right.t(), whole, None if offs is None else K.column_offs(offs)
     left, right, whole = _meet(_stands_for(dy, "row"), _stands_for(x, "row"))
     if whole is not None and offs is not None and whole.dim() == 0:
@@ -204,9 +285,18 @@ def _tokens_first(
 
 def _same_columns(dy: Operand, x: Operand) -> bool:
     """Whether both have columns that went through a Hadamard transform, which cancels, or neither."""
-    if not (isinstance(dy, Quantized) and isinstance(x, Quantized) and dy.col and x.col):
+    if not _have_columns(dy, x):
         return False
-    return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard
+    return dy.scaling.of("col").hadamard == x.scaling.of("col").hadamard  # type: ignore[union-attr]
+
+
+def _have_columns(*operands: Operand) -> bool:
+    return all(isinstance(q, Quantized) and q.col is not None for q in operands)
+
+
+def _columns_stand_for(q: Any, turned: bool) -> Factors:
+    """turned: as they are, with the Hadamard transform that they may have gone through"""
+    return factors(q, "col") if turned else (features(q), None)
 
 
 def _stands_for(t: Operand, layout: str) -> Factors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -11,14 +12,16 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
+from fuseops.kernels.reference.operands import columns_of
 from fuseops.torch_private import is_fake
 
 from .carrier import carrier_of
 from .numbers import watching
-from .quantized import Layout, Quantized, layout_of, tokens_of
+from .quantized import Layout, Quantized, in_order, layout_of, tokens_of
 from .scales import See, quantize_given
 from .scaling import E4M3, SQUARE, VECTOR, Scaling
 
+Lay = Callable[[Tensor], Tensor]
 Operand = Tensor | Quantized
 """What a GEMM reads: a tensor, or one that is quantized already."""
 
@@ -52,7 +55,7 @@ def quantize(
         if scaling.square:
             q = weight_operand(x, scaling, row=row, col=col)
         else:
-            q = operand(x, scaling, offs, row=row, col=col)
+            q = in_order(operand(x, scaling, offs, row=row, col=col))
     return q if source is None else replace(q, carrier=carrier_of(source))
 
 
@@ -167,26 +170,53 @@ def _by_format(
 ) -> Quantized:
     """Both layouts from high precision. Each has random numbers of its own, and amaxes of the groups."""
     rows, columns = None, None
-    shifted = col and columns_follow(scaling)
-    if row or shifted:
-        rows = _coded(x, scaling, _by_group(x, scaling, offs, 1), seed)
+    shifted, turn = col and columns_follow(scaling), scaling.hadamard
+    seed = seed if scaling.stochastic else None
+    small = not (scaling.family.codes or scaling.stochastic)  # what a kernel writes, unless turned
+    amax = _amax_of_groups(x, scaling, offs, 1) if row or shifted or (small and not turn) else None
+    if small and row:
+        rows = _small(x, scaling, "row", offs, amax)
+    elif row or shifted:
+        rows = _coded(x, scaling, _by_group(amax, offs, 1, len(x), scaling), seed)
     if shifted:
         columns = Layout(*K.permute_operand(*cast("Layout", rows), None, offs, False, True)[2:])
+    elif col and small and not turn:
+        columns = _small(x, scaling, "col", offs, amax)
     elif col:
-        if offs is None and scaling.family.codes:  # one group, as kernels lay it
-            one = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            turned = K.turned_in_groups(x, one)
-        else:
-            turned = K.turned_in_groups(x, offs)
-        turn = scaling.hadamard
-        if turn and len(K.pieces(turned)) == 1:  # else once for the amax, and once more
-            turned, turn = K.turned(turned), False
-        ends = None if offs is None else K.column_offs(offs)
-        other = None if seed is None else seed + 1
-        whole = _by_group(turned, scaling, ends, 0, turn)
-        columns = _coded(turned, scaling, whole, other, turn)
+        columns = _turned(x, scaling, offs, seed)
     odd = ("row",) if x.shape[-1] % scaling.packs else ()
     return Quantized(rows if row else None, columns, scaling, offs, x.dtype, odd=odd)
+
+
+def _small(
+    x: Tensor, scaling: Scaling, layout: str, offs: Tensor | None, amax: Tensor | None
+) -> Layout:
+    """One layout in small blocks, rounded to nearest: those of rows, without an amax, know of no groups."""
+    swizzle = K.multiplies(x)
+    ends = offs if layout == "col" or amax is not None or swizzle else None
+    codes, scale = K.quantize_micro(x, scaling.data, layout, ends, amax, swizzle)
+    whole = None if amax is None else 1 / K.whole_inverse(amax)
+    found: Layout = layout_of(codes, scale.view(scaling.scale), whole)
+    return found
+
+
+def _turned(x: Tensor, scaling: Scaling, offs: Tensor | None, seed: Tensor | None) -> Layout:
+    """Columns by way of a transpose, of some features at a time, which the Hadamard transform may turn."""
+    ends = None if offs is None else K.column_offs(offs)
+    if offs is None and scaling.family.codes:  # one group, as kernels lay it
+        offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+
+    def laid(features: Tensor) -> Tensor:
+        columns = K.turned_in_groups(features.t(), offs)
+        return K.turned(columns) if scaling.hadamard else columns
+
+    rows, lay = x.t(), cast("Lay | None", laid)  # once for the amax, and once more
+    if len(K.pieces(rows)) == 1:
+        rows, lay = laid(rows), None
+    amax = _amax_of_groups(rows, scaling, ends, 0, lay)
+    tokens = columns_of(len(x), None if offs is None else len(offs))
+    whole = _by_group(amax, ends, 0, tokens, scaling)
+    return _coded(rows, scaling, whole, None if seed is None else seed + 1, lay)
 
 
 def _up(scaling: Scaling, amax: Tensor) -> Tensor:
@@ -195,22 +225,28 @@ def _up(scaling: Scaling, amax: Tensor) -> Tensor:
     return K.inverse_scale(amax, scaling.data, bool(scaling.powers))
 
 
+def _amax_of_groups(
+    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, lay: Lay | None = None
+) -> Tensor | None:
+    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
+    if scaling.scale is not E4M3:
+        return None
+    return K.amax_of_groups(K.amax_of_tokens(x, axis, lay), ends)
+
+
 Whole = tuple[
     Tensor, Tensor
 ]  # amax of a tensor, or of groups: as blocks broadcast with it, and as it is
 
 
 def _by_group(
-    x: Tensor, scaling: Scaling, ends: Tensor | None, axis: int, turn: bool = False
+    amax: Tensor | None, ends: Tensor | None, axis: int, tokens: int, scaling: Scaling
 ) -> Whole | None:
-    """amax of the whole tensor, or of each group of tokens, where scales stand over one.   axis: that of features"""
-    if scaling.scale is not E4M3:
+    """An amax of the tensor, or of groups of so many tokens.   axis: that of features"""
+    if amax is None:
         return None
-    found = K.amax_of_groups(K.amax_of_tokens(x, axis, turn), ends)
-    spread = K.spread_over_groups(found, ends, x.shape[1 - axis])
-    if not spread.dim():
-        return spread[None, None], found
-    return spread[:, None] if axis else spread[None, :: scaling.grain[1]], found
+    spread = K.spread_over_groups(amax, ends, tokens)
+    return K.whole_of_blocks(spread, scaling.grain[1], not axis), amax
 
 
 def _coded(
@@ -218,14 +254,14 @@ def _coded(
     scaling: Scaling,
     whole: Whole | None = None,
     seed: Tensor | None = None,
-    turn: bool = False,
+    lay: Lay | None = None,
 ) -> Layout:
-    """Matrices in blocks along their last axis."""
+    """Matrices in blocks along their last axis.   lay: as of `K.quantize_format`"""
     spread, amax = (None, None) if whole is None else whole
     form = K.Format(
         scaling.data, scaling.scale, scaling.grain, bool(scaling.powers), scaling.epsilon
     )
-    codes, scale = K.quantize_format(x, form, spread, seed, turn)
+    codes, scale = K.quantize_format(x, form, spread, seed, lay)
     if scaling.family.codes and not scaling.square:  # as kernels read them
         scale = scale.mT.contiguous()
     found: Layout = layout_of(codes, scale, None if amax is None else 1 / K.whole_inverse(amax))
@@ -241,6 +277,8 @@ def _from_codes(
     index: Tensor | None,
 ) -> Quantized:
     """What is quantized already: its layouts as they are, columns from its rows."""
+    if index is not None or (offs is None) != (x.offs is None):
+        x = in_order(x)
     check_codes(x, scaling, offs, row, col, index is not None)
     if index is None and (col or _one_a_group(x)):
         x = _of_this_split(x, offs)
@@ -425,11 +463,15 @@ def _of_matrices(
         see = partial(_up, scaling)
     if see is not None:
         up = see(_amax_of_matrices(matrices))
-        scaled = (matrices[:, piece].float() * up[:, None, None] for piece in K.pieces(matrices))
-        made = [K.saturate(part, scaling.data) for part in scaled]
-        codes = made[0] if len(made) == 1 else torch.cat(made, 1)
-        rows = Layout(codes, 1 / up) if row else None
-        return rows, Layout(codes.mT.contiguous(), 1 / up) if col else None
+
+        def codes(t: Tensor) -> Tensor:
+            by = up[:, None, None]
+            cut = K.pieces(t)
+            return K.by_pieces(cut, lambda at: K.saturate(t[:, at].float() * by, scaling.data))
+
+        both = (matrices, row), (matrices.mT, col)
+        rows, columns = (Layout(codes(t), 1 / up) if wanted else None for t, wanted in both)
+        return rows, columns
     if scaling.block is None:
         data, turned, scale = K.quantize_matrices(matrices, scaling.data, row, col)
         rows, columns = Layout(data, scale), Layout(turned, scale)

@@ -23,6 +23,7 @@ from .carrier import carrier_of, through
 from .scaling import E4M3, SQUARE, Block, Scaling
 
 BLOCK = 128
+SWIZZLED = 5  # axes of scales that lie as tensor cores of Blackwell read them
 
 
 class Layout(NamedTuple):
@@ -45,7 +46,8 @@ class Quantized:
     """A tensor of shape (..., K), R rows, in a quantized format.
 
     row      codes (R, K), as forward and input gradient read them, or None.
-             scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,)
+             scale: of (1, 128) blocks (ceil(K/128), R), of (1, 32) blocks (R, ceil(K/32)); else () or, of groups, (E,).
+             Inside an op on Blackwell those of small blocks are swizzled (`fuseops.kernels.quantize_micro`)
     col      codes (K, C) over the tokens, as a weight gradient reads them, or None. Each group begins at a multiple of
              128 (`fuseops.kernels.column_offs`), and what belongs to no row is zero.
              scale: of squares (ceil(K/128), C/128), of (128, 1) blocks (C/128, K), of (32, 1) blocks (K, C/32); else
@@ -318,8 +320,46 @@ def factors(q: Quantized, layout: str) -> Factors:
     dtype = product_dtype(scaling, q.dtype)
     if scaling.family.codes:
         return (data.float() * _spread(q, layout, data, scale)).to(dtype), None
+    scale = _plain(q, layout).scale
     codes = K.dequantize_format(data, scale, scaling.data, scaling.grain, dtype)
     return codes[..., : codes.shape[-1] - (layout in q.odd)], whole[0] if whole else None
+
+
+def swizzled(layout: Layout | None) -> bool:
+    """Whether the scales of rows or columns lie as tensor cores of Blackwell read them."""
+    return layout is not None and layout.data.dim() == 2 and layout.scale.dim() == SWIZZLED
+
+
+def _plain(q: Quantized, layout: str) -> Layout:
+    """A layout with scales as `Quantized` says that they lie."""
+    found: Layout = getattr(q, layout)
+    if not swizzled(found):
+        return found
+    (data, scale), whole = found[:2], found[2:]
+    scaling, rows = q.scaling.of(layout), len(data)
+    count = -(-data.shape[1] * scaling.packs // scaling.grain[1])
+    offs = q.offs if layout == "row" else None
+    plain = K.unswizzled(scale.view(torch.uint8), rows, count, offs)
+    return layout_of(data, plain.view(scale.dtype), *whole)
+
+
+def in_order(q: Quantized) -> Quantized:
+    """The same, with scales as `Quantized` says that they lie, which may go anywhere."""
+    if not (swizzled(q.row) or swizzled(q.col)):
+        return q
+    row, col = (None if getattr(q, name) is None else _plain(q, name) for name in ("row", "col"))
+    return replace(q, row=row, col=col)
+
+
+def scaled_tiles(q: Quantized, layout: str) -> tuple[Tensor, Tensor]:
+    """Codes of small blocks and their scales as tensor cores of Blackwell read them, of each row one."""
+    data, scale = getattr(q, layout)[:2]
+    raw = scale.view(torch.uint8)
+    if swizzled(getattr(q, layout)):
+        return data, raw
+    high = q.scaling.of(layout).grain[0]
+    by_row = raw.repeat_interleave(high, -2)[..., : data.shape[-2], :]
+    return data, K.swizzled(by_row, q.offs if layout == "row" else None)
 
 
 def values(q: Quantized, layout: str) -> Tensor:

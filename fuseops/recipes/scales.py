@@ -124,7 +124,8 @@ _states: weakref.WeakSet[ScaleState] = weakref.WeakSet()
 @torch.no_grad()
 def advance(states: Iterable[ScaleState]) -> None:
     """Advance these states, in the order in which they were made; amaxes over ranks by one message a group."""
-    used = sorted((s for s in states if s.recipe is not None), key=lambda s: s.number)
+    there = (s for s in states if s.recipe is not None and s.buffers.get(AMAX) is not None)
+    used = sorted(there, key=lambda s: s.number)
     groups: dict[str, list[ScaleState]] = {}
     for state in used:
         if state.recipe.group is not None:  # type: ignore[union-attr]
@@ -167,11 +168,12 @@ def quantize_given(
     up = see(K.amax_of_groups(K.amax_of_tokens(x, 1), offs))
     spread = K.spread_over_groups(up, offs, len(x)).expand(len(x))[:, None]
     padding = None if offs is None else K.padding_mask(offs, len(x))
-    found = []
-    for piece in K.pieces(x):
-        scaled = x[piece].float() * spread[piece]
+
+    def scaled(piece: slice) -> Tensor:
+        part = x[piece].float() * spread[piece]
         if padding is not None:
-            scaled = scaled.masked_fill_(padding[piece], 0.0)
-        found.append(K.saturate(scaled, scaling.data))
-    codes = found[0] if len(found) == 1 else torch.cat(found)
+            part.masked_fill_(padding[piece], 0.0)
+        return K.saturate(part, scaling.data)
+
+    codes = K.by_pieces(K.pieces(x), scaled)
     return codes if row else None, K.columns_in_groups(codes, offs) if col else None, 1 / up

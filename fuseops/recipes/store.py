@@ -114,14 +114,14 @@ class WeightStore:
         return Quantized(row, col, scaling, None, weight.dtype, odd=odd)
 
     def drop(self) -> None:
-        """Keep nothing."""
+        """Let go of everything that is kept."""
         self.kept.clear()
         self.source = self.stamp = self.place = None
         _open.pop(self, None)
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept."""
+        """The bytes of what is kept."""
         return sum(part.nbytes for kept in self.kept.values() for part in kept.layout)
 
     def _is(self, weight: Tensor) -> bool:

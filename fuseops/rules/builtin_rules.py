@@ -34,7 +34,6 @@ from fuseops.ops.linear import Bias, Linear
 from fuseops.ops.norms import LayerNorm, RMSNorm
 from fuseops.ops.permute import Combine, Permute
 from fuseops.ops.structure import Add, Tap
-from fuseops.rules.fused.act_linear import ActLinear
 from fuseops.rules.fused.add_norm import AddNorm, NormAdd
 from fuseops.rules.fused.bias_act import BiasAct
 from fuseops.rules.fused.grouped_mlp import GroupedMLP
@@ -87,7 +86,7 @@ FORWARD = (
 BACKWARD = (
     Rule("norm_add",    (Add, Tap, NORM),                             NormAdd,    "backward", (one_axis,)),
     Rule("bias_act",    (Bias, ACTS),                                 BiasAct,    "backward"),
-    Rule("act_linear",  (Linear, PLAIN),                              ActLinear,  "backward"),
+    Rule("act_linear",  (Linear, PLAIN),                              BiasAct,    "backward"),
     Rule("scale_linear", (Linear, ConstantScale),                     ScaleLinear, "backward", (no_bias,)),
     Rule("tap_linear",  (Tap, Linear),                                TapLinear,  "backward"),
 )

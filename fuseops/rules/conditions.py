@@ -22,7 +22,7 @@ def same_groups(ops: Ops, c: Conditions) -> str | None:
 
 
 def whole_weights(ops: Ops, c: Conditions) -> str | None:
-    """Under a recipe."""
+    """Low-rank weights are refused under a recipe: they multiply in high precision."""
     low = any("down" in op.parameter_names() for op in ops if isinstance(op, GroupedLinear))
     return require(c.recipe is None or not low, "low-rank weights multiply in high precision")
 

@@ -144,7 +144,7 @@ def _calls(
 
 
 def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
-    members = tuple({name: t[position] for name, position in args} for args in step.args)
+    members = tuple([{name: t[position] for name, position in args} for args in step.args])
     calls = _calls(step, once) if step.live else step.calls
     if step.kind == "joint":
         out: Out = step.target.fwd(x, members, calls, step.keep)

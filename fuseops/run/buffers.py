@@ -58,7 +58,7 @@ def check(
 
 
 def put(what: str, buffer: Tensor, result: Tensor) -> Tensor:
-    """Have `result` in its buffer.   -> the buffer
+    """Copies a result into its buffer, unless it lies there.   -> the buffer
 
     Whoever saved what was in it before finds it changed, as after any write in place.
     """

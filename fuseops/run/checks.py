@@ -136,12 +136,12 @@ def check_dtype(ops: Sequence[Op[Any]], names: Sequence[str], dtype: torch.dtype
 
 def check_meta(chain: Chain, key: PlanKey) -> None:
     """Raise FuseOpsError where some tensors of a run are on the meta device and others are not."""
-    found = [("x", key.device.type == "meta")]
-    found += [(repr(name), meta) for name, _, meta, _ in key.sides]
-    for name, op, own, facts in zip(chain.names, chain.ops, chain.parameters, key.ops, strict=True):
-        known = zip(own, facts[len(facts) - len(own) :], strict=True)
-        what = type(op).__name__
-        found += [(f"{name}.{n} ({what})", p[2]) for n, p in known if p is not None]
+    found = [("x", key.call.device.type == "meta")]
+    found += [(repr(name), meta) for name, _, meta, _ in key.call.sides]
+    known = zip(chain.names, chain.ops, chain.parameters, key.parameters, strict=True)
+    for name, op, own, facts in known:
+        pairs, what = zip(own, facts, strict=True), type(op).__name__
+        found += [(f"{name}.{n} ({what})", p.meta) for n, p in pairs if p is not None]
     check_all_meta(found)
 
 

@@ -22,7 +22,15 @@ from fuseops.errors import FuseOpsError
 from fuseops.ops import scopes
 from fuseops.ops.local import unwrapped
 from fuseops.ops.op import OF_EVERY_MODULE
-from fuseops.plan.key import Tokens, key_of, op_facts, parameter_facts
+from fuseops.plan.key import (
+    CallFacts,
+    OpFacts,
+    ParameterFacts,
+    PlanKey,
+    Tokens,
+    call_facts,
+    op_facts,
+)
 from fuseops.plan.segment import Segment, is_own
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES
@@ -36,7 +44,7 @@ from .traced import TABLE, alive
 
 
 class Declared(NamedTuple):
-    """`Sides` of a runner."""
+    """The side names that a runner reads and writes, which traced code checks a call by."""
 
     reads: tuple[str, ...]
     writes: frozenset[str]
@@ -105,9 +113,10 @@ def _run(
     if run:
         for _ in run.chain.shapes(shape, {name: tuple(env[name].shape) for name in outside}):
             pass
-    facts = tuple([_facts(runner, at, i, op) for i, op in enumerate(ops)])
-    key = tuple(key_of(facts, outside, x, env, tokens, live))
-    entry = told(runner, "entry", at, key)
+    call = call_facts(outside, x, env, tokens, live)
+    modes = tuple([_mode(runner, at, i, op) for i, op in enumerate(ops)])
+    parameters = tuple([_parameters(runner, at, i, op) for i, op in enumerate(ops)])
+    entry = told(runner, "entry", at, modes, parameters, call)
     reasons: tuple[str | None, ...] | None = None
     if told(runner, "conditional", at, entry, x.dtype, x.dim()):
         reasons = module._runner.pieces[at][1].reasons(TABLE[entry], x, env)
@@ -126,21 +135,26 @@ def _run(
     return x
 
 
-def _facts(runner: int, at: int, i: int, op: Any) -> tuple[Any, ...]:
-    """`op_facts` but for the class, which is guarded on: of attributes, since dynamo guards on those that it reads, not
-    on what is in a `__dict__`. (Of hooks, which it does not guard on, the planner tells.)
+def _mode(runner: int, at: int, i: int, op: Any) -> tuple[bool, bool]:
+    """Of the `OpFacts`, training and alias: read here, since dynamo guards on attributes that it reads. The class is
+    guarded on; of hooks, which dynamo does not guard on, the planner tells.
     """
-    grad = torch.is_grad_enabled()
     _ = op.forward, op.fwd, op.bwd  # that they are those of the class
     # a branch: dynamo makes a symbol of what op.alias may compare, the p of a Dropout
     alias = told(runner, "alias", at, i)
     if alias is None:
         alias = True if op.alias else False  # noqa: SIM210
-    facts = [op.training, alias, *_listed(told(runner, "replaced", at, i))]
+    return op.training, alias
+
+
+def _parameters(runner: int, at: int, i: int, op: Any) -> tuple[Any, ...]:
+    """The `ParameterFacts` of an op."""
+    grad, found = torch.is_grad_enabled(), []
     for name in _listed(told(runner, "parameters", at, i)):
         p = getattr(op, name) if told(runner, "plain", at, i, name) else op.sample(name)
-        facts.append(parameter_facts(p, grad))
-    return tuple(facts)
+        facts = ParameterFacts.of(p, grad)
+        found.append(None if facts is None else tuple(facts))
+    return tuple(found)
 
 
 def _opaque(runner: int, plan: int, k: int, ops: Sequence[Any], x: Any, env: dict[str, Any]) -> Any:
@@ -353,11 +367,6 @@ class Told:
         """Whether a parameter is registered under the name that `fwd` takes."""
         return name in self._run(piece).ops[op]._parameters
 
-    def replaced(self, piece: int, op: int) -> str:
-        """What an op has of its own instead of its class, as `op_facts` says it."""
-        found = self._run(piece).ops[op]
-        return _words(said for said in op_facts(found, (), False)[3:])
-
     def alias(self, piece: int, op: int) -> bool | None:
         """Whether an op is one, None where it is not known what that depends on."""
         found = self._run(piece).ops[op]
@@ -367,7 +376,7 @@ class Told:
         """What is given to it, dynamo guards on."""
 
     def kept(self, piece: int, op: int, kind: str) -> str:
-        """Attributes of one `_kind`."""
+        """The attributes of an op that are of one `_kind`."""
         return _words(n for n, value in self._own(piece, op).items() if _kind(value) == kind)
 
     def item(self, piece: int, op: int, name: str, place: int) -> Any:
@@ -385,12 +394,23 @@ class Told:
     def identical(self, piece: int, op: int, name: str, address: int) -> bool:
         return id(self._own(piece, op)[name]) == address
 
-    def entry(self, piece: int, key: tuple[Any, ...]) -> int:
-        """The number of the entry of a key, given without the classes of the ops."""
+    def entry(
+        self,
+        piece: int,
+        modes: tuple[tuple[bool, bool], ...],
+        parameters: tuple[tuple[tuple[Any, ...] | None, ...], ...],
+        call: tuple[Any, ...],
+    ) -> int:
+        """The number of the entry of a key, given in constants: (training, alias) of every op, and the values of its
+        `ParameterFacts` and of the `CallFacts`.
+        """
         run = self._run(piece)
-        kinds = [op_facts(op, (), False)[0] for op in run.ops]
-        facts = tuple([(kind, *rest) for kind, rest in zip(kinds, key[0], strict=True)])
-        return run.numbered(run.entry((facts, *key[1:])))
+        ops = [
+            OpFacts(*facts)._replace(training=training, alias=alias)
+            for facts, (training, alias) in zip(op_facts(run.ops), modes, strict=True)
+        ]
+        known = [tuple([p if p is None else ParameterFacts(*p) for p in own]) for own in parameters]
+        return run.numbered(run.entry(PlanKey(tuple(ops), tuple(known), CallFacts(*call))))
 
     def conditional(self, piece: int, entry: int, dtype: torch.dtype, axes: int) -> bool:
         """Whether the plan of an entry depends on a size that may be a symbol."""

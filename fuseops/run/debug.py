@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +90,7 @@ class Debug:
                 raise error
 
 
-@contextmanager
+@scopes.written
 def debug() -> Iterator[Debug]:
     """Check on the device what cannot be seen without waiting for it, and look into numbers, for the calls made inside.
 

@@ -7,20 +7,20 @@ from typing import Any
 from fuseops.errors import FuseOpsError, FusionMissError
 from fuseops.ops.op import Op
 from fuseops.ops.scopes import Settings
-from fuseops.plan.key import PlanKey
+from fuseops.plan.key import CallFacts
 from fuseops.torch_private import is_dtensor
 
 from .splice import opaque_reason
 
 
 def mode_of(
-    name: str, op: Op[Any], key: PlanKey, settings: Settings, alone: bool
+    name: str, op: Op[Any], call: CallFacts, settings: Settings, alone: bool
 ) -> tuple[str, str]:
     """ "" (in a node), "plain" or "call", and why; the reason says so where the recipe is not heeded.
 
     Raises FusionMissError for that under `fo.recipe(..., strict=True)` and `fo.fusion(strict=True)`.
     """
-    mode, why = _mode(op, key, settings, alone)
+    mode, why = _mode(op, call, settings, alone)
     if settings.recipe is None or mode != "plain" or not op.multiplies:
         return mode, why
     why = f"{why}; the recipe {type(settings.recipe).__name__} is ignored"
@@ -29,24 +29,24 @@ def mode_of(
     return mode, why
 
 
-def _mode(op: Op[Any], key: PlanKey, settings: Settings, alone: bool) -> tuple[str, str]:
+def _mode(op: Op[Any], call: CallFacts, settings: Settings, alone: bool) -> tuple[str, str]:
     why = None
     if not alone:
-        why = opaque_reason(op) or ("is seen by hooks on all modules" if key.hooked else None)
+        why = opaque_reason(op) or ("is seen by hooks on all modules" if call.hooked else None)
     if why is not None:
         return "call", why
     sharded = [name for name, p in op._parameters.items() if is_dtensor(type(p))]
-    if is_dtensor(key.x_class) or any(name not in op._local for name in sharded):
+    if is_dtensor(call.x_class) or any(name not in op._local for name in sharded):
         return "plain", "works on DTensors"
     if settings.reference:
         return "plain", "reference"
-    if key.compiling and (op.delays or op.accumulate_into_main_grad):
+    if call.compiling and (op.delays or op.accumulate_into_main_grad):
         raise FuseOpsError(
             f"{type(op).__name__} under torch.compile: a gradient that is delayed or goes to main_grad is eager "
             "only. Compile around the op, or leave delay_wgrad and accumulate_into_main_grad off."
         )
-    if op.pure and key.compiling:
+    if op.pure and call.compiling:
         return "plain", "level-1 op under torch.compile"
-    if op.apart_when_compiled and key.compiling:
+    if op.apart_when_compiled and call.compiling:
         return "plain", "ops of its own under torch.compile"
     return ("plain", "alias") if op.alias else ("", "")

@@ -45,7 +45,7 @@ def _range(label: str) -> AbstractContextManager[Any]:
 
 
 def in_ranges(segments: Sequence[Segment], path: str) -> list[Segment]:
-    """The same segments, whose steps run in ranges."""
+    """Copies of segments whose steps run inside profiler ranges."""
     return [seg if seg.kind == "call" else _ranged(seg, path) for seg in segments]
 
 

@@ -36,7 +36,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of, roles_of
-from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens, key_of, op_facts
+from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
@@ -147,16 +147,14 @@ class Run:
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
-        chain, last = self.chain, self.last  # once: another thread may put its own there
+        last = self.last  # once: another thread may put its own there
         if (
             last is not None
             and last.glance.fits(x, side, tokens, live)
             and (last.attributes is None or last.attributes.unchanged())
         ):
             return last.entry
-        grad, pairs = torch.is_grad_enabled(), zip(chain.ops, chain.parameters, strict=True)
-        facts = tuple([op_facts(op, names, grad) for op, names in pairs])
-        key = key_of(facts, chain.outside, x, side, tokens, live)
+        key = PlanKey.of(self.chain, x, side, tokens, live)
         entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
@@ -219,50 +217,50 @@ class Run:
             compiling=facts.compiling,
         )
 
-    def entry(self, key: tuple[Any, ...]) -> KnownPlans:
+    def entry(self, key: PlanKey) -> KnownPlans:
         """The entry of a key, from the cache or new."""
-        key = PlanKey(*key)
         if key in self.entries:
             return self.entries[key]
-        check_dtype(self.ops, self.names, key.dtype)
+        call = key.call
+        check_dtype(self.ops, self.names, call.dtype)
         check_meta(self.chain, key)
         check_halves(self.ops, self.names)
-        settings = scopes.resolve(*key.tokens)
-        if is_nested(key.x_class) and not settings.reference:
+        settings = scopes.resolve(*call.tokens)
+        if is_nested(call.x_class) and not settings.reference:
             raise checks.nested_tensor(self.chain)
         modes = [
-            mode_of(name, op, key, settings, self.alone)
+            mode_of(name, op, call, settings, self.alone)
             for name, op in zip(self.names, self.ops, strict=True)
         ]
         facts = Facts(
             settings=settings,
-            x_needs=key.x_needs,
+            x_needs=call.x_needs,
             grads=frozenset(self._wanted(key)),
-            side_grads=frozenset(name for name, *_, wanted in key.sides if wanted),
+            side_grads=frozenset(name for name, *_, wanted in call.sides if wanted),
             modes=tuple(mode for mode, _ in modes),
             notes=tuple(note for _, note in modes),
-            compute=key.autocast,
-            device=key.device,
-            live=frozenset(key.live),
+            compute=call.autocast,
+            device=call.device,
+            live=frozenset(call.live),
             offset=self.offset,
             roles=roles_of(self.chain, settings.recipe, [mode for mode, _ in modes]),
-            compiling=key.compiling,
+            compiling=call.compiling,
         )
         rules = () if settings.reference else (*settings.rules, *BUILTIN_RULES)
         check_names(settings, rules)
         opaque = [note if mode and note != "alias" else None for mode, note in modes]
         place = Place(opaque, self.end, self.offset)
-        held, scanned = scopes.held(key.tokens), scan(self.ops, rules, place)
-        layers = layers_of(self.chain, scanned, facts, key.dtype)
+        held, scanned = scopes.held(call.tokens), scan(self.ops, rules, place)
+        layers = layers_of(self.chain, scanned, facts, call.dtype)
         return self.entries.put(
             key, KnownPlans(held, scanned, facts, needs_of(self.chain, facts), {}, layers)
         )
 
     def _wanted(self, key: PlanKey) -> Iterator[tuple[int, str]]:
         """(op, parameter) pairs that want a gradient."""
-        for i, (facts, wanted) in enumerate(zip(key.ops, self.chain.parameters, strict=True)):
-            for name, parameter in zip(wanted, facts[-len(wanted) :], strict=False):
-                if parameter is not None and parameter[0]:
+        for i, (names, found) in enumerate(zip(self.chain.parameters, key.parameters, strict=True)):
+            for name, parameter in zip(names, found, strict=True):
+                if parameter is not None and parameter.needs:
                     yield i, name
 
     def plan_of(self, entry: KnownPlans, reasons: tuple[str | None, ...]) -> RunPlan:

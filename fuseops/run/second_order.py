@@ -28,7 +28,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 def guard(
     grads: Sequence[Tensor | None], ties: Iterable[Tensor], message: str
 ) -> list[Tensor | None]:
-    """The same gradients, which raise DoubleBackwardError(message) when someone differentiates them."""
+    """Makes gradients raise DoubleBackwardError(message) when someone differentiates them."""
     present = [g for g in grads if g is not None]
     guarded = iter(_FirstOrderOnly.apply(message, len(present), *present, *ties))  # type: ignore[no-untyped-call]
     return [None if g is None else next(guarded) for g in grads]

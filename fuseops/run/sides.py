@@ -56,7 +56,7 @@ def check_input(module: nn.Module, x: Any) -> None:
         )
 
 
-def no_tensor(module: nn.Module, pieces: Sequence[tuple[str, Any]], x: Any) -> TypeError:
+def no_tensor_between(module: nn.Module, pieces: Sequence[tuple[str, Any]], x: Any) -> TypeError:
     """The error for a plain module whose result, no tensor, reached the op behind it."""
     (before, plain), (name, _) = pieces
     return TypeError(

@@ -44,7 +44,7 @@ def last_place(found: Iterable[Tensor]) -> float:
 
 
 def largest(found: Iterable[Tensor | None]) -> float:
-    """The largest finite magnitude."""
+    """The largest finite magnitude in tensors of floats, 0 where there is none."""
     finite = (
         t.detach()[t.isfinite()].abs() for t in found if t is not None and t.is_floating_point()
     )

@@ -160,7 +160,7 @@ def _between(got: StepResult, expected: StepResult, tol: float) -> Found:
 
 
 def _beyond_noise(found: Found, expected: StepResult, shaken: Iterable[StepResult]) -> Found:
-    """Those that rounding does not explain: compared to what a last place of the inputs changes."""
+    """The differences that rounding does not explain, by what a last place of the inputs changes."""
     noise = dict.fromkeys((d.name for d in found), 0.0)
     for step in shaken:
         for d in _between(step, expected, 0.0):

@@ -113,7 +113,7 @@ def floating(t: Tensor) -> bool:
 
 
 def _shaken(t: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-    sign = torch.randint(-1, 2, t.shape, generator=generator).to(t.device)
+    sign = torch.randint(-1, 2, t.shape, generator=generator).to(t.device, torch.float64)
     return t * (1 + sign * max(unit, torch.finfo(t.dtype).eps)).to(t.dtype)
 
 

@@ -69,7 +69,7 @@ class Split(NamedTuple):
         return torch.tensor(self.counts).cumsum(0).to(torch.int32)
 
     def of_tokens(self, top_k: int) -> "Split":
-        """With as much padding more as copies of whole tokens need."""
+        """This split, padded to a multiple of top_k rows: copies of whole tokens."""
         return self._replace(padding=self.padding + -self.rows % top_k)
 
 

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import schedule_laws
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,9 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import fuseops as fo
+from fuseops import offload
 from fuseops.distributed import ExpertParallel, clip_grad_norm_, expert_placement, param_groups
 
 D, TOKENS, STEPS = 6, 5, 3
+BLOCKS = fo.recipes.Float8BlockScaling()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -187,6 +191,36 @@ def layout_moves_what_its_plans_say(layout: str, mesh: tuple[int, ...]) -> None:
     )  # tokens that come here are as many as come
     assert found["repeats_bit_equal"] and found["gradients_bit_equal"], found
     assert all(found["leave"].values()), found["leave"]
+
+
+def law_marks_and_scopes_hold_in_stages_with_experts_over_ranks() -> None:
+    """Interleaved stages of dense and MoE layers, experts over two ranks with tokens of their own, in float32 and as
+    codes and scales: gradients with offload are those without to the bit, what marks and inner scopes keep stays,
+    several modules of a layer leave, codes apart from their scales, and ranks decide alike.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    stage, replica = mesh.get_coordinate() or (0, 0)
+    for recipe, parts in ((None, {"fc1.x"}), (BLOCKS, {"fc1.x.row", "fc1.x.row_scale"})):
+        model, count = schedule_laws.stages("interleaved", stage)
+        model.float()
+        parallelize_module(model, mesh["ep"], ExpertParallel())
+        fo.configure(model, recipe=recipe)
+        run = schedule_laws.schedule("interleaved", model, count, False, mesh["pp"].get_group())
+        args = run, model, 2, stage == 0, str(count - 1) in model, replica
+        plain = schedule_laws.train(*args)
+        policy = offload.Policy(min_bytes=1)
+        with offload.Scheduler(model, "*.*", policy=policy, lag=1) as scheduler:
+            moved = schedule_laws.train(*args)
+        for mine, want in zip(moved, plain, strict=True):
+            assert all(torch.equal(whole(a), whole(b)) for a, b in zip(mine, want, strict=True))
+        report = scheduler.report()
+        schedule_laws.check_report(report, model, False)
+        decided = sorted({(e.name, e.decision) for e in report.entries if e.nbytes})
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, decided, mesh["ep"].get_group())
+        assert told[0] == told[1]
+        left = {name.partition(".second.0.")[2] for name, what in decided if what == "moved"}
+        assert left >= {*parts, "act.x", "router.logits"}, left
 
 
 def same(model: Net, optimizer: Any, alone: Net, one: Any) -> None:

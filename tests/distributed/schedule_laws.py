@@ -35,12 +35,19 @@ KINDS: dict[str, Any] = {
 SPLIT = ("zero bubble", "zbv")
 
 
-class Layer(nn.Module):
-    """A block with a mark on what its second half gets, or part of it under a scope of its own."""
+LAYERS = (
+    ("marked", "dense"), ("", "experts"), ("kept", "dense"), ("marked", "experts"),
+    ("disabled", "experts"), ("", "dense"), ("kept", "experts"), ("disabled", "dense"),
+)  # fmt: skip
+"""The scope and the second half of every layer: each rank has several of both, as stages are placed here."""
 
-    def __init__(self, kind: str) -> None:
+
+class Layer(nn.Module):
+    """A block whose second half runs in a scope of its own, or with a mark on what it gets."""
+
+    def __init__(self, scope: str, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.scope = scope
         self.first = fo.Residual(
             fo.ops.RMSNorm(D), fo.ops.Linear(D, 2 * D), fo.ops.SwiGLU(), fo.ops.Linear(D, D)
         )
@@ -52,22 +59,21 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        if self.kind == "kept":
+        if self.scope == "kept":
             with offload.keep():
                 return self.second(x)
-        if self.kind == "disabled":
+        if self.scope == "disabled":
             with offload.disabled():
                 return self.second(x)
-        if self.kind == "marked":
+        if self.scope == "marked":
             offload.mark_not_offload(x)
         return self.second(x)
 
 
 def layers() -> list[nn.Module]:
-    """All of the model: layers of every kind, mixed."""
+    """All of the model."""
     torch.manual_seed(1)
-    kinds = ("marked", "experts", "kept", "plain", "disabled", "experts", "plain", "kept")
-    return [Layer(kind).double() for kind in kinds]
+    return [Layer(*each).double() for each in LAYERS]
 
 
 def placed(kind: str, rank: int) -> tuple[int, list[int]]:
@@ -83,9 +89,9 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(100 + step)
-    x, target = torch.randn(2, MICROBATCHES * ROWS, D, dtype=torch.float64).unbind()
+def batch(step: int, dtype: torch.dtype = torch.float64, replica: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(100 + step + 10 * replica)
+    x, target = torch.randn(2, MICROBATCHES * ROWS, D, dtype=dtype).unbind()
     return x, target
 
 
@@ -127,11 +133,11 @@ def schedule(kind: str, model: nn.ModuleDict, count: int, delayed: bool, group: 
 
 
 def train(
-    run: Any, model: nn.ModuleDict, steps: int, first: bool, last: bool
+    run: Any, model: nn.ModuleDict, steps: int, first: bool, last: bool, replica: int = 0
 ) -> list[list[Tensor]]:
     found = []
     for step in range(steps):
-        x, target = batch(step)
+        x, target = batch(step, next(model.parameters()).dtype, replica)
         run.step(*((x,) if first else ()), **({"target": target} if last else {}))
         found.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()
@@ -177,10 +183,10 @@ def check_report(report: Any, model: nn.ModuleDict, reads_twice: bool) -> None:
     for path, layer in model.named_modules():
         if isinstance(layer, Layer):
             assert any(name.startswith(f"{path}.first") for name in moved), path
-            if layer.kind in ("kept", "disabled"):
-                assert not any(name.startswith(f"{path}.second") for name in moved), path
-            if layer.kind == "marked":
-                assert f"{path}.second.0.x" not in moved
+            second = {name for name in moved if name.startswith(f"{path}.second")}
+            assert bool(second) == (layer.scope not in ("kept", "disabled")), (path, second)
+            if layer.scope == "marked":
+                assert not second & {f"{path}.second.0.x", f"{path}.second.0.router.x"}
 
 
 law_1f1b = partial(_law, "1f1b", False)

@@ -35,6 +35,11 @@ def fp8_samples(offs):
     }
 
 
+def tiles(*shape):
+    """Scales in small blocks, swizzled, as one argument."""
+    return (torch.randint(120, 130, (*shape, 32, 4, 4), dtype=torch.uint8),)
+
+
 def samples() -> dict[str, tuple]:
     """{op name: arguments}"""
     torch.manual_seed(0)
@@ -75,6 +80,21 @@ def samples() -> dict[str, tuple]:
         "layernorm_bwd": (dy, y, w, probs, rstd, dy),
         "apply_dropout": (y, torch.tensor([3]), 0.3),
         "quantize_vectors": (y, E4M3),
+        "quantize_micro": (y, E4M3, "col", offs),
+        "micro_mm": (
+            dy.to(E4M3),
+            *tiles(3, 1),
+            torch.randn(3, 8, 16).to(E4M3),
+            *tiles(3, 1, 1),
+            offs,
+        ),
+        "micro_wgrad": (
+            torch.randn(8, 384).to(E4M3),
+            *tiles(1, 3),
+            torch.randn(5, 384).to(E4M3),
+            *tiles(1, 3),
+            offs,
+        ),
         "scatter_rows": (dy[:3], pos, ends, 6, probs),
         "gather_rows": (dy[:3], index, ends, probs),
         "combine_fwd": (y, pos, ends, probs),

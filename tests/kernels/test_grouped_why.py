@@ -49,7 +49,7 @@ def test_every_path_but_the_best_has_a_reason(arch, n, k, dtype, wider, shift, l
         grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
         found = [
             (mm_words(x, weight, None, index), grouped_paths.mm_path(x, weight, None, index)),
-            (wgrad_words(dy, x, None, index), grouped_paths.wgrad_path(dy, x, None, index)),
+            (wgrad_words(dy, x, index), grouped_paths.wgrad_path(dy, x, None, index)),
         ]
     grouped_paths._mm_path.cache_clear(), grouped_paths._wgrad_path.cache_clear()
     for words, path in found:

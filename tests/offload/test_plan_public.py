@@ -43,6 +43,16 @@ def block() -> nn.Module:
     )
 
 
+def swiglu_mlp() -> fo.Sequential:
+    return fo.Sequential(
+        {
+            "fc1": fo.ops.Linear(128, 256, bias=False),
+            "act": fo.ops.SwiGLU(),
+            "fc2": fo.ops.Linear(128, 128, bias=False),
+        }
+    )
+
+
 class Model(nn.Module):
     def __init__(self, blocks: int = 6) -> None:
         super().__init__()
@@ -541,3 +551,28 @@ def test_the_text_of_the_example_fits_its_columns(
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= columns
         assert ("out ms" in text) == bool(wide)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_components_of_quantized_tensors_are_planned_each_by_its_name(record: bool) -> None:
+    model = nn.Sequential(*(swiglu_mlp() for _ in range(4)))
+    fo.configure(model, recipe=fo.recipes.Float8BlockScaling(hidden="float8"))
+    x = torch.randn(1024, 128, requires_grad=True)
+    codes = offload.Policy("**.act.x.row", min_bytes=1)
+    plan = offload.plan(model, x, layers="*", policy=codes, record=record, hardware=SLOW)
+    of = {t.name: t for t in plan.tensors if t.name.startswith("0.act.")}
+    row, scale = of["0.act.x.row"], of["0.act.x.row_scale"]
+    assert (row.dtype, row.shape, row.nbytes) == ("float8_e4m3fn", (1024, 256), 1024 * 256)
+    assert (scale.dtype, scale.nbytes) == ("float32", 4 * 1024 * 256 // 128)
+    assert row.decision == "offload" and scale.decision == "keep", plan
+    assert "act.x.row" in plan.explain() and "0.act.x.row_scale" in plan.explain(every=True)
+
+    def grads() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+
+    expected = grads()
+    with offload.Scheduler(model, layers="*", plan=plan, lag=0) as scheduler:
+        assert all(map(torch.equal, grads(), expected))
+    scheduler.assert_matched()
+    moved = {e.name: e.nbytes for e in scheduler.report().entries if e.decision == "moved"}
+    assert moved["0.act.x.row"] == row.nbytes and not [n for n in moved if n.endswith("scale")]

@@ -198,7 +198,8 @@ def _beside(x: Tensor, products: list[LowRankProduct]) -> tuple[Tensor, tuple[Te
         found = [product.fwd(x) for product in products]
         y = found[0][0] if len(found) == 1 else torch.cat([y for y, _ in found], 1)
         return y, tuple([through for _, through in found])
-    h = x.new_empty(len(x), sum(p.weight.shape[0] for p in products))  # type: ignore[union-attr]
+    width = sum(p.weight.shape[0] for p in products)  # type: ignore[union-attr, misc]
+    h = x.new_empty(len(x), width)
     halves = h.chunk(2, dim=1)
     return h, tuple([p.fwd_into(part, x) for p, part in zip(products, halves, strict=True)])
 

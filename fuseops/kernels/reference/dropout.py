@@ -14,7 +14,7 @@ KEYS = 0x9E3779B9, 0xBB67AE85
 
 
 def draws(seed: Tensor, count: int) -> Tensor:
-    """`count` numbers of 16 random bits, as int64: halves of the words of Philox4x32-7 (Salmon et al. 2011) of a
+    """`count` numbers of 16 random bits, as int32: halves of the words of Philox4x32-7 (Salmon et al. 2011) of a
     counter, with seed (1,) int64 as its key.
 
     Element i has half k = (i % 8192) // 1024 of counter (i // 8192) 1024 + i % 1024, the high one of word k / 2 or the
@@ -31,7 +31,8 @@ def draws(seed: Tensor, count: int) -> Tensor:
         c, d = ((first >> 32) & LOW) ^ d ^ other, first & LOW
         key, other = (key + KEYS[0]) & LOW, (other + KEYS[1]) & LOW
     halves = [half for word in (a, b, c, d) for half in (word >> BITS, word & 0xFFFF)]
-    return torch.stack(halves).view(8, blocks, LANES).transpose(0, 1).reshape(-1)[:count]
+    narrow = torch.stack([half.to(torch.int32) for half in halves])
+    return narrow.view(8, blocks, LANES).transpose(0, 1).reshape(-1)[:count]
 
 
 def threshold(p: float) -> int:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import BITS, draws
-from .grouped import group_of_row
+from .grouped import group_of_row, padding_mask
 from .operands import columns_of, place_of_row
-from .quantize import FLT_MAX, inverse_scale, magnitude, saturate
+from .quantize import FLT_MAX, column_offs, inverse_scale, magnitude, pieces, saturate
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1, E2M1_MAX = torch.float4_e2m1fn_x2, 6.0
@@ -30,7 +30,6 @@ HADAMARD = 16
 SIGNS = 0b1101011111101000
 """Of the random Hadamard transform: bit k says that element k is negated. TransformerEngine's."""
 Block = tuple[int, int]
-PIECES, LEAST_PIECE = 16, 1 << 20
 LARGEST = {E4M3: 8, E5M2: 15}
 """Exponents of the largest codes, each of which is 1.75 times a power of two."""
 
@@ -94,12 +93,13 @@ class Format(NamedTuple):
 
 def e2m1_codes(x: Tensor, draws: Tensor | None) -> Tensor:
     """Codes of four bits, in bytes: to the nearest, ties to even; with draws of 16 bits up as often as x is far up."""
-    x = x.nan_to_num(0.0, E2M1_MAX, -E2M1_MAX)
-    size = x.abs().clamp(max=E2M1_MAX)
-    scaled = torch.where(size < 2, size * 2, torch.where(size < 4, size, size / 2))
-    up = scaled.round() if draws is None else (scaled + (draws + 0.5) / (1 << BITS)).floor()
-    code = up + torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
-    return code.clamp(max=7).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    size = x.nan_to_num(0.0, E2M1_MAX, -E2M1_MAX).abs_().clamp_(max=E2M1_MAX)
+    two, four = size >= 2, size >= 4  # from where codes lie twice as far apart
+    size.mul_(2).div_(1.0 + two).div_(1.0 + four)
+    code = size.round_() if draws is None else size.add_((draws + 0.5) / (1 << BITS)).floor_()
+    code.add_(two, alpha=2).add_(four, alpha=2).clamp_(max=7)
+    sign = torch.signbit(x) & ~x.isnan()
+    return code.to(torch.uint8) | (sign.to(torch.uint8) << 3)
 
 
 def packed(codes: Tensor) -> Tensor:
@@ -122,16 +122,7 @@ E2M1_UP = 64.0
 """What E4M3 codes of `e2m1_as_e4m3` are to be multiplied by."""
 
 
-def pieces(x: Tensor, step: int = 1) -> list[slice]:
-    """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
-    element's many bytes: into sixteen, none of less than 2^20 elements. Compiled code makes no temporaries.
-    """
-    rows = x.shape[-2]
-    if torch.compiler.is_compiling() or x.numel() <= LEAST_PIECE:
-        return [slice(0, rows)]
-    size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
-    size = max(size // step, 1) * step
-    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+Lay = Callable[[Tensor], Tensor]
 
 
 def quantize_format(
@@ -139,47 +130,54 @@ def quantize_format(
     form: Format,
     whole: Tensor | None = None,
     seed: Tensor | None = None,
-    turn: bool = False,
+    lay: Lay | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of matrices in blocks.
+    """(codes, scales) of matrices in blocks, piece by piece.
 
     whole: amax of the tensor, of a shape that broadcasts with the scales', where scales stand over one of it.
-    seed: (1,) int64, of random rounding.  turn: by the random Hadamard transform first.
+    seed: (1,) int64, of random rounding.  lay: what gives, for rows of x, those that are quantized in their place.
     """
-    rows, found = form.block[0], []
-    for number, piece in enumerate(pieces(x, rows)):
-        part = turned(x[..., piece, :]) if turn else x[..., piece, :]
-        if whole is not None and whole.shape[-2] > 1:
-            own: Tensor | None = whole[..., piece.start // rows : -(-piece.stop // rows), :]
-        else:
-            own = whole
+    rows, made = form.block[0], list[Tensor]()
+    cut = pieces(x, rows)
+    for number, piece in enumerate(cut):
+        at = slice(piece.start // rows, -(-piece.stop // rows))
+        own = whole[..., at, :] if whole is not None and whole.shape[-2] > 1 else whole
+        part = x[..., piece, :] if lay is None else lay(x[..., piece, :])
         random = None if seed is None else seed + 2 * number
-        found.append(_quantize_piece(part, form, own, random))
-    if len(found) == 1:
-        return found[0]
-    codes, scales = (torch.cat(parts, -2) for parts in zip(*found, strict=True))
-    return codes, scales
+        found = _quantize_piece(part.float(), form, own, random)
+        del part
+        if len(cut) == 1:
+            return found
+        high = x.shape[-2], -(-x.shape[-2] // rows)
+        if not made:
+            sizes = zip(found, high, strict=True)
+            made = [t.new_empty(*t.shape[:-2], n, t.shape[-1]) for t, n in sizes]
+        for t, where, mine in zip(made, (piece, at), found, strict=True):
+            t[..., where, :] = mine
+    return made[0], made[1]
 
 
 def _quantize_piece(
     x: Tensor, form: Format, whole: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """x float32"""
     data, (rows, width) = form.data, form.block
     r, k = x.shape[-2:]
-    padded = x.float()
     if k % width or r % rows:
-        padded = F.pad(padded, (0, -k % width, 0, -r % rows))
-    tiles = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
+        x = F.pad(x, (0, -k % width, 0, -r % rows))
+    tiles = x.unflatten(-1, (-1, width)).unflatten(-3, (-1, rows))
     if whole is not None:
         whole = whole.unsqueeze(-1).unsqueeze(-3)
     amax = magnitude(tiles).amax((-3, -1), keepdim=True)
     amax = amax.clamp(min=form.epsilon) if form.epsilon else amax
     scales, inverse = SCALES[form.scale, form.powers](amax, data, whole)
-    scaled = (tiles * inverse).flatten(-4, -3).flatten(-2)[..., :r, :k]
+    scaled = tiles * inverse
     if data is E2M1:
         scales = torch.where(tiles.isnan().any(-1, True).any(-3, True), torch.nan, scales.float())
         scales = scales.to(form.scale)
-        del tiles, padded
+    del tiles, x
+    scaled = scaled.flatten(-4, -3).flatten(-2)[..., :r, :k]
+    if data is E2M1:
         random = None if seed is None else draws(seed, scaled.numel()).view(scaled.shape)
         codes = packed(e2m1_codes(scaled, random))
     else:
@@ -236,11 +234,11 @@ def turned(x: Tensor) -> Tensor:
     return hadamard(x.float() * signs(x.shape[-1], x))
 
 
-def amax_of_tokens(x: Tensor, axis: int, turn: bool = False) -> Tensor:
-    """The largest magnitude of each token of a matrix.   axis: that of features.  turn: of what `turned` makes"""
+def amax_of_tokens(x: Tensor, axis: int, lay: Lay | None = None) -> Tensor:
+    """The largest magnitude of each token of a matrix.   axis: that of features.  lay: as of `quantize_format`"""
     if not x.shape[axis]:
         return x.new_zeros(x.shape[1 - axis], dtype=torch.float32)
-    parts = (turned(x[piece]) if turn else x[piece] for piece in pieces(x))
+    parts = (x[piece] if lay is None else lay(x[piece]) for piece in pieces(x))
     found = [magnitude(part).amax(axis) for part in parts]
     if len(found) == 1:
         return found[0]
@@ -277,3 +275,65 @@ def turned_in_groups(x: Tensor, offs: Tensor | None) -> Tensor:
         return F.pad(x, (0, 0, 0, width - rows)).t() if width > rows else x.t()
     full = x.new_zeros(width + 1, k).index_copy_(0, place_of_row(offs, rows, x), x)
     return full[:width].t()
+
+
+def micro_format(data: torch.dtype) -> Format:
+    """MXFP8 of FP8 codes, NVFP4 of codes of four bits, in blocks along a row."""
+    if data is E2M1:
+        return Format(data, E4M3, (1, 16), False)
+    return Format(data, E8M0, (1, 32), True)
+
+
+def swizzled(scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Scales (..., R, S), as bytes, where tensor cores of Blackwell read them: in blocks of 128 rows and 4 scales, 512
+    bytes, with those of row r at 16 (r % 32) + 4 (r // 32); zeros where there is none.
+    -> (..., ceil(R/128), ceil(S/4), 32, 4, 4)
+
+    offs: of groups of rows, whose blocks begin anew in each: those of group g at block offs[g-1] // 128 + g.
+    """
+    rows, s = scale.shape[-2:]
+    if offs is not None:
+        width = columns_of(rows, len(offs))
+        placed = scale.new_zeros(width + 1, s)
+        scale = placed.index_copy_(0, place_of_row(offs, rows, scale), scale)[:width]
+    padded = F.pad(scale, (0, -s % 4, 0, -scale.shape[-2] % 128))
+    tiles = padded.unflatten(-2, (-1, 4, 32)).unflatten(-1, (-1, 4))
+    return tiles.movedim(-2, -4).transpose(-2, -3).contiguous()
+
+
+def unswizzled(scale: Tensor, rows: int, count: int, offs: Tensor | None = None) -> Tensor:
+    """What `swizzled` was given.   -> (..., rows, count)"""
+    scale = scale.transpose(-2, -3).movedim(-4, -2).flatten(-2).flatten(-4, -2)[..., :count]
+    if offs is not None:
+        scale = F.pad(scale, (0, 0, 0, 1))[place_of_row(offs, rows, scale)]
+    return scale[..., :rows, :].contiguous()
+
+
+def quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `fuseops.kernels.quantize_micro`."""
+    rows, form, turn = len(x), micro_format(data), layout == "col"
+    if turn:
+        x = turned_in_groups(x, offs)
+    elif offs is not None:
+        x = x.masked_fill(padding_mask(offs, rows), 0.0)
+    whole = None
+    if amax is not None:
+        ends = column_offs(offs) if turn and offs is not None else offs
+        whole = whole_of_blocks(spread_over_groups(amax, ends, x.shape[turn]), form.block[1], turn)
+    codes, scale = quantize_format(x, form, whole)
+    scale = scale.view(torch.uint8)
+    return codes, swizzled(scale, None if turn else offs) if swizzle else scale
+
+
+def whole_of_blocks(of_token: Tensor, width: int, turn: bool) -> Tensor:
+    """What stands over a tensor, () or by tokens (T,), as the scales of blocks broadcast with it.   turn: of columns"""
+    if not of_token.dim():
+        return of_token[None, None]
+    return of_token[None, ::width] if turn else of_token[:, None]

@@ -78,7 +78,7 @@ def grouped_mm_into(
     bias: Tensor | None = None,
     index: Tensor | None = None,
 ) -> None:
-    """y = grouped_mm."""
+    """The grouped product, written to y."""
     y.copy_(grouped_mm(x, weight, offs, None, bias, index))
 
 

@@ -19,10 +19,12 @@ from .grouped import group_of_row, padding_mask
 from .quantize import (
     BLOCK,
     SMALLEST,
+    by_pieces,
     expert_quantize,
     grouped_quantize,
     inverse_scale,
     magnitude,
+    pieces,
     quantize_vectors,
     saturate,
     tensor_quantize,
@@ -82,12 +84,15 @@ def permute_operand(
 
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
     """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
-    rows, k = data.shape
+    rows = len(data)
     width = columns_of(rows, None if offs is None else len(offs))
-    place = place_of_row(offs, rows, data)
-    raw = data.new_zeros(width + 1, k, dtype=torch.uint8)
-    raw = raw.index_copy(0, place, data.contiguous().view(torch.uint8))
-    return raw[:width].t().contiguous().view(data.dtype)
+    place, raw = place_of_row(offs, rows, data), data.view(torch.uint8).t()
+
+    def laid(piece: slice) -> Tensor:
+        part = raw[piece].t()
+        return part.new_zeros(width + 1, part.shape[1]).index_copy(0, place, part)[:width].t()
+
+    return by_pieces(pieces(raw), laid).view(data.dtype)
 
 
 def by_group(scale: Tensor, offs: Tensor, rows: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 from .grouped import group_of_row, padding_mask
 
 BLOCK = 128
+PIECES, LEAST_PIECE = 32, 1 << 20
 SMALLEST = 2.0**-63
 """No power-of-two scale is smaller, so that the product of two is a normal number; a block of zeros has it."""
 FLT_MAX = torch.finfo(torch.float32).max
@@ -32,6 +36,32 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in an FP8 format: finite values and infinities beyond the range become its ends, NaN stays NaN."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
+
+
+def pieces(x: Tensor, step: int = 1) -> list[slice]:
+    """Where matrices (..., R, K) are cut along their rows, at multiples of `step`, for what makes temporaries of an
+    element's many bytes: into 32, none of less than 2^20 elements. Compiled code makes no temporaries.
+    """
+    rows = x.shape[-2]
+    if torch.compiler.is_compiling() or x.numel() <= LEAST_PIECE:
+        return [slice(0, rows)]
+    size = max(x.numel() // PIECES, LEAST_PIECE) * rows // x.numel()
+    size = max(size // step, 1) * step
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+
+def by_pieces(cut: list[slice], make: Callable[[slice], Tensor]) -> Tensor:
+    """Matrices (..., R, N), whose rows are made piece by piece, where more than one into memory that waits for them."""
+    if len(cut) == 1:
+        return make(cut[0]).contiguous()
+    made: Tensor | None = None
+    for piece in cut:
+        part = make(piece)
+        if made is None:
+            made = part.new_empty(*part.shape[:-2], cut[-1].stop, part.shape[-1])
+        made[..., piece, :] = part
+        del part
+    return cast("Tensor", made)
 
 
 def tensor_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

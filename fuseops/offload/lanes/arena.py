@@ -107,7 +107,7 @@ class Arena:
         self._ends[slab.region, slab.offset + slab.nbytes] = slab
 
     def _remove(self, slab: Slab) -> None:
-        """It is among the free ones no more."""
+        """Takes a slab out of the free ones."""
         del self._free[bisect_left(self._free, (slab.nbytes, slab.region, slab.offset))]
         del self._starts[slab.region, slab.offset]
         del self._ends[slab.region, slab.offset + slab.nbytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,7 +54,6 @@ class Decided:
     warnings: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
-    seconds_to_plan: float = field(default=0.0, compare=False)
 
     @cached_property
     def decisions(self) -> dict[str, str]:

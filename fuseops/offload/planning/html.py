@@ -241,7 +241,7 @@ def _axes(scale: _Scale) -> Iterator[str]:
 
 
 def _ticks(most: float, unit: float, count: int) -> Iterator[float]:
-    """From 0 in steps of 1, 2 or 5 times a power of ten units, about so many."""
+    """About `count` ticks from 0, in steps of 1, 2 or 5 times a power of ten units."""
     rough = most / unit / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * 0.999) * unit
@@ -263,7 +263,7 @@ def _area(scale: _Scale, levels: Sequence[Level], seconds: float, style: str) ->
 
 
 def _titles(plan: Decided) -> tuple[str, ...]:
-    """Of the lanes below the chart."""
+    """The titles of the lanes below the chart."""
     return ("layers", "stalls", "D2H", "H2D", *["network"] * bool(plan.profile.network))
 
 

@@ -92,7 +92,7 @@ def transposing_rate() -> float:
 
 
 def launch_seconds() -> float:
-    """Of kernels that wait for each other, and not for the host."""
+    """Seconds from one kernel to the next, where kernels wait for each other and not for the host."""
     kernels = 200
     one, start, stop = torch.ones((), device="cuda"), event(), event()
     for lead in (0, 20_000 * kernels):  # cycles, about 10 us each; the first warms up
@@ -165,10 +165,10 @@ def _hot_seconds(work: Callable[[], object]) -> float:
 
 
 def event() -> torch.cuda.Event:
-    """One that takes the time."""
+    """A CUDA event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _digits(value: float) -> float:
-    """Four of them."""
+    """Rounds to four significant digits."""
     return float(f"{value:.4g}")

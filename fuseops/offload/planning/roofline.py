@@ -59,7 +59,7 @@ def _is_transposing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
-    """Of every kernel alike; torch counts those of CUDA only, and what a causal mask leaves out."""
+    """FLOP of attention, for all kernels alike: torch counts CUDA's only, and those that a causal mask leaves out."""
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     batch, heads, queries, width = named["query"].shape
     keys = named["key"].shape[-2]

@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]  # what is done now, how many parts a
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Nobody is told."""
+    """A `Progress` that tells nobody."""
 
 
 TIMED_STEPS = 3

@@ -1,4 +1,4 @@
-"""Bias and an activation, backward: the activation's gradient and the bias gradient from one pass."""
+"""A Linear or a Bias, and an activation, backward: the activation's gradient and the bias gradient from one pass."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,14 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.ops.activations import form_of
-from fuseops.ops.op import Call, FusedOp, Grads
+from fuseops.ops.linear import Linear, linear_bwd
+from fuseops.ops.op import Call, FusedOp, Grads, replaced
 
 
 class BiasAct(FusedOp):
-    """dx = dy * act'(h), dbias = sum of dx, where h is the activation's saved input (the bias is already in it)."""
+    """dh = dy * act'(h) and dbias = sum of dh in one pass, where h is the activation's saved input, which has the bias
+    in it; then, of a Linear, its other gradients from dh.
+    """
 
     recipes = True
 
@@ -22,8 +25,14 @@ class BiasAct(FusedOp):
         calls: tuple[Call, ...],
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
-        h, form = saved[1].x, saved[1].form or form_of(self.members[1])
-        if "bias" not in calls[0].needs:
-            return Grads(K.act_bwd(dy, h, *form)), Grads()
-        dx, dbias = K.act_bwd_bias(dy, h, *form)
-        return Grads(dx, {"bias": dbias}), Grads()
+        own, (h, form) = saved
+        first, act = self.members
+        form, call, params = form or form_of(act), calls[0], {}
+        if "bias" in call.needs:
+            dh, params["bias"] = K.act_bwd_bias(dy, h, *form)
+        else:
+            dh = K.act_bwd(dy, h, *form)
+        grads = Grads(dh)
+        if isinstance(first, Linear):
+            grads = linear_bwd(own, dh, replaced(call, needs=call.needs - {"bias"}))
+        return replaced(grads, params={**(grads.params or {}), **params}), Grads()

@@ -53,7 +53,8 @@ def backward(
     da: Tensor, h: Operand, probs: Tensor | None, offs: Tensor | None, first: Call, last: Call
 ) -> tuple[Quantized, Quantized | None, Tensor]:
     """(dh as fc1's gradients read it, the activation as fc2's weight gradient does, dprobs), in one pass over h."""
-    row, col, act = "x" in first.needs, "weight" in first.needs, "weight" in last.needs
+    row, act = "x" in first.needs, "weight" in last.needs
+    col = "weight" in first.needs and not row  # else of rows, when they are read
     of_dh = cast("Scaling", cast("Roles", first.precision.roles).grad_output)
     of_a = cast("Scaling", cast("Roles", last.precision.roles).input)
     data, scale = _codes(h)

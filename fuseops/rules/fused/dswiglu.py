@@ -16,18 +16,18 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops import torch_private
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_bwd_path
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
 
-EPILOGUE = Space(
+EPILOGUE = Switch(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
     # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
     "dswiglu_epilogue",
-    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(not dims[3] or dims[1] < 1024)},
+    "EPILOGUE",
+    lambda rows, dims: not dims[3] or dims[1] < 1024,
     dims=("groups", "n", "k", "by_index"),
 )
 
@@ -74,7 +74,7 @@ def why_apart(
         return "the reference runs"
     if not swiglu_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
-    if not EPILOGUE.pick(rows, (*weight.shape, dy_index is not None), dy)["EPILOGUE"]:
+    if not EPILOGUE.says(rows, (*weight.shape, dy_index is not None), dy):
         return "two kernels are faster for this shape"
     return None
 
@@ -102,7 +102,7 @@ def _somebody_sees() -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _row(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One that stands for many."""
+    """A row that stands for many, where a path is asked for by shapes."""
     return torch.empty(1, width, dtype=dtype, device=device)
 
 
@@ -116,7 +116,7 @@ def in_words(why: str | None) -> str:
 def run(
     given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, the activation and dprobs."""
+    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, the activation, dprobs"""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, h.shape[0])

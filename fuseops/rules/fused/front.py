@@ -146,7 +146,7 @@ class Front:
 
 
 def _cast(y: Any, call: Call) -> Any:
-    """As the GEMM reads it under autocast."""
+    """Casts y to the dtype that the GEMM reads under autocast."""
     compute = call.precision.compute
     return y if compute is None or isinstance(y, Quantized) else y.to(compute)
 

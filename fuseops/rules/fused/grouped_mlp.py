@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.checks import check_offs, check_probs
@@ -37,12 +37,12 @@ Source = Callable[..., Rows]
 Finish = Callable[[Tensor, Tensor | None], Tensor]  # of dx and dprobs
 
 
-EPILOGUE = Space(
+EPILOGUE = Switch(
     # of fc1. On an H200 it gains 0 to 5 % where h is written, more where it is not
     # or rows are read by index; where the product is short nothing hides it.
     "swiglu_epilogue",
-    lambda dims, itemsize: [{"EPILOGUE": 0}, {"EPILOGUE": 1}],
-    lambda rows, dims, itemsize: {"EPILOGUE": int(bool(dims[3]) or not dims[4] or dims[2] >= 1024)},
+    "EPILOGUE",
+    lambda rows, dims: bool(dims[3]) or not dims[4] or dims[2] >= 1024,
     dims=("groups", "n", "k", "by_index", "need_h"),
 )
 
@@ -156,7 +156,7 @@ class GroupedMLP(FusedOp):
         return dswiglu.Operands(form, s.probs if self.scaled else None, s.fc2, s.offs)
 
     def hidden(self, s: GroupedMLPSaved, call: Call, index: Tensor | None = None) -> Tensor:
-        """fc1."""
+        """h = fc1(x), once more or for the first time, in the precision of its call."""
         scale = s.probs if self.scale1 else None
         forward = _without(call, "weight")  # whose columns the backward makes
         low_rank = s.down1, s.up1
@@ -206,10 +206,10 @@ class GroupedMLP(FusedOp):
         if not K.grouped_swiglu.launches((x, weight), {}) or not swiglu_path(x, weight, index):
             return False
         dims = (*weight.shape, index is not None, need_h)
-        return bool(EPILOGUE.pick(rows, dims, x)["EPILOGUE"])
+        return EPILOGUE.says(rows, dims, x)
 
     def output(self, s: GroupedMLPSaved, a: Operand, call: Call) -> Tensor:
-        """fc2."""
+        """y = fc2(a), in the precision of its call."""
         scale = s.probs if self.scale2 else None
         forward = _without(call, "weight")
         low_rank = s.down2, s.up2

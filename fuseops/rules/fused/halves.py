@@ -1,12 +1,11 @@
 """The backward of a Linear in two halves: what dy and the weight give, and the weight gradient when x is there."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import LinearSaved, grad_operand, linear_bwd, without_rows
+from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd, only
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
@@ -19,32 +18,33 @@ def forward_only(call: Call) -> Call:
 
 
 def backward(
-    weight: Tensor | None, dy: Operand | None, call: Call
+    weight: Tensor | None, dy: Operand | None, call: Call, stays: bool = False
 ) -> tuple[Grads, WeightGrad | None]:
     """dx and dbias of what `call.needs` names, and what gives dweight for x, None where nobody wants it.
 
-    Under a recipe dy becomes an operand once, for both GEMMs; a bias sums dy as it is. Without a dy all are None.
+    A bias sums dy as it is. Without a dy all are None.   stays: as of `grad_in_turn`
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
-    roles, needs = call.precision.roles, call.needs
-    q: Any = dy
-    if roles is not None and not needs.isdisjoint(("x", "weight")):
-        q = grad_operand(dy, call, roles)
-    dx = None
-    if "x" in needs:
-        dx = linear_bwd(LinearSaved(None, weight), q, _only(call, "x")).x
-        if isinstance(dy, Tensor):
-            dx = dx.view(*dy.shape[:-1], dx.shape[-1])  # type: ignore[union-attr]
+    roles, needs, lead = call.precision.roles, call.needs, dy.shape[:-1]
+    dx: Tensor | None = None
     params: dict[str, Tensor | None] = {}
     if "bias" in needs:
-        params |= linear_bwd(LinearSaved(None, None), dy, _only(call, "bias")).params or {}
+        params |= linear_bwd(LinearSaved(None, None), dy, only(call, "bias")).params or {}
+    q, given = dy, dy
+    if roles is not None:
+        q, (given, _) = grad_in_turn(dy, call, roles, stays=stays)
+    shaped = isinstance(dy, Tensor)
+    del dy
+    if "x" in needs:
+        dx = linear_bwd(LinearSaved(None, weight), q, only(call, "x")).x
+        if shaped:
+            dx = dx.view(*lead, dx.shape[-1])  # type: ignore[union-attr]
     if "weight" not in needs:
         return Grads(dx, params), None
-    given = dy if roles is not None and roles.high_wgrad else without_rows(q)
 
     def weight_grad(x: Operand) -> Tensor:
-        found = linear_bwd(LinearSaved(x, None), given, _only(call, "weight")).params or {}
+        found = linear_bwd(LinearSaved(x, None), given, only(call, "weight")).params or {}
         return found["weight"]  # type: ignore[return-value]
 
     return Grads(dx, params), weight_grad
@@ -56,7 +56,3 @@ def shaped(rows: Tensor, like: Operand) -> Tensor:
         return rows
     # no view: FSDP2 warns of those that leave its modules
     return torch_private.unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
-
-
-def _only(call: Call, need: str) -> Call:
-    return replaced(call, needs=frozenset((need,)))

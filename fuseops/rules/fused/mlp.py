@@ -18,10 +18,18 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Switch
 from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
 from fuseops.ops.activations import Form, form_of
-from fuseops.ops.linear import Linear, high, input_operand, linear, saved_input, weight_rows
+from fuseops.ops.linear import (
+    Linear,
+    high,
+    input_operand,
+    linear,
+    saved_input,
+    weight_rows,
+    wgrad_input,
+)
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
@@ -30,24 +38,11 @@ from . import coded_swiglu
 from .front import Front, FrontSaved, Tensors
 from .halves import backward, forward_only, shaped
 
-
-def _epilogue(name: str, least: int) -> Space:
-    """Whether the activation is the end of the GEMM, by default from so many rows on.
-
-    On an H200 both together gain 1 to 2 % of a training step of the MLPs of Llama-3.1-8B and Qwen3-8B at 8192 rows and
-    more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its tiles leave multiprocessors idle.
-    """
-    choices = [{"EPILOGUE": 0}, {"EPILOGUE": 1}]
-    return Space(
-        name,
-        lambda dims, itemsize: choices,
-        lambda rows, dims, itemsize: choices[rows >= least],
-        dims=("n", "k"),
-    )
-
-
-SWIGLU = _epilogue("mlp_swiglu", 4096)  # of fc1
-DSWIGLU = _epilogue("mlp_dswiglu", 512)  # of fc2's input gradient
+# Whether the activation is the end of the GEMM. On an H200 both together gain 1 to 2 % of a training step of the MLPs
+# of Llama-3.1-8B and Qwen3-8B at 8192 rows and more. At 512 rows that of fc2 gains 2 %, and that of fc1 loses 7 %: its
+# tiles leave multiprocessors idle. The first is of fc1, the second of fc2's input gradient.
+SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
+DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
 
 
 class DenseMLPSaved(NamedTuple):
@@ -159,10 +154,9 @@ class DenseMLP(FusedOp):
         taken, s = [s.h, dy], replaced(s, h=None)
         lead, first = None if dy is None else dy.shape[:-1], calls[self.at]
         del dy
-        (dh, *_), last = self.above(s, taken, calls)
-        bias = self._bias_grads(dh, calls[self.at + 1 : self.last - 1])
-        own, weight_grad = backward(s.fc1, dh, first)
-        del dh
+        dh, last = self.above(s, taken, calls)
+        bias = self._bias_grads(dh[0], calls[self.at + 1 : self.last - 1])
+        own, weight_grad = backward(s.fc1, dh.pop(), first)
         dx = [own.x if own.x is None else own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
         own = replaced(own, x=None)
         if self.front.norm is None:
@@ -186,7 +180,7 @@ class DenseMLP(FusedOp):
         dh: Operand | None = None
         a: Operand | None = None
         apart = self.why_apart_bwd(s, dy, h, call)
-        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call))
+        grads, weight_grad = backward(s.fc2, dy, call if apart else _without_x(call), stays=True)
         if apart is None:
             weight: Tensor = call.precision.cast(s.fc2)  # type: ignore[assignment]
             rows = dy.reshape(-1, dy.shape[-1])
@@ -195,38 +189,49 @@ class DenseMLP(FusedOp):
             dh, a = _shaped(dh, dy), _shaped(a, dy)
             del rows, given
         else:
-            da, grads = grads.x, replaced(grads, x=None)
-            dh, a = self._activation_bwd(s.form, da, h, calls)
-            del da
+            between, grads = [h, grads.x], replaced(grads, x=None)
+            del h
+            dh, a = self._activation_bwd(s.form, between, calls)
+            h = None
         del h, dy
         if weight_grad is not None:
             grads.params["weight"] = weight_grad(a)  # type: ignore[index, arg-type]
         return [dh], grads
 
     def _activation_bwd(
-        self, form: Form | None, da: Tensor | None, h: Operand | None, calls: tuple[Call, ...]
+        self, form: Form | None, between: list[Any], calls: tuple[Call, ...]
     ) -> tuple[Operand | None, Operand | None]:
-        """dh and the activation, in one pass over h where both are wanted."""
+        """dh and the activation.   between: h and da, which are taken out
+
+        One pass over h makes both where both are wanted, but for tensors that a recipe quantizes: there the peak would
+        be, and a is made when da has gone.
+        """
         first, last = calls[self.at], calls[-1]
+        da, h = between.pop(), between.pop()
         if h is None or form is None:
             return None, None
         if da is not None and first.needs and self.why_not_codes(form, h, calls) is None:
             rows = _rows(da)
             if coded_swiglu.whole_squares(rows):
                 return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
-        need_a, wide = "weight" in last.needs, high(h)
-        if da is None:
-            return None, K.act_fwd(wide, *form) if need_a else None
-        wide = wide.reshape(*da.shape[:-1], wide.shape[-1])
+        need_a, dh, h = "weight" in last.needs, None, high(h)
+        if da is not None:
+            h = h.reshape(*da.shape[:-1], h.shape[-1])
+            if need_a and last.precision.roles is None:
+                kind, *options = form
+                ones = torch.ones(h.shape[:-1], device=h.device)  # exact
+                dh, _, a = K.scaled_act_bwd(da, h, ones, kind, False, True, *options)
+                return dh, a
+            dh = K.act_bwd(da, h, *form)
+            del da
         if not need_a:
-            return K.act_bwd(da, wide, *form), None
-        kind, *options = form
-        ones = torch.ones(wide.shape[:-1], device=wide.device)  # exact
-        dh, _, a = K.scaled_act_bwd(da, wide, ones, kind, False, True, *options)
-        return dh, a
+            return dh, None
+        a, roles = K.act_fwd(h, *form), last.precision.roles
+        del h
+        return dh, a if roles is None else wgrad_input(a, last, roles)
 
     def _bias_grads(self, dh: Any, calls: tuple[Call, ...]) -> tuple[Grads, ...]:
-        """Of the Bias, if there is one."""
+        """The Grads of the Bias op, if there is one."""
         wanted = bool(calls) and "bias" in calls[0].needs
         dbias = K.bias_bwd(dh) if wanted and dh is not None else None
         return tuple(Grads(None, {"bias": dbias} if wanted else None) for _ in calls)
@@ -246,7 +251,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not swiglu_path(rows, weight):
             return "no path of the GEMM can, see its own"
-        return _data_says(SWIGLU.pick(len(rows), tuple(weight.shape[1:]), y))
+        return _data_says(SWIGLU.says(len(rows), tuple(weight.shape[1:]), y))
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
@@ -260,7 +265,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not swiglu_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
             return "no path of the GEMM can, see its own"
-        return _data_says(DSWIGLU.pick(len(rows), tuple(weight.shape[1:]), dy))
+        return _data_says(DSWIGLU.says(len(rows), tuple(weight.shape[1:]), dy))
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
@@ -287,7 +292,7 @@ class DenseMLP(FusedOp):
             yield f"the activation writes tensors, which are quantized: {why}"
 
     def _widths(self, s: DenseMLPSaved) -> tuple[int, int, int]:
-        """Of the input of fc1, of h and of y."""
+        """The widths of the input of fc1, of h and of y."""
         return s.fc1.shape[1], s.fc1.shape[0], s.fc2.shape[0]  # type: ignore[union-attr]
 
 
@@ -314,8 +319,8 @@ def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) 
     return None
 
 
-def _data_says(config: dict[str, int]) -> str | None:
-    return None if config["EPILOGUE"] else "two kernels are faster for this shape"
+def _data_says(one_kernel: bool) -> str | None:
+    return None if one_kernel else "two kernels are faster for this shape"
 
 
 def _in_words(gemm: str, act: str, why: str | None) -> str:

@@ -95,7 +95,7 @@ class Pointwise(FusedOp):
         return (*([0] if "x" in needs[0] else []), *own)
 
     def _kernels(self, inputs: Sequence[Tensor], calls: Sequence[Call]) -> Both:
-        """Those of tensors as they came; where none can be made of them, torch runs op by op."""
+        """The kernels for tensors of these shapes and dtypes; where none can be made, torch runs op by op."""
         try:
             return self.traced([(t.shape, t.dtype) for t in inputs], inputs[0].device, calls)
         except RefusedError:

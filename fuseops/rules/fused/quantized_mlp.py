@@ -1,7 +1,8 @@
 """The grouped MLP over quantized operands: what `GroupedMLP` does under a recipe.
 
-No pass reads or writes what the high-precision one does not, but for the tokens' own quantization: SwiGLU and its
-backward write codes, rows by index are permuted as codes, and columns are made of the codes of rows. The backward
+No pass reads or writes what the high-precision one does not, but for the tokens' own quantization and the columns of
+weight gradients, which are made of the codes of rows when dx is there: SwiGLU and its backward write codes, rows by
+index are permuted as codes. The backward
 quantizes x again, to the same codes, so what is saved is what high precision saves, or less with `hidden="float8"`: fc1
 writes h as codes then, and both directions of SwiGLU read them.
 Numerics: as of the ops one by one. What SwiGLU writes is rounded as its tensor would be before it is quantized.
@@ -21,7 +22,16 @@ from fuseops.ops.grouped_linear import (
     rows_of,
     weight_gradient,
 )
-from fuseops.ops.linear import grad_operand, high, input_operand, weight_rows, without_rows
+from fuseops.ops.linear import (
+    Indexed,
+    grad_in_turn,
+    grad_operand,
+    high,
+    input_operand,
+    only,
+    weight_rows,
+    wgrad_input,
+)
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
@@ -72,48 +82,43 @@ def gradients(
     dy_index: Tensor | None,
     finish: Finish,
 ) -> tuple[Grads, Grads, Grads]:
-    """`GroupedMLP.gradients`."""
+    """The Grads of fc1, the activation and fc2, as `GroupedMLP.gradients` gives them, over quantized operands."""
     first, act, last = calls
     fc1 = GroupedLinearSaved(None, s.fc1, s.offs, s.bias1, s.probs if mlp.scale1 else None)
     fc2 = GroupedLinearSaved(None, s.fc2, s.offs, s.bias2, s.probs if mlp.scale2 else None)
     offs, w1, w2 = cast("tuple[Tensor, Tensor, Tensor]", (s.offs, s.fc1, s.fc2))
     dy: Any = held.pop()
     h: Any = held.pop()
-    above = grouped_linear_bwd(fc2, dy, _only(last, "bias", "probs"), dy_index=dy_index)
-    q = _operand_of(dy, last, offs, dy_index)
-    if not _high_wgrad(last):
-        dy = None
+    above = grouped_linear_bwd(fc2, dy, only(last, "bias", "probs"), dy_index=dy_index)
+    q, left = grad_in_turn(dy, last, _roles(last), offs, dy_index, stays=True)
+    del dy
     if h is None and not last.needs.isdisjoint(("x", "weight")):
         x, x_index = source()
         h = _hidden(mlp, replaced(s, x=x), first, x_index)
         del x
-    da = input_gradient(q, w2, offs, last) if "x" in last.needs else None
-    q = without_rows(q)
-    dh, a, dprobs = _through_activation(mlp, s, da, h, calls)
-    del da, h
+    between = [h, input_gradient(q, w2, offs, last) if "x" in last.needs else None]
+    del h, q
+    dh, a, dprobs = _through_activation(mlp, s, between, calls)
+    dw1: Params = {}
     dw2: Params = {}
     if "weight" in last.needs:
-        left, by = (dy, dy_index) if _high_wgrad(last) else (q, None)
-        dw2 = {
-            "weight": weight_gradient(
-                cast("Operand", left), cast("Operand", a), offs, last, None, by
-            )
-        }
-    del a, dy, q
-    below, dw1 = Grads(), {}
+        left = _columns(left, offs, last)
+        dw2 = {"weight": weight_gradient(left[0], cast("Operand", a), offs, last, None, left[1])}
+    del a, left
+    below = Grads()
     if dh is not None:
-        below = grouped_linear_bwd(fc1, dh, _only(first, "bias", "probs"))
-        q = _operand_of(dh, first, offs, None)
+        below = grouped_linear_bwd(fc1, dh, only(first, "bias", "probs"))
+        q, left = grad_in_turn(dh, first, _roles(first), offs)
+        del dh
         if "x" in first.needs:
             dx = input_gradient(q, w1, offs, first)
-            q = without_rows(q)
             below = replaced(below, x=finish(dx, dprobs))
             del dx
+        del q
         if "weight" in first.needs:
+            left = _columns(left, offs, first)
             x, x_index = source()
-            left = dh if _high_wgrad(first) else q
-            dw = weight_gradient(left, cast("Operand", x), offs, first, x_index)
-            dw1 = {"weight": dw}
+            dw1 = {"weight": weight_gradient(left[0], cast("Operand", x), offs, first, x_index)}
     side = {"probs": dprobs} if "probs" in act.needs else None
     return (
         replaced(below, params={**(below.params or {}), **dw1}),
@@ -123,39 +128,42 @@ def gradients(
 
 
 def _through_activation(
-    mlp: Any,
-    s: Any,
-    da: Tensor | None,
-    h: Operand | None,
-    calls: tuple[Call, ...],
+    mlp: Any, s: Any, between: list[Any], calls: tuple[Call, ...]
 ) -> tuple[Operand | None, Operand | None, Tensor | None]:
-    """(dh, a as fc2's weight gradient reads it, dprobs), in one pass over h."""
+    """(dh, a as fc2's weight gradient reads it, dprobs).   between: h and da, which are taken out
+
+    A pass of codes reads h once. Else a is made in a pass of its own, when da has gone: there the peak would be.
+    """
     first, act, last = calls
+    da, h = between.pop(), between.pop()
     if h is None:
         return None, None, None
-    need_a = "weight" in last.needs
-    if da is None:
-        return None, mlp.activation(high(h), s) if need_a else None, None
-    if not first.needs or _apart(s, h, calls) or not coded_swiglu.whole_squares(da):
-        wide = high(h)
-        wanted = bool(first.needs), "probs" in act.needs, need_a
-        high_dh, dprobs, high_a = mlp.activation_bwd(da, wide, s, *wanted)
-        if need_a and high_a is None:
-            high_a = mlp.activation(wide, s)
-        return high_dh, high_a, dprobs
-    return coded_swiglu.backward(da, h, s.probs if mlp.scaled else None, s.offs, first, last)
+    if (
+        da is not None
+        and first.needs
+        and not _apart(s, h, calls)
+        and coded_swiglu.whole_squares(da)
+    ):
+        return coded_swiglu.backward(da, h, s.probs if mlp.scaled else None, s.offs, first, last)
+    h, dh, dprobs = high(h), None, None
+    if da is not None:
+        wanted = bool(first.needs), "probs" in act.needs, False
+        dh, dprobs, _ = mlp.activation_bwd(da, h, s, *wanted)
+        del da
+    if "weight" not in last.needs:
+        return dh, None, dprobs
+    a = mlp.activation(h, s)
+    del h
+    return dh, wgrad_input(a, last, _roles(last), s.offs), dprobs
 
 
-def _operand_of(dy: Operand, call: Call, offs: Tensor, index: Tensor | None) -> Operand:
-    """dy as the GEMMs of the gradients read it; as it is where none does."""
-    if call.needs.isdisjoint(("x", "weight")):
-        return dy
-    return grad_operand(dy, call, cast("Roles", call.precision.roles), offs, index)
+def _columns(left: Indexed, offs: Tensor, call: Call) -> Indexed:
+    """What the weight gradient multiplies."""
+    roles = _roles(call)
+    if roles.high_wgrad:
+        return left
+    return grad_operand(left[0], only(call, "weight"), roles, offs, left[1]), None
 
 
-def _high_wgrad(call: Call) -> bool:
-    return cast("Roles", call.precision.roles).high_wgrad
-
-
-def _only(call: Call, *needs: str) -> Call:
-    return replaced(call, needs=call.needs.intersection(needs))
+def _roles(call: Call) -> Roles:
+    return cast("Roles", call.precision.roles)

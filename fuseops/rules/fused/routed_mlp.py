@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops.kernels.configs import Space
+from fuseops.kernels.configs import Switch
 from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
@@ -45,24 +45,13 @@ class RoutedMLPSaved(NamedTuple):
     pos: Tensor | None
 
 
-def _copy_from(name: str, width: int) -> Space:
-    """Whether routed rows are copied for the GEMMs that read them; tuned as tiles are.
-
-    By default from a weight's width on: a GEMM that gathers loses a share of its time, which grows with its width, and
-    a copy costs the same for any. Measured on an H200 over the shapes of benchmarks/moe_layer.py.
-    """
-    choices = [{"COPY": 0}, {"COPY": 1}]
-    return Space(
-        name,
-        lambda dims, itemsize: choices,
-        lambda rows, dims, itemsize: choices[dims[0] >= width],
-        dims=("n", "k"),
-    )
-
-
-FC1 = _copy_from("routed_fc1", 4096)  # and for its weight gradient, once more
-FC2_BWD = _copy_from("routed_fc2_bwd", 4096)  # one copy for two GEMMs
-FC2_DSWIGLU = _copy_from("routed_fc2_dswiglu", 512)  # the first ends in dSwiGLU
+# Whether routed rows are copied for the GEMMs that read them; tuned as tiles are. By default from a weight's width on:
+# a GEMM that gathers loses a share of its time, which grows with its width, and a copy costs the same for any. Measured
+# on an H200 over the shapes of benchmarks/moe_layer.py. The rows of fc1 are copied once more for its weight gradient;
+# those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused.
+FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
+FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
+FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
 
 
 def _moved(name: str) -> str:
@@ -93,7 +82,7 @@ class RoutedMLP(FusedOp):
 
     @property
     def sums(self) -> torch.dtype | None:
-        """As of Combine."""
+        """The dtype of y where the MLP ends in a Combine that says so."""
         last = self.members[-1]
         return last.sums if isinstance(last, Combine) else None
 
@@ -184,11 +173,11 @@ class RoutedMLP(FusedOp):
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
-def _copies(space: Space, x: Operand, index: Tensor | None, width: int) -> bool:
+def _copies(space: Switch, x: Operand, index: Tensor | None, width: int) -> bool:
     """What the space says of this GEMM. Traced code asks for no rows: they are a symbol there."""
     if index is None or torch.compiler.is_compiling():
         return False
-    return bool(space.pick(index.shape[0], (width, x.shape[1]), x)["COPY"])  # type: ignore[arg-type]
+    return space.says(index.shape[0], (width, x.shape[1]), x)  # type: ignore[arg-type]
 
 
 def _rows(x: Operand, index: Tensor | None, pos: Tensor | None, offs: Tensor, copies: bool) -> Rows:

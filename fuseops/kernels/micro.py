@@ -1,0 +1,116 @@
+"""Quantization in small blocks along the axis that is summed: MXFP8 and NVFP4.
+
+Maths: that of `fuseops.kernels.reference.formats`, bit for bit, rounded to nearest even. MXFP8: codes e4m3 or e5m2, an
+E8M0 scale for 32. NVFP4: codes e2m1, two in a byte, the first in the low half, an E4M3 scale for 16 over one float32
+scale, which follows from amax.
+Shapes: x (R, K) -> rows: codes (R, K or ceil(K/2)), scale (R, S), S = ceil(K/32 or K/16); columns, the transpose over
+tokens that begin anew in each group at a multiple of 128: codes (K, C or C/2), scale (K, C/32 or C/16). Padding rows,
+and what belongs to no row, are zeros. One read a layout.
+Swizzled scales are in blocks of 128 x 4, as `reference.swizzled` says and the tensor cores of Blackwell read them; of
+rows in groups, those of group g begin at block offs[g-1] // 128 + g, so that no tile reads those of two groups.
+Layout: rows of x may be strided. No look at `offs` on the host.
+Hardware: sm_89 and later could convert; it ran on no GPU yet, so it is what Blackwell takes alone. Others run the
+reference, as sizes and strides beyond 2^24 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.micro_gemm import SM_100
+from fuseops.kernels.quantize import FORMATS, loses_columns, too_large
+from fuseops.kernels.reference.formats import E2M1, LARGEST, micro_format
+from fuseops.kernels.registry import kernel_op
+from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
+
+LAYOUTS = ("row", "col")
+
+
+def _space(name: str, *forms: tuple[int, int]) -> Space:
+    def candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
+        return [{"BLOCK_N": n, "num_warps": warps} for n, warps in forms]
+
+    return Space(name, candidates)
+
+
+MXFP8 = _space("quantize_mxfp8", (128, 8), (64, 4))
+NVFP4 = _space("quantize_nvfp4", (64, 8), (32, 4))
+"""128 tokens and so many features, fewer where what a thread holds of them would spill."""
+
+
+def _cases() -> Iterator[tuple[Any, ...]]:
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    offs, one, many = meta(64, dtype=torch.int32), meta(), meta(64)
+    for data in (*FORMATS, E2M1):
+        four = data is E2M1
+        for layout in LAYOUTS:
+            for swizzle in (False, True):
+                x = meta(8192, 4096, dtype=torch.bfloat16)
+                yield x, data, layout, None, one if four else None, swizzle
+                yield x, data, layout, offs, many if four else None, swizzle
+    yield meta(8192, 4096), FORMATS[0], "row", None, None, False
+    yield meta(8191, 100, dtype=torch.bfloat16), E2M1, "row", None, one, False
+
+
+def _fake(
+    x: Tensor, data: torch.dtype, layout: str = "row", offs: Any = None, amax: Any = None, swizzle: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (rows, k), form, four, turned = x.shape, micro_format(data), data is E2M1, layout == "col"
+    columns = cdiv(rows, 128) * 128 if offs is None else (rows // 128 + len(offs)) * 128
+    high, wide = (k, columns) if turned else (rows, k)
+    scale: tuple[int, ...] = high, cdiv(wide, form.block[1])
+    if swizzle:
+        scale = cdiv(k if turned else columns, 128), cdiv(scale[1], 4), 32, 4, 4
+    codes = x.new_empty(high, cdiv(wide, 1 + four), dtype=torch.uint8 if four else data)
+    return codes, x.new_empty(scale, dtype=torch.uint8)
+
+
+@kernel_op(twin=reference.quantize_micro, fake=_fake, min_arch=SM_100, cases=_cases)
+def quantize_micro(
+    x: Tensor,
+    data: torch.dtype,
+    layout: str = "row",
+    offs: Tensor | None = None,
+    amax: Tensor | None = None,
+    swizzle: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of one layout, "row" or "col"; scales as bytes, in their format E8M0 or E4M3.
+
+    offs: (E,) int32 row ends of groups.
+    amax: of NVFP4, the largest magnitude of x, (), or of each group, (E,).
+    swizzle: scales are (ceil(high/128), ceil(S/4), 32, 4, 4), zeros where there is none.
+    """
+    four, groups = data is E2M1, 0 if offs is None else len(offs)
+    require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, K).")
+    require(layout in LAYOUTS, f"layout is '{layout}', expected one of {', '.join(LAYOUTS)}.")
+    require(four or data in FORMATS, f"data is {data}, expected e4m3, e5m2 or e2m1.")
+    shape = () if offs is None else (groups,)
+    given = None if amax is None else tuple(amax.shape)
+    require(
+        given == (shape if four else None), f"amax is {given}, expected {shape if four else None}."
+    )
+    x = as_rows(x)
+    turned = layout == "col"
+    if not x.numel() or too_large(x) or (turned and loses_columns(x)):
+        return reference.quantize_micro(x, data, layout, offs, amax, swizzle)
+    rows, k = x.shape
+    columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128
+    codes, scale = _fake(x, data, layout, offs, amax, swizzle)
+    config = (NVFP4 if four else MXFP8).pick(rows, (k,), x)
+    ends, whole = (scale if t is None else t.contiguous() for t in (offs, amax))
+    launch(
+        device("micro").quantize_micro_kernel, (columns // 128 * cdiv(k, 128) * (128 // config["BLOCK_N"]),),
+        x, ends, whole, codes, scale, rows, k, columns, groups, x.stride(0),
+        COL=turned, GROUPS=bool(groups), FP4=four, SWIZZLE=swizzle, LARGEST=LARGEST.get(data, 0),
+        BLOCK_E=pow2(groups, least=32), **config,
+    )  # fmt: skip
+    return codes, scale

@@ -1,0 +1,182 @@
+"""The three GEMMs over codes in small blocks, MXFP8 and NVFP4, on the tensor cores of Blackwell (`tl.dot_scaled`).
+
+Maths: codes times scales in float32 sums, times one float32 number a tensor or a group, rounded once.
+Shapes: x (R, K), weight (N, K) or (E, N, K) -> (R, N); columns dy (N, C), x (K, C) -> (N, K) or (E, N, K). Codes of
+four bits are two in a byte. Scales are swizzled (`reference.swizzled`): those of rows in tiles of 128 that begin anew
+in each group, those of a weight a matrix; columns begin anew in each group at a multiple of 128.
+Hardware: sm_100 and later, where it ran nowhere yet: rows of `aot.json` say that it compiles and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseops.kernels import reference
+from fuseops.kernels.launch import device, launch
+from fuseops.kernels.reference.formats import E2M1, E4M3, E5M2
+from fuseops.kernels.registry import DTYPES, arch_of, kernel_op
+from fuseops.kernels.tiles import cdiv, pow2, require
+
+SM_100 = 100
+NAMES = {E4M3: "e4m3", E5M2: "e5m2", torch.uint8: "e2m1"}
+BYTES = frozenset({torch.uint8})  # codes of four bits, and scales
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether kernels multiply codes in small blocks on the device of x."""
+    return x.is_cuda and arch_of(x.device) >= SM_100
+
+
+def _operands(rows: int, width: int, data: torch.dtype, groups: int = 0) -> tuple[Tensor, Tensor]:
+    four = data is E2M1
+    codes = torch.empty(
+        rows, width // (2 if four else 1), dtype=torch.uint8 if four else data, device="meta"
+    )
+    shape = cdiv(rows, 128) + groups, cdiv(width, 64 if four else 128), 32, 4, 4
+    return codes, torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+def _cases(turned: bool) -> Iterator[tuple[Any, ...]]:
+    for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E2M1, E2M1)):
+        for groups in (0, 64):
+            offs = torch.empty(64, dtype=torch.int32, device="meta") if groups else None
+            whole = torch.empty(max(groups, 1), device="meta") if a is E2M1 else None
+            if turned:
+                yield *_operands(4096, 16384, a), *_operands(2048, 16384, b), offs, whole
+                continue
+            x, weight = _operands(16384, 4096, a, groups), _operands(2048, 4096, b)
+            if groups:
+                weight = tuple(t.expand(groups, *t.shape).contiguous() for t in weight)  # type: ignore[assignment]
+            yield *x, *weight, offs, whole
+
+
+def _flops(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **options: Any) -> int:
+    rows, width = a.shape
+    return 2 * rows * width * b.shape[-2] * (2 if b.dtype == torch.uint8 else 1)
+
+
+def _mm_fake(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, offs: Any = None, whole: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
+
+
+def _wgrad_fake(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Any = None, whole: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    groups = () if offs is None else (len(offs),)
+    return dy.new_empty(*groups, dy.shape[0], x.shape[0], dtype=dtype)
+
+
+@kernel_op(
+    twin=reference.micro_mm,
+    fake=_mm_fake,
+    traces_twin=False,
+    flops=_flops,
+    min_arch=SM_100,
+    cases=lambda: _cases(False),
+    dtypes=DTYPES | BYTES,
+)
+def micro_mm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x[rows of e] @ weight[e].T times whole[e], rows behind the last group zero.   (R, K), (E, N, K) -> (R, N)
+
+    whole: (E,) or (1,) float32.
+    """
+    (rows, width), n = x.shape, weight.shape[-2]
+    groups = 0 if offs is None else len(offs)
+    require(
+        weight.shape == ((groups, n, width) if groups else (n, width)),
+        f"weight is {tuple(weight.shape)}, expected {(groups, n, width) if groups else (n, width)}.",
+    )
+    blocks = rows // 128 + groups if groups else cdiv(rows, 128)
+    _check(x, x_scale, blocks)
+    _check(weight, weight_scale, cdiv(n, 128))
+    y = _mm_fake(x, x_scale, weight, weight_scale, offs, whole, dtype)
+    return _launched(
+        y, x, x_scale, weight.reshape(-1, width), weight_scale, offs, whole, blocks, False
+    )
+
+
+@kernel_op(
+    twin=reference.micro_wgrad,
+    fake=_wgrad_fake,
+    traces_twin=False,
+    flops=_flops,
+    min_arch=SM_100,
+    cases=lambda: _cases(True),
+    dtypes=DTYPES | BYTES,
+)
+def micro_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor | None = None,
+    whole: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """dy[:, columns of e] @ x[:, columns of e].T times whole[e].   (N, C), (K, C) -> (N, K) or (E, N, K)"""
+    n, width = dy.shape
+    require(x.shape[1] == width, f"x is {tuple(x.shape)}, expected (K, {width}).")
+    _check(dy, dy_scale, cdiv(n, 128))
+    _check(x, x_scale, cdiv(len(x), 128))
+    dw = _wgrad_fake(dy, dy_scale, x, x_scale, offs, whole, dtype)
+    blocks = cdiv(n, 128) * (1 if offs is None else len(offs))
+    return _launched(dw, dy, dy_scale, x, x_scale, offs, whole, blocks, True)
+
+
+def _check(codes: Tensor, scale: Tensor, blocks: int) -> None:
+    """Scales that lie as the kernel reads them, of a matrix or of each."""
+    wide = codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1)
+    tiles = cdiv(wide, 64 if codes.dtype == torch.uint8 else 128)
+    expected = (*codes.shape[:-2], blocks, tiles, 32, 4, 4)
+    require(
+        scale.shape == expected, f"scale is {tuple(scale.shape)}, expected {expected}, as swizzled."
+    )
+    require(
+        codes.dtype in NAMES, f"codes are {codes.dtype}, expected e4m3, e5m2, or e2m1 in bytes."
+    )
+
+
+def _launched(
+    y: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None, whole: Tensor | None,
+    blocks: int, turned: bool,
+) -> Tensor:  # fmt: skip
+    """Launch a program for each tile of y (..., M, N)."""
+    if not (y.numel() and a.numel() and b.numel()):
+        return y.zero_()
+    module, (m, n) = device("micro_gemm"), y.shape[-2:]
+    groups, pack = 0 if offs is None else len(offs), 2 if a.dtype == torch.uint8 else 1
+    width = a.shape[1]
+    a_desc, b_desc = (_described(module, t, 128 // pack) for t in (a, b))
+    ends, over = (y if t is None else t.contiguous() for t in (offs, whole))
+    launch(
+        module.micro_mm_kernel, (blocks * cdiv(n, 128),),
+        y, a_desc, a_scale.contiguous(), b_desc, b_scale.contiguous(), over, ends, m, n, width * pack, groups,
+        GROUPS=bool(groups), TURNED=turned, WHOLE=whole is not None, A_FORM=NAMES[a.dtype], B_FORM=NAMES[b.dtype],
+        BLOCK_E=pow2(groups, least=32), BLOCK_K=128,
+        num_warps=8, num_stages=3,  # what the shared memory of sm_120 holds
+    )  # fmt: skip
+    return y
+
+
+def _described(module: Any, codes: Tensor, width: int) -> Any:
+    """A descriptor of 128 rows and so many bytes of each; rows of odd lengths are copied to longer ones."""
+    odd = codes.shape[1] % 16
+    raw = torch.nn.functional.pad(codes.view(torch.uint8), (0, 16 - odd)) if odd else codes
+    codes = raw.view(codes.dtype).contiguous()
+    return module.TensorDescriptor(codes, codes.shape, codes.stride(), [128, width])
