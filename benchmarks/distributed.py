@@ -12,9 +12,6 @@ seconds to warm up and as long in each round; a figure is that of the slowest ra
     captured                    peer_memory, the step as a CUDA graph
     titan                       rows once a copy, all_to_all_single with counts that the host reads, sorted by torch
                                 ops, `F.grouped_mm`
-
-`--overlap` measures the captured step of `peer_memory` alone and with two shared experts: all in line, and with
-communication beside shared experts and fc1's weight gradient.
 """
 
 from __future__ import annotations
@@ -72,13 +69,8 @@ class Problem:
         torch.manual_seed(2 + dist.get_rank())
         self.x, self.dy = measure.rnd(tokens, d).requires_grad_(), measure.rnd(tokens, d)
 
-    def layer(
-        self, mesh: DeviceMesh | None = None, way: str | None = None, shared: int = 0
-    ) -> fo.MoE:
-        moe = fo.MoE(*self.sizes, shared_experts=shared, device="meta", dtype=torch.bfloat16)
-        for op in moe.get_submodule("shared") if shared else ():
-            if hasattr(op, "weight"):
-                op.weight = nn.Parameter(measure.rnd(*op.weight.shape, scale=0.02))
+    def layer(self, mesh: DeviceMesh | None = None, way: str | None = None) -> fo.MoE:
+        moe = fo.MoE(*self.sizes, device="meta", dtype=torch.bfloat16)
         if mesh is not None:
             parallelize_module(moe, mesh, ExpertParallel(way=way, average=False))
         for name, weight in self.weights.items():
@@ -268,33 +260,7 @@ def cell(sizes: tuple[int, ...], mesh: DeviceMesh, options: argparse.Namespace) 
         record["kernels"] = {name: layers.kernels(step) for name, step in steps.items()}
         record["communication"] = communication(record["kernels"]["captured"])
     check_overflow()
-    if options.overlap:
-        del steps
-        record["overlap"] = overlap(p, mesh, options)
     return record
-
-
-def overlap(p: Problem, mesh: DeviceMesh, options: argparse.Namespace) -> dict[str, Any]:
-    """Of layers without and with shared experts: microseconds, and what a step takes beside one that is in line."""
-    found = {}
-    for shared in (0, 2):
-        steps, kernels = {}, {}
-        for name in ("in_line", "beside"):
-            moe = p.layer(mesh, "peer_memory", shared)
-            moe["dispatch"].exchange.beside = name == "beside"
-            step = layers.training_step(partial(moe, p.x), p.dy, [p.x, *moe.parameters()])
-            step()
-            steps[name] = layers.captured(step)
-        us = in_turn(steps, options.rounds * len(steps), options.span)
-        if options.profile:
-            kernels = {name: layers.kernels(step)[-1] for name, step in steps.items()}
-        found[f"{shared} shared"] = {
-            "us": measure.medians(us),
-            "faster": measure.paired(us["beside"], us["in_line"]),
-            "kernels": kernels,
-        }
-        check_overflow()
-    return found
 
 
 def communication(kernels: list[dict[str, Any]]) -> dict[str, float]:
@@ -311,7 +277,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times the number of candidates")
     parser.add_argument("--span", type=float, default=0.2)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--out", type=Path)
     options = distributed_layout.options_of(parser).parse_args()
     if options.layout:

@@ -93,7 +93,7 @@ class ExpertParallel(ParallelStyle):
         exchange.sums = self.sums
         shared = "shared" in children
         if shared:
-            children = _ahead_of_shared(children, ExpertArrive(exchange))
+            children = _ahead_of_shared(children, ExpertArrive())
         layer._modules.clear()
         for name, child in children.items():
             if isinstance(child, ops.GroupedLinear):

@@ -12,7 +12,7 @@ decides:
     scopes        scopes; nesting (enter and leave in order)
     which stay    marks, policy, reasons; arguments (what users pass)
     a scheduler   scheduler, layers (its hooks), recompute; schedule (when bytes move), order, transfers
-    a tensor      records (what stands for it in the graph), storages; report
+    a tensor      records (what stands for it in the graph), storages, codes (rounded on the link); report
     lanes/        what copies bytes: streams, the CPU, a simulated clock
     planning/     what to move, decided beforehand
 """

@@ -21,8 +21,10 @@ from fuseops import torch_private
 from fuseops.observe import modules
 from fuseops.observe.labels import Labels, Named
 from fuseops.ops import names
+from fuseops.words import dtype_name
 
 from . import marks, records
+from .codes import Coding, coding_of, exact_by_name
 from .nesting import belongs_to_checkpoint, enclosing, take_out
 from .policy import Candidate, Policy, Quota
 from .reasons import TensorFacts, mark_on, why_keep
@@ -226,7 +228,7 @@ class LayerScope(Scope):
     def _move(self, t: Tensor, found: Judged) -> Handle | str:
         handle = self._moved(t, found, self.mover, self._now.call)
         if not isinstance(handle, str):
-            self.names[found.label.name] = "offload"
+            self.names[found.label.name] = "offload" if found.coding is None else "quantize"
             self._left.add(found.label.name)
         return handle
 
@@ -236,10 +238,37 @@ class LayerScope(Scope):
         if self._policy is not None:
             self._resident.set(storage, label.name)
 
+    def _coding(self, t: Tensor, named: Named) -> Coding | str:
+        candidate = Candidate.of(t, named.name, named.op, named.also)
+        return coding_of(candidate, self._globs_of_codes(named.name))
+
+    def _globs_of_codes(self, name: str) -> tuple[str, ...]:
+        """What may be rounded: all in a storage of which a plan says so, else what the policy says."""
+        planned = self.mover.schedule.decisions.get(name)
+        if planned is not None:
+            return ("**",) if planned == "quantize" else ()
+        return () if self._policy is None else tuple(self._policy.quantize)
+
+    def _share(self, t: Tensor, label: Label, also: tuple[str, ...], record: Record) -> Handle:
+        why = self._why_not_rounded(t, (label.name, *also), record)
+        if why is None:
+            return super()._share(t, label, also, record)
+        nbytes = record.nbytes if self._counts(t.untyped_storage(), why) else 0
+        return self._keep(t, Named(label.name, also, label.op, False, ()), why, nbytes)
+
+    def _why_not_rounded(self, t: Tensor, names: tuple[str, ...], record: Record) -> str | None:
+        """Why t stays exact though its storage leaves as codes, or None."""
+        if record.coding is None:
+            return None
+        why: str | None = f"not {dtype_name(record.coding.dtype)}"
+        if t.dtype == record.coding.dtype:
+            why = exact_by_name(names, self._globs_of_codes(record.name))
+        return None if why is None else f"its storage leaves as codes; {why}"
+
     def _by_policy(self, t: Tensor, named: Named) -> str | None:
         planned = self.mover.schedule.decisions.get(named.name)
         if planned is not None:
-            return None if planned == "offload" else "planned"
+            return None if planned in ("offload", "quantize") else "planned"
         if self._policy is None:
             return "not in the plan"
         resident = self._resident.get(t.untyped_storage())

@@ -57,6 +57,9 @@ class Policy:
     min_bytes    smaller storages stay
     layer_bytes  at most so many bytes of one call of a layer
     fraction     at most this share of the bytes that a call saves, 0 to 1
+    quantize     globs of names that may leave as float8 codes, in half of bfloat16's bytes: all names of a tensor have
+                 to match. What comes back is rounded (`codes.py` has the bound); by default nothing is. Beside a peak
+                 the planner says which of them do, else all that leave
 
     Raises FuseOpsError for a value of the wrong kind.
     """
@@ -67,10 +70,12 @@ class Policy:
     min_bytes: int = DEFAULT_MIN_BYTES
     layer_bytes: int | None = None
     fraction: float = 1.0
+    quantize: str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", as_globs(self.offload, "Policy(offload=...)"))
         object.__setattr__(self, "keep", as_globs(self.keep, "Policy(keep=...)"))
+        object.__setattr__(self, "quantize", as_globs(self.quantize, "Policy(quantize=...)"))
         whole_number(self.min_bytes, "Policy(min_bytes=...), in bytes,")
         if self.layer_bytes is not None:
             whole_number(self.layer_bytes, "Policy(layer_bytes=...), in bytes,")
@@ -84,7 +89,7 @@ class Policy:
     @property
     def globs(self) -> tuple[str, ...]:
         """All globs, for a check that each of them has matched something."""
-        return (*self.offload, *self.keep)
+        return (*self.offload, *self.keep, *self.quantize)
 
     @property
     def lasting(self) -> bool:

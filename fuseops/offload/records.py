@@ -33,11 +33,12 @@ from fuseops.torch_private import (
     storage_key,
 )
 
+from .codes import Coding, decode, encode
 from .lanes.cuda import CudaLanes
 from .lanes.devices import RealLanes
 from .lanes.protocol import Buf, Event
 from .report import Entry, Ledger
-from .schedule import Item, LayerRun, Schedule
+from .schedule import LAST_GROUP, Item, LayerRun, Schedule
 from .storages import StridedLayout, as_bytes, layout_of, tensor_in
 
 
@@ -53,19 +54,19 @@ class Watch:
     the schedule's item: so the record dies with its handles.
     """
 
-    __slots__ = ("entry", "guard", "ledger", "version", "written")
+    __slots__ = ("entry", "guard", "ledger", "nbytes", "version", "written")
 
-    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger) -> None:
+    def __init__(self, t: Tensor, entry: Entry, ledger: Ledger, nbytes: int) -> None:
         self.guard, self.version = alias_of_no_bytes(t), t._version
-        self.entry, self.ledger = entry, ledger
+        self.entry, self.ledger, self.nbytes = entry, ledger, nbytes  # those on the link
         self.written = ""  # when a write was first seen
 
     def __call__(self, point: str) -> None:
         """The schedule's news of this storage."""
         if point == "reload":
-            self.ledger.came_back(self.entry.nbytes)
+            self.ledger.came_back(self.nbytes)
         elif point not in ("copy", "release"):
-            self.ledger.stayed(self.entry, point)
+            self.ledger.stayed(self.entry, self.nbytes, point)
         elif not self.written and self.guard._version != self.version:
             self.written = f", before its {point}"
 
@@ -107,13 +108,27 @@ class Mover:
             self.schedule.close()
 
     def save(
-        self, call: LayerRun | None, t: Tensor, ready: Event | None, entry: Entry, ledger: Ledger
+        self,
+        call: LayerRun | None,
+        t: Tensor,
+        ready: Event | None,
+        entry: Entry,
+        ledger: Ledger,
+        coding: Coding | None = None,
     ) -> "Record | str":
-        """Have the storage of t leave; or why it stays.  call: of a layer; None: it leaves by itself."""
+        """Have the storage of t leave, as codes or as it is; or why it stays.
+
+        call: of a layer; None: it leaves by itself.
+        """
+        if coding is not None and call is not None and call.soon:
+            return LAST_GROUP  # before codes are made
         with self._lock:
             schedule, storage = self.schedule, t.untyped_storage()
-            watch, lane = Watch(t, entry, ledger), schedule.lanes.compute()
-            source = Buf(entry.name, storage.nbytes(), "device", as_bytes(storage), lane)
+            data = as_bytes(storage)
+            if coding is not None:
+                data, ready = encode(storage, coding), None
+            watch, lane = Watch(t, entry, ledger, data.nbytes), schedule.lanes.compute()
+            source = Buf(entry.name, data.nbytes, "device", data, lane)
             if self._dead:
                 self.tidy()
             if call is None:
@@ -122,7 +137,7 @@ class Mover:
                 item = schedule.save(call, entry.name, source, ready, watch)
             if item.kept is not None and item.bundle is None and item not in call.small:
                 return item.kept
-            record = Record(t, storage, watch, item, call, self)
+            record = Record(t, storage, watch, item, call, self, coding)
             _thread.records[storage_key(storage)] = record
             return record
 
@@ -171,7 +186,7 @@ class Record:
 
     __slots__ = (
         *("__weakref__", "_base", "_live", "_start", "_stream"),
-        *("call", "item", "mover", "name", "nbytes", "origin", "watch"),
+        *("call", "coding", "item", "mover", "name", "nbytes", "origin", "watch"),
     )
 
     def __init__(
@@ -182,8 +197,9 @@ class Record:
         item: Item,
         call: LayerRun,
         mover: Mover,
+        coding: Coding | None,
     ) -> None:
-        self.name, self.nbytes = item.name, item.nbytes
+        self.name, self.nbytes, self.coding = item.name, storage.nbytes(), coding
         self.watch, self.item, self.call, self.mover = watch, item, call, mover
         self._base = weakref.ref(base_of(t))
         self.origin = WeakStorage(storage)
@@ -207,8 +223,11 @@ class Record:
         if storage is None or stream != self._stream:
             buf, offset = schedule.fetch(self.item)
             data: Tensor = buf.data
-            storage = data.untyped_storage()
-            self._start = int(data.storage_offset()) + offset
+            if self.coding is None:
+                storage = data.untyped_storage()
+                self._start = int(data.storage_offset()) + offset
+            else:
+                storage = decode(data[offset : offset + self.item.nbytes], self.coding)
             self._live, self._stream = WeakStorage(storage), stream
         return tensor_in(storage, layout, self._start)
 

@@ -111,7 +111,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 class Moves(Protocol):
-    """A storage that leaves."""
+    """A storage that leaves; the bytes of its item are those on the link."""
 
     name: str
     nbytes: int
@@ -145,17 +145,17 @@ class Ledger:
     def moved(self, record: Moves) -> None:
         for ledger in self.chain:
             with ledger._lock:
-                ledger.out = (ledger.out[0] + record.nbytes, ledger.out[1] + 1)
+                ledger.out = (ledger.out[0] + record.item.nbytes, ledger.out[1] + 1)
                 ledger.records.add(record)
 
-    def stayed(self, entry: Entry, reason: str) -> None:
-        """What was reported as moved stays after all."""
-        kept = entry._replace(decision=KEPT, reason=reason)
+    def stayed(self, entry: Entry, nbytes: int, reason: str) -> None:
+        """What was reported as moved, in so many bytes, stays after all."""
+        kept = entry._replace(decision=KEPT, nbytes=nbytes, reason=reason)
         for ledger in self.chain:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) - 1
                 ledger.entries[kept] = ledger.entries.get(kept, 0) + 1
-                ledger.out = (ledger.out[0] - entry.nbytes, ledger.out[1] - 1)
+                ledger.out = (ledger.out[0] - nbytes, ledger.out[1] - 1)
 
     def came_back(self, nbytes: int) -> None:
         for ledger in self.chain:
@@ -178,5 +178,5 @@ class Ledger:
             entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
         away = [r for r in records if r.item.released]
         held = tuple((r.name, r.nbytes) for r in away if not r.origin.expired())
-        host = sum(r.nbytes for r in records if r.item.bundle is not None)
+        host = sum(r.item.nbytes for r in records if r.item.bundle is not None)
         return Report(self.scope, entries, *self.out, *self.back, host, held)

@@ -44,8 +44,8 @@ class Scheduler:
 
     layers   globs of module paths: the units of the schedule. What is saved outside them stays
     policy   what moves; default: everything of 1 MiB or more, or, with a plan, nothing more
-    plan     a plan, or decisions by name: "keep" or "offload" for a saved tensor, "recompute" for one
-             that its op declares it can do without, or for a layer by its path
+    plan     a plan, or decisions by name: "keep", "offload" or "quantize" (as float8 codes) for a saved tensor,
+             "recompute" for one that its op declares it can do without, or for a layer by its path
     peak     most bytes on the device: the first forward is recorded and planned for that, with what
              `policy` lets leave; instead of `plan`
     hardware for that plan; default: this machine's, measured

@@ -26,6 +26,7 @@ from fuseops.run.config import set_root
 
 from . import marks, records
 from .arguments import whole_number
+from .codes import Coding
 from .lanes.devices import lanes_of
 from .nesting import Disabled, Guarded, PackHook, belongs_to_checkpoint, enclosing, take_out
 from .policy import DEFAULT_MIN_BYTES, too_small
@@ -52,6 +53,7 @@ class Judged(NamedTuple):
     label: Label
     entry: Entry  # for the report: moved, or kept for what reason
     saved: SavedName | None  # its id stands for it and for the modules that save it
+    coding: Coding | None = None  # how it leaves, if not as it is
 
 
 # what scopes of one kind found, for the next ones: a step may open a scope of its own
@@ -173,9 +175,17 @@ class Scope(Guarded):
         reason, why = self._reason(t, named)
         nbytes = 0 if reason in HELD_ANYWAY else t.untyped_storage().nbytes()
         decision = MOVED if reason is None else KEPT
+        coding = self._coding(t, named) if reason is None else ""
+        if coding:
+            why += "; as float8 codes" if isinstance(coding, Coding) else f"; exact: {coding}"
         entry = self._entry(t, named, decision, reason or why, nbytes)
         label = Label(named.name, named.op)
-        return Judged(label, entry, known if isinstance(known, SavedName) else None)
+        saved = known if isinstance(known, SavedName) else None
+        return Judged(label, entry, saved, coding if isinstance(coding, Coding) else None)
+
+    def _coding(self, t: Tensor, named: Named) -> Coding | str:
+        """How t is quantized before it leaves, or why it is not: "" where nobody asks for it."""
+        return ""
 
     def _reason(self, t: Tensor, named: Named) -> tuple[str | None, str]:
         """Why t stays, or None; and why it is moved then."""
@@ -203,7 +213,7 @@ class Scope(Guarded):
 
     def _moved(self, t: Tensor, found: Judged, mover: Mover, call: LayerRun | None) -> Handle | str:
         """Have the storage of t leave with a call, or by itself; or why it stays."""
-        record = mover.save(call, t, marks.ready(t), found.entry, self._ledger)
+        record = mover.save(call, t, marks.ready(t), found.entry, self._ledger, found.coding)
         if isinstance(record, str):
             return record
         self._ledger.saw(found.entry)

@@ -70,3 +70,9 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     """
     t = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return t.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def rows_of(storage: torch.UntypedStorage, dtype: torch.dtype, width: int) -> Tensor:
+    """The whole storage as rows of `width` elements.   -> (rows, width)"""
+    t = torch.empty(0, dtype=dtype, device=storage.device)
+    return t.set_(storage, 0, (storage.nbytes() // dtype.itemsize // width, width), (width, 1))

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
 from fuseops.distributed.dispatch import lost, overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
+from fuseops.rules.fused import grouped_mlp
 
 D, F, E, TOP = 6, 5, 8, 3
 
@@ -62,7 +63,6 @@ class SharedFiles:
 
 
 symmetric._made = SharedFiles.fabric
-symmetric.PeerMemory.beside = True
 
 
 @cache
@@ -230,6 +230,47 @@ def law_checkpointed_delayed_and_reference_are_equal() -> None:
     equal_to_one_process(tokens(5, 4), run=again, shared_experts=1)
     equal_to_one_process(tokens(5, 4), run=reference, balance_loss=0.1)
     equal_to_one_process(tokens(5, 4), delay_wgrad=True)
+
+
+def law_tokens_travel_beside_other_kernels() -> None:
+    """While shared experts are computed, and on their way home while fc1's weight gradient is: to the bit what the
+    layer gives where each transfer is waited for at once, by both ways whose backend moves rows beside kernels.
+    """
+    x = batch(tokens(5, 4))[dist.get_rank()]
+    weights = grouped_mlp._weight
+    for way in ("host_counts", "fixed_capacity"):
+        results: list[list[Tensor]] = []
+        for waits in (False, True):
+            moe: Any = layer(shared_experts=1)
+            parallelize_module(moe, mesh(), ExpertParallel(way=way, capacity=8.0))
+            said: list[str] = []
+            exchange = moe["dispatch"].exchange
+            exchange._begun = partial(travels, exchange._begun, waits, said)
+            moe["shared"].register_forward_hook(lambda *_, said=said: said.append("shared"))
+            grouped_mlp._weight = lambda *a, said=said: said.append("weight") or weights(*a)  # type: ignore[func-returns-value]
+            given = x.clone().requires_grad_()
+            try:
+                y = moe(given)
+                y.square().sum().backward()
+            finally:
+                grouped_mlp._weight = weights
+            if not waits:
+                there = ["leave", "shared", "arrive"]
+                home = ["weight", "leave", "leave", "weight", "arrive", "arrive"]
+                assert said == there + home, (way, said)
+            grads = [whole(p.grad) for p in moe.parameters()]
+            results.append([y.detach(), given.grad, *grads])  # type: ignore[list-item]
+        assert all(map(torch.equal, *results)), way
+        assert "beside other kernels" in moe.explain(x)
+
+
+def travels(begun: Any, waits: bool, said: list[str], *args: Any) -> Any:
+    """A transfer that is noted, or waited for at once."""
+    rows, ready = begun(*args)
+    if waits:
+        return rows, (ready(), lambda: None)[1]
+    said.append("leave")
+    return rows, lambda: (ready(), said.append("arrive"))
 
 
 def law_probabilities_that_are_asked_for_have_gradients() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fuseops as fo
 from fuseops.distributed import ExpertParallel, check_overflow
-from fuseops.distributed.dispatch import PeerMemory, lost, symmetric
+from fuseops.distributed.dispatch import lost, symmetric
 
 D, F, E, TOP = 256, 128, 16, 4
 WAYS = ("peer_memory", "fixed_capacity", "host_counts")
@@ -75,15 +74,6 @@ def whole(t: Any) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-@contextlib.contextmanager
-def overlapping(beside: bool) -> Any:
-    before, PeerMemory.beside = PeerMemory.beside, beside
-    try:
-        yield
-    finally:
-        PeerMemory.beside = before
-
-
 def law_every_way_equals_one_process() -> None:
     """float32, whose products are in TF32 at most on either side; with shared experts beside, twice for both halves."""
     parts, rank = batches(), dist.get_rank()
@@ -93,19 +83,11 @@ def law_every_way_equals_one_process() -> None:
         want = stepped(layer(**options), torch.cat(parts))
         for way in WAYS:
             moe = layer(way, **options)
-            for beside in (False, True):
-                with overlapping(beside):
-                    for _ in range(2):
-                        got = stepped(moe, parts[rank])
-                        for name, right in want.items():
-                            near(
-                                got[name],
-                                right[rows] if name in "xy" else right,
-                                f"{way} {name}",
-                                3e-3,
-                            )
-                if way != "peer_memory":
-                    break
+            for _ in range(2):
+                got = stepped(moe, parts[rank])
+                for name, right in want.items():
+                    right = right[rows] if name in "xy" else right
+                    near(got[name], right, f"{way} {name}", 3e-3)
             check_overflow()
 
 

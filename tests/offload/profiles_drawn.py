@@ -108,6 +108,17 @@ def profiles(
     return with_network(drawn, every, draw(st.integers(1, 3))) if every else drawn
 
 
+def with_codes(profile: Profile, names: set[str]) -> Profile:
+    """The profile where what has these names may leave as codes of half its bytes."""
+    return replace(
+        profile,
+        saved=tuple(
+            s._replace(codes=s.nbytes // 2 * (s.name in names) * (s.why is None))
+            for s in profile.saved
+        ),
+    )
+
+
 def with_network(profile: Profile, every: int, later: int) -> Profile:
     """The profile where one op of `every` travels, and compute waits for it `later` ops later."""
     ops = tuple(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_drawn import LINK, MB, profile_of, profiles, with_network
+from profiles_drawn import LINK, MB, profile_of, profiles, with_codes, with_network
 
 from fuseops.offload.lanes.protocol import Event, Lane
 from fuseops.offload.lanes.simulated import (
@@ -33,16 +33,23 @@ settings_drawn = st.builds(
 )
 
 
+def some_names(profile: Profile) -> st.SearchStrategy[set[str]]:
+    return st.just(set()) | st.sets(st.sampled_from([s.name for s in profile.saved]))
+
+
 @given(st.data(), profiles(micro_batches=1), settings_drawn)
 def test_law_19_every_step_is_ordered(data: Any, profile: Profile, settings: LinkSettings) -> None:
     chosen = data.draw(st.sets(st.sampled_from(range(len(profile.saved)))))
-    done = simulate(profile, chosen, LINK, settings)
-    moved = sum(profile.saved[k].nbytes for k in done.windows)
-    assert moved <= done.moved <= sum(profile.saved[k].nbytes for k in chosen)
+    coded = data.draw(some_names(profile))
+    profile = with_codes(profile, coded)
+    done = simulate(profile, chosen, LINK, settings, coded=coded)
+    on_link = [s.codes or s.nbytes for s in profile.saved]
+    assert sum(on_link[k] for k in done.windows) <= done.moved <= sum(on_link[k] for k in chosen)
     computes = sum(op.seconds for op in profile.ops if op.lane == "compute")
-    assert done.seconds == pytest.approx(computes + done.stall + done.network)
+    assert done.seconds == pytest.approx(computes + done.coding + done.stall + done.network)
     assert profile.seconds * (1 - 1e-9) <= done.seconds  # what travels may cover a stall
-    assert done.seconds <= (profile.seconds + done.stall) * (1 + 1e-9)
+    assert done.seconds <= (profile.seconds + done.coding + done.stall) * (1 + 1e-9)
+    assert bool(done.coding) == any(profile.saved[k].codes for k in {*chosen} - {*done.stayed})
     assert done.levels[-1].nbytes >= profile.ops[-1].resident - sum(
         s.nbytes for s in profile.saved if s.freed >= len(profile.ops)
     )
@@ -197,7 +204,9 @@ def test_the_prediction_is_the_simulation(
 ) -> None:
     """To the byte and the nanosecond where every tensor has a transfer of its own."""
     settings = settings._replace(small=0, lag=max(settings.lag, 1))
-    model = CostModel(profile, LINK, settings)
+    coded = frozenset(data.draw(some_names(profile)))
+    profile = with_codes(profile, coded)
+    model = CostModel(profile, LINK, settings, coded)
     leave = data.draw(
         st.frozensets(st.sampled_from(range(len(model.items))))
         if model.items
@@ -213,10 +222,11 @@ def test_the_prediction_is_the_simulation(
         LINK,
         settings,
         recompute=[model.groups[g] for g in drop],
+        coded=coded,
     )
     assert done.stayed == {}
     assert prediction.stall == pytest.approx(done.stall, abs=1e-12)
-    assert prediction.recompute == pytest.approx(done.recompute)
+    assert prediction.recompute == pytest.approx(done.recompute + done.coding)
     assert (prediction.peak, prediction.top) == (done.peak, done.peak_position)
     assert prediction.host == done.host
 

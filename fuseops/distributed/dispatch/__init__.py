@@ -1,6 +1,7 @@
 """Tokens to the ranks of their experts, and the sums back.
 
 exchange.py      the interface, and what all ways share: which token goes to which ranks
+all_to_all.py    what (a) and (b) share: rows that travel beside other kernels
 host_counts.py   (a) `all_to_all_single` with counts that the host reads
 fixed.py         (b) `all_to_all_single` in equal splits of a fixed capacity
 symmetric.py     (c) written into the memory of the other GPUs of a host

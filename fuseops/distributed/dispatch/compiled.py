@@ -23,7 +23,7 @@ def dispatch(
     way = numbered(exchange)
     if capacity_factor:
         experts = within_capacity(way, experts, capacity_factor)
-    got = way.dispatch(x, experts, weights)
+    got = way.dispatch(x, experts, weights).there()
     return got.x, got.experts, got.weights, got.slots, got.arrivals
 
 

@@ -9,7 +9,7 @@ T: tokens here.  C: tokens that arrive here, in the order of ranks and of their 
 from __future__ import annotations
 
 import abc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +33,13 @@ class Arrived(NamedTuple):
     rows: int  # at least as many as there are copies here: the rows of the grouped GEMMs
     slots: Tensor  # (T, W) int32: where a token lies among those sent to a rank, -1 where it does not go
     arrivals: Tensor  # what the exchange needs to know of C on the way back
+    ready: Callable[[], Any] | None = None  # called before x is read, where it is on its way
+
+    def there(self) -> Arrived:
+        """With x there."""
+        if self.ready is not None:
+            self.ready()
+        return self._replace(ready=None)
 
 
 _numbered: list[Exchange] = []
@@ -52,7 +59,7 @@ class Exchange(abc.ABC):
 
     name: str
     sums: torch.dtype | None = None  # in which partial sums travel: None for that of the rows
-    beside = False  # whether it can run aside
+    beside = False  # whether tokens travel while other kernels run
     not_copied: frozenset[str] = frozenset()  # attributes that a copy gets anew
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, top_k: int) -> None:
@@ -83,6 +90,11 @@ class Exchange(abc.ABC):
         _numbered.append(self)
 
     @property
+    def takes(self) -> str:
+        """What that takes from those kernels, in words."""
+        return ""
+
+    @property
     def group(self) -> Any:
         return self.mesh.get_group()
 
@@ -100,15 +112,12 @@ class Exchange(abc.ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """dx (C, D), dweights (C, K) or None -> those of (T, D) and (T, K)."""
 
-    def aside(self, *read: Any) -> AbstractContextManager[None]:
-        """What is called inside runs beside what comes next, until `arrive`. By default it runs where it stands.
-
-        read: tensors that it reads, which stay until then.
-        """
-        return nullcontext()
-
-    def arrive(self) -> None:  # noqa: B027
-        """Wait, on the device, for what was called aside."""
+    def begin_dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """`dispatch_bwd`, begun: what is called for its end. Here all is done before."""
+        found = self.dispatch_bwd(dx, dweights, experts, slots, arrivals)
+        return lambda: found
 
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:

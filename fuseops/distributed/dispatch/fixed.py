@@ -6,17 +6,17 @@ No host sync, so over NCCL a step can be captured, across hosts too. More travel
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fuseops import kernels as K
 
+from .all_to_all import AllToAll
 from .bounded import Bounded
 from .exchange import Arrived, all_of
 from .overflow import flag_of
 
 
-class FixedCapacity(Bounded):
+class FixedCapacity(AllToAll, Bounded):
     """slots: where a token lies among all slots that this rank sends, rank after rank.  arrivals: (W room,) int32, the
     token in every one of them, -1 in an empty one.
     """
@@ -44,7 +44,8 @@ class FixedCapacity(Bounded):
         head = self._swapped(torch.cat([beside.view(torch.int32), ids], 1))
         ids = head[:, -self.top_k :].contiguous()
         weights = head[:, : -self.top_k].flatten().view(weights.dtype).view_as(ids)
-        return Arrived(self._there(x, filled), ids, weights, self.rows, slots, filled)
+        x, ready = self._begun(self._in_slots(x, filled))
+        return Arrived(x, ids, weights, self.rows, slots, filled, ready)
 
     def no_arrivals(self, x: Tensor) -> Tensor:
         return x.new_empty(self.expected(x)[0], dtype=torch.int32)
@@ -52,33 +53,16 @@ class FixedCapacity(Bounded):
     def bound(self, offs: Tensor, rows: int) -> None:
         K.bound_rows(offs, flag_of(self.group, offs.device), rows)
 
-    def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
-        return self._summed(self._swapped(y), slots)
-
-    def dispatch_bwd(
-        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        back = self._summed(self._swapped(dx), slots)
-        if dweights is None:
-            return back, None
-        return back, self.own_weights(self._swapped(dweights), experts, slots)
-
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        return self._there(dy, arrivals)
+        return self._swapped(self._in_slots(dy, arrivals))
 
-    def _there(self, x: Tensor, filled: Tensor) -> Tensor:
-        """Every slot's token to its rank; in empty slots one that nobody reads."""
+    def _in_slots(self, x: Tensor, filled: Tensor) -> Tensor:
+        """Every slot's token; in empty slots one that nobody reads."""
         if not len(x):
-            return self._swapped(x.new_zeros(len(filled), x.shape[1]))
-        return self._swapped(K.gather_rows(x, filled.clamp(min=0).long(), all_of(len(filled), x)))
-
-    def _swapped(self, rows: Tensor) -> Tensor:
-        """Slot by slot what the other rank of the pair has."""
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, rows.contiguous(), group=self.group)
-        return out
+            return x.new_zeros(len(filled), x.shape[1])
+        return K.gather_rows(x, filled.clamp(min=0).long(), all_of(len(filled), x))
 
     def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """The sum of what came back of each token, in the order of ranks; NaN where something had no room."""
-        y: Tensor = K.combine_fwd(rows, slots, all_of(len(rows), rows))
+        """NaN where something had no room."""
+        y = super()._summed(rows, slots)
         return y.masked_fill_(flag_of(self.group, rows.device) != 0, torch.nan)

@@ -7,7 +7,7 @@ ExpertCollect    y (C, D) -> (T, D), the sums where the tokens came from
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ from . import compiled
 from .codes import packed, travelling, travels, unpacked
 from .exchange import Arrived, Exchange, within_capacity
 
-BEGUN = "dispatch_bwd"  # in `call.scratch`: dx, dprobs, and what they give at home
+# in `call.scratch`
+READY = "dispatch"  # what is called before tokens are read that are on their way
+BEGUN = "dispatch_bwd"  # dx, dprobs, and what is called for what they give at home
 
 
 class ExpertDispatchSaved(NamedTuple):
@@ -81,7 +83,9 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
     @property
     def note(self) -> str:  # type: ignore[override]
         e = self.exchange
-        return f"experts over {e.world} ranks, {e.local} here; {e.name}{', in line' * (self.ahead and not e.beside)}"
+        beside = "beside other kernels" if e.beside else "in line"
+        takes = f" on {e.takes}" if e.takes else ""
+        return f"experts over {e.world} ranks, {e.local} here; {e.name}; {beside}{takes}"
 
     def outside(self) -> dict[Any, int]:
         return self.exchange.outside()
@@ -109,6 +113,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         plain = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         if isinstance(x, Quantized) and not plain:
             out = self._sent(packed(x), experts, weights, call)
+            _arrive(call)
             return out._replace(y=unpacked(out.y, x))
         return self._sent(high(x), experts, weights, call)
 
@@ -118,15 +123,18 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y, *side = _Dispatched.apply(self, x, experts, weights)  # type: ignore[no-untyped-call]
             return Out(y, None, dict(zip(self.writes, side, strict=True)))
-        with self.exchange.aside(x, experts, weights) if self.ahead else nullcontext():
-            y, side = self._dispatched(x, experts, weights)
+        got, side = self._dispatched(x, experts, weights)
+        if self.ahead and call.scratch is not None and got.ready is not None:
+            call.scratch[READY] = got.ready
+        else:
+            got = got.there()
         saved = ExpertDispatchSaved(
             *(experts, side["slots"], side["arrivals"], side["pos"], side["offs"]),
             dtype=None if self.exchange.sums is None else x.dtype,
         )
         if call.scratch is not None and "x" in call.needs:
             call.scratch[ON_DX] = partial(self._begin, saved)
-        return Out(y, saved, side)
+        return Out(got.x, saved, side)
 
     def _begin(
         self,
@@ -137,14 +145,8 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         sums: Any,
     ) -> None:
         """Send dx home while gradients of weights are made."""
-        wanted = self.exchange.beside or self.exchange.sums is not None
-        if not wanted or torch_private.is_fake(dx) or dx.is_meta:
-            return
-        experts, slots, arrivals, pos, offs, _ = saved
-        copies = None if dprobs is None else _by_copy(dprobs, pos, offs)
-        args: tuple[Any, ...] = sums, copies, experts, slots, arrivals
-        with self.exchange.aside(*args):
-            scratch[BEGUN] = dx, dprobs, self.exchange.dispatch_bwd(*args)
+        if self.exchange.beside or self.exchange.sums is not None:
+            scratch[BEGUN] = dx, dprobs, self._returning(sums, dprobs, *saved[:-1])
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
         number, factor = self.exchange.number, self.capacity_factor or 0.0
@@ -159,7 +161,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
 
     def _dispatched(
         self, x: Tensor, experts: Tensor, weights: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Arrived, dict[str, Tensor]]:
         planned = torch_private.is_fake(x) or x.is_meta
         if planned:
             got = _as_many(self.exchange, x, experts, weights)
@@ -171,7 +173,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if not planned:
             self.exchange.bound(offs, got.rows)
         side = {"offs": offs, "probs": probs[: got.rows], "index": index[: got.rows], "pos": pos}
-        return got.x, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
+        return got, {**side, "slots": got.slots, "arrivals": got.arrivals, **self._like(x)}
 
     def bwd(
         self,
@@ -184,21 +186,23 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         experts, slots, arrivals, pos, offs, dtype = saved
         dprobs = dside["probs"] if "weights" in call.needs else None
         begun = (call.scratch or {}).pop(BEGUN, None)
-        self.exchange.arrive()
-        if begun is not None and begun[0] is dy and begun[1] is dprobs:
-            dx, dweights = begun[2]
-        else:  # not begun, or of other gradients: every rank runs the same backward
-            dx, dweights = self._returned(dy, dprobs, experts, slots, arrivals, pos, offs)
+        if begun is not None:
+            dx, dweights = begun[2]()
+        if begun is None or begun[0] is not dy or begun[1] is not dprobs:
+            # not begun, or of other gradients: every rank runs the same backward
+            dx, dweights = self._returning(dy, dprobs, experts, slots, arrivals, pos, offs)()
         if "x" not in call.needs:
             return Grads(side={"weights": dweights})
         return Grads(dx if dtype is None else dx.to(dtype), side={"weights": dweights})
 
-    def _returned(
+    def _returning(
         self, dy: Any, dprobs: Any, experts: Any, slots: Any, arrivals: Any, pos: Any, offs: Any
-    ) -> tuple[Any, Any]:
+    ) -> Callable[[], tuple[Any, Any]]:
+        """Gradients on their way home, and what is called for them there."""
         if torch_private.is_fake(slots) or slots.is_meta:
             dx = None if dy is None else self.exchange.in_a_dry_run(dy, len(slots))
-            return dx, None if dprobs is None else dprobs.new_empty(experts.shape)
+            dweights = None if dprobs is None else dprobs.new_empty(experts.shape)
+            return lambda: (dx, dweights)
         if dprobs is not None:
             dprobs = _by_copy(dprobs, pos, offs)
         if dy is None:  # all ranks send, as those do that have it
@@ -206,7 +210,14 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
                 "ExpertDispatch: nothing came back for the tokens that arrived, while others wait for it: every rank "
                 "runs the same backward."
             )
-        return self.exchange.dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+        return self.exchange.begin_dispatch_bwd(dy, dprobs, experts, slots, arrivals)
+
+
+def _arrive(call: Call) -> None:
+    """Wait, on the device, for tokens that were sent ahead."""
+    ready = (call.scratch or {}).pop(READY, None)
+    if ready is not None:
+        ready()
 
 
 def _by_copy(dprobs: Tensor, pos: Any, offs: Any) -> Tensor:
@@ -218,14 +229,11 @@ class ExpertArrive(Alias):
     """y = x, the tokens that an `ExpertDispatch` further up has sent ahead, once they are there."""
 
     takes_quantized = True
+    live_call = True
 
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__()
-        self.exchange = exchange
-
-    def fwd(self, x: Operand) -> Out:
+    def fwd(self, x: Operand, *, call: Call) -> Out:
         if not torch.compiler.is_compiling():
-            self.exchange.arrive()
+            _arrive(call)
         return Out(x, NothingSaved())
 
     def bwd(self, saved: NothingSaved, dy: Tensor) -> Grads:
@@ -289,16 +297,16 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: ExpertDispatch, x: Tensor, experts: Tensor, weights: Tensor) -> Any:
-        y, side = op._dispatched(x, experts, weights)
+        got, side = op._dispatched(x, experts, weights)
         ctx.op = op
         ctx.save_for_backward(experts, *(side[n] for n in ("slots", "arrivals", "pos", "offs")))
         ctx.mark_non_differentiable(*(t for n, t in side.items() if n in op.integers))
-        return (y, *(side[name] for name in op.writes))
+        return (got.there().x, *(side[name] for name in op.writes))
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *dside: Any) -> Any:
         dprobs = dict(zip(ctx.op.writes, dside, strict=True))["probs"]
-        dx, dweights = ctx.op._returned(dy, dprobs, *ctx.saved_tensors)
+        dx, dweights = ctx.op._returning(dy, dprobs, *ctx.saved_tensors)()
         return None, dx, None, dweights
 
 

@@ -5,9 +5,6 @@ A token takes one slot of `room` that every pair of ranks has.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fuseops import kernels as K
-from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
@@ -42,20 +38,6 @@ class Fabric:
     nbytes: int
     handle: Any = None
     memory: Any = None
-    begun: Any = (
-        None  # the end of a use on the side for which nobody has waited, and what that use reads
-    )
-
-    def wait(self) -> None:
-        """For a use on the side, which is over before the next begins."""
-        if self.begun is not None:
-            torch.cuda.current_stream().wait_event(self.begun[0])
-            self.begun = None
-
-    @functools.cached_property
-    def side(self) -> torch.cuda.Stream:
-        """What runs beside other kernels runs here; who began it waits for it before the next use."""
-        return torch.cuda.Stream(self.table.device)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
         """All ranks have written before any goes on."""
@@ -94,7 +76,6 @@ class PeerMemory(Bounded):
 
     name = "written into the memory of peers (no host sync)"
     not_copied = Bounded.not_copied | {"fabric"}
-    beside = False  # on GPUs not measured yet: set it on the class to try
     fabric: Fabric | None = None
     foreseen = 0  # bytes of the buffers, by a plan
 
@@ -144,25 +125,6 @@ class PeerMemory(Bounded):
         dx, copies = self._back(dx, dweights, experts, slots, arrivals)
         return dx, None if dweights is None else copies
 
-    @contextmanager
-    def aside(self, *read: Any) -> Iterator[None]:
-        """On a stream of its own; in line while somebody hooks the tensors that are saved, who would read them before
-        they are there.
-        """
-        hooked = torch_private.top_saved_tensor_hooks() is not None
-        if self.fabric is None or hooked or not (self.beside and read[0].is_cuda):
-            yield
-            return
-        side = self.fabric.side
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            yield
-            self.fabric.begun = side.record_event(), read
-
-    def arrive(self) -> None:
-        if self.fabric is not None:
-            self.fabric.wait()
-
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         fabric, place = self._ready(dy, torch.float32)
         args = (fabric.table, fabric.uses)
@@ -193,7 +155,6 @@ class PeerMemory(Bounded):
         if self.fabric is None:
             self.agree(x)
             self.fabric = fabric_of(self.group, self._most(x, self.room), x.device)
-        self._fabric().wait()
         row = x.shape[1] * x.element_size()
         *at, most = layout(self.world, self.room, self.top_k, row, weight.itemsize)
         if 2 * most > self._fabric().nbytes:

@@ -51,11 +51,19 @@ class CostModel:
             far as the schedule can move them; micro-batches have the same names
     groups  index into `profile.recompute`
     stays   saved -> why it cannot move, of what may leave
+    coded   names of what leaves as codes if it leaves
     """
 
-    def __init__(self, profile: Profile, hardware: Hardware, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        hardware: Hardware,
+        settings: LinkSettings,
+        coded: frozenset[str] = frozenset(),
+    ) -> None:
         self.profile, self.hardware, self.settings = profile, hardware, settings
-        places = Places(profile, settings)
+        self.coded = coded
+        places = Places(profile, settings, coded)
         by_name: dict[str, list[int]] = defaultdict(list)
         for k in places.movable:
             by_name[profile.saved[k].name].append(k)
@@ -63,6 +71,12 @@ class CostModel:
         self.stays = places.stays
         self.of_saved = {k: n for n, saved in enumerate(self.items) for k in saved}
         self.nbytes = [sum(profile.saved[k].nbytes for k in saved) for saved in self.items]
+        self.sent = [sum(aligned(places.nbytes[k]) for k in saved) for saved in self.items]
+        self.coding = {
+            k: hardware.coding_seconds(profile.saved[k].nbytes, codes)
+            for k, codes in places.codes.items()
+        }
+        self._link_bytes = places.nbytes
         self.call = [profile.saved[saved[0]].call for saved in self.items]
         self.groups = [k for k, g in enumerate(profile.recompute) if g.saved]
         self.members = [
@@ -120,15 +134,15 @@ class CostModel:
 
     def _costs(self, places: Places) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds out and back of every saved storage that can move."""
-        saved = self.profile.saved
+        saved, sizes = self.profile.saved, places.nbytes
         out: dict[int, float] = {}
         back: dict[int, float] = {}
         together: dict[int, int] = defaultdict(int)
         for k in places.movable:
             if places.is_small(k):
-                together[saved[k].call] += saved[k].nbytes
+                together[saved[k].call] += sizes[k]
         for k in places.movable:
-            nbytes, whole = saved[k].nbytes, saved[k].nbytes
+            nbytes = whole = sizes[k]
             if places.is_small(k):
                 whole = min(together[saved[k].call], self.settings.bundle)
             out[k] = self.hardware.copy_seconds("d2h", whole) * nbytes / whole
@@ -160,11 +174,12 @@ class CostModel:
         copied: dict[int, float] = {}  # by slot
         arrived: dict[int, float] = {}
         late: dict[int, float] = {}
-        out, back, slots, saved = (
+        out, back, slots, sizes, coding = (
             self.seconds_out,
             self.seconds_back,
             self.slots,
-            self.profile.saved,
+            self._link_bytes,
+            self.coding,
         )
         for kind, item, k, base in self.events:
             if kind == AGAIN:
@@ -174,10 +189,12 @@ class CostModel:
                 continue
             if item not in leave:
                 continue
+            if kind == SEND and k in coding:
+                recompute += coding[k][0]
             now, slot = base + stall + recompute, slots[k]
             if kind == SEND:
                 out_free = copied[slot] = (out_free if out_free > now else now) + out[k]
-                host += aligned(saved[k].nbytes)
+                host += aligned(sizes[k])
                 host_peak = max(host, host_peak)
             elif kind == FETCH:
                 start = back_free if back_free > now else now
@@ -189,8 +206,10 @@ class CostModel:
                 if wait > 0.0:
                     stall += wait
                     late[item] = late.get(item, 0.0) + wait
+                if kind != RELEASE and k in coding:
+                    recompute += coding[k][1]
                 if kind == LAST:
-                    host -= aligned(saved[k].nbytes)
+                    host -= aligned(sizes[k])
         return stall, recompute, host_peak, late
 
     def stalls_of_more(self, choice: Choice) -> list[float]:

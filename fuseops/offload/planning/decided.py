@@ -12,7 +12,7 @@ from .profile import Profile
 from .simulate import LinkSettings, Simulation, Window
 
 SCHEMA_VERSION = 1
-KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
+KEEP, OFFLOAD, QUANTIZE, RECOMPUTE = "keep", "offload", "quantize", "recompute"
 
 
 class PlannedTensor(NamedTuple):
@@ -57,13 +57,13 @@ class Decided:
 
     @cached_property
     def decisions(self) -> dict[str, str]:
-        """Name -> "keep", "offload" or "recompute", for everything that could move.
+        """Name -> "keep", "offload", "quantize" or "recompute", for everything that could move.
 
         Of several micro-batches: what leaves in one leaves, and the schedule keeps it again where it is read too soon.
         """
         could = [t for t in self.tensors if t.layer and t.nbytes]
-        leave = {t.name for t in could if t.decision == OFFLOAD}
-        return {t.name: OFFLOAD if t.name in leave else t.decision for t in could}
+        leave = {t.name: t.decision for t in could if t.decision in (OFFLOAD, QUANTIZE)}
+        return {t.name: leave.get(t.name, t.decision) for t in could}
 
     @property
     def fits(self) -> bool:

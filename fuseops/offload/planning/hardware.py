@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fuseops.errors import FuseOpsError
+from fuseops.offload.codes import traffic
 from fuseops.words import dtype_name, plural
 
 from . import measure
@@ -175,6 +176,12 @@ class Hardware:
         arithmetic = flops / (rate * 1e12) if rate else 0.0
         memory = (self.transposing if transposing else 0.0) or self.memory
         return self.launch + math.hypot(arithmetic, nbytes / (memory * 1e9))
+
+    def coding_seconds(self, nbytes: int, codes: int) -> tuple[float, float]:
+        """Seconds in which a storage is encoded, and decoded: passes over the device's memory, two launches each."""
+        rate = self.memory * 1e9
+        write, read = (2 * self.launch + moved / rate for moved in traffic(nbytes, codes))
+        return write, read
 
     def network_seconds(self, nbytes: float) -> float:
         """Seconds in which a rank sends so many bytes to others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import NamedTuple
 
 from .profile import Profile, Saved
@@ -22,8 +23,15 @@ class Hole(NamedTuple):
 class Places:
     """Where the schedule would send, release and fetch every tensor: it follows schedule.py."""
 
-    def __init__(self, profile: Profile, settings: LinkSettings) -> None:
+    def __init__(
+        self, profile: Profile, settings: LinkSettings, coded: Collection[str] = ()
+    ) -> None:
         self.profile, self.settings = profile, settings
+        # bytes on the link, and of them those of codes
+        self.codes = {
+            k: s.codes for k, s in enumerate(profile.saved) if s.name in coded and s.codes
+        }
+        self.nbytes = [self.codes.get(k, s.nbytes) for k, s in enumerate(profile.saved)]
         self.events: list[tuple[int, int, int]] = []  # kind, saved, position
         self.holes: dict[int, list[Hole]] = {}
         self.movable: list[int] = []
@@ -58,7 +66,7 @@ class Places:
         self._order(sends, mine, number)
 
     def is_small(self, k: int) -> bool:
-        return self.profile.saved[k].nbytes < self.settings.small
+        return self.nbytes[k] < self.settings.small
 
     def _may_leave(self, k: int, number: dict[tuple[str, int], int]) -> bool:
         saved = self.profile.saved[k]
@@ -72,7 +80,15 @@ class Places:
     def _add(self, k: int, sent: int, released: int, fetched: int) -> None:
         saved = self.profile.saved[k]
         holes = []
-        if self.is_small(k):
+        back = fetched  # where its bytes are there again
+        if k in self.codes:
+            # Its own bytes go at once, those of the codes at the release; they come back beside the codes.
+            reads = [saved.read, *(again.read for again in saved.again)]
+            back = min(reads)
+            holes.append(Hole(saved.held, back, saved.nbytes))
+            holes.append(Hole(saved.at, max(sent, released), -self.codes[k]))
+            holes.append(Hole(fetched, max(reads), -self.codes[k]))
+        elif self.is_small(k):
             # Gathered: its own bytes go at once, those of the transfer at the release.
             gone, staged = max(sent, saved.held), max(sent, released)
             holes.append(Hole(gone, fetched, saved.nbytes))
@@ -80,7 +96,7 @@ class Places:
         else:
             holes.append(Hole(max(released, saved.held), fetched, saved.nbytes))
         # While somebody else holds the original, what came back is a second copy.
-        holes.append(Hole(fetched, min(saved.held, saved.freed), -saved.nbytes))
+        holes.append(Hole(back, min(saved.held, saved.freed), -saved.nbytes))
         self.holes[k] = [h for h in holes if h.start < h.end]
         if any(h.nbytes > 0 for h in self.holes[k]):
             self.movable.append(k)

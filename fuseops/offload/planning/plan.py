@@ -27,7 +27,7 @@ from fuseops.words import size
 
 from . import html, text, trace
 from .cost_model import Choice, CostModel
-from .decided import KEEP, OFFLOAD, RECOMPUTE, Decided, PlannedTensor
+from .decided import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
@@ -42,6 +42,7 @@ FEW = 2000  # ... for so many saved tensors; more are planned for the one in the
 NEAR = 16 << 20  # bytes too many that are much the same where nothing fits
 SLOWER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.3, 2.0)  # of copies, until the simulation has no stall
 STALL = 1e-6  # seconds that are none
+CODED = (0.125, 0.25, 0.5, 0.75, 1.0)  # shares of what may be rounded that are tried
 
 
 class OffloadPlan(Decided):
@@ -60,7 +61,7 @@ class OffloadPlan(Decided):
 
     def __repr__(self) -> str:
         return (
-            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD))}, "
+            f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD) + self.bytes_of(QUANTIZE))}, "
             f"recompute {size(self.bytes_of(RECOMPUTE))}, peak {size(self.before.peak)} -> "
             f"{size(self.after.peak)})"
         )
@@ -178,7 +179,9 @@ class _Solved(NamedTuple):
     def of(cls, model: CostModel, choice: Choice, hardware: Hardware) -> _Solved:
         leave = [k for item in choice.leave for k in model.items[item]]
         drop = [model.groups[g] for g in choice.drop]
-        after = simulate(model.profile, leave, hardware, model.settings, recompute=drop)
+        after = simulate(
+            model.profile, leave, hardware, model.settings, recompute=drop, coded=model.coded
+        )
         return cls(model, choice, after)
 
     def cost(self, limits: Limits) -> tuple[float, ...]:
@@ -223,7 +226,23 @@ def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: LinkS
         found = _within(CostModel(profile, hardware, settings), limits, hardware)
         if free.after.peak <= limits.peak:
             found = min(found, free, key=lambda s: s.cost(limits))
+        found = _as_codes(found, limits, hardware)
     return found._replace(free=free.after.moved)
+
+
+def _as_codes(exact: _Solved, limits: Limits, hardware: Hardware) -> _Solved:
+    """Some of what may be rounded leaves as codes, evenly over the step, where that is better than none: no more of it
+    than serves.
+    """
+    profile, settings = exact.model.profile, exact.model.settings
+    names = list(dict.fromkeys(saved.name for saved in profile.saved if saved.codes))
+    found = exact
+    for share in CODED if names and exact.after.seconds > profile.seconds + STALL else ():
+        count = max(1, round(share * len(names)))
+        some = frozenset(names[len(names) * n // count] for n in range(count))
+        model = CostModel(profile, hardware, settings, some)
+        found = min(found, _within(model, limits, hardware), key=lambda s: s.cost(limits))
+    return found
 
 
 def _free(
@@ -272,6 +291,9 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
         elif k in leave and k not in after.stayed:
             decision = OFFLOAD
             reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"
+            if saved.codes and saved.name in model.coded:
+                decision = QUANTIZE
+                reason = f"leaves as float8 codes, {saved.codes / saved.nbytes:.3f} of its bytes"
         elif k in leave:
             reason = after.stayed[k]
         elif saved.why is not None:

@@ -162,7 +162,7 @@ class _Search:
         dropped = frozenset(chain.from_iterable(model.members[g] for g in choice.drop))
         room = None if self.limits.host is None else self.limits.host - found.prediction.host
         for k in items:
-            if k in choice.leave or k in dropped or (room is not None and model.nbytes[k] > room):
+            if k in choice.leave or k in dropped or (room is not None and model.sent[k] > room):
                 continue
             call = model.call[k]
             crowding = crowd[call] + model.out[k] / self.time_of[call]
@@ -193,9 +193,9 @@ class _Search:
                 taken |= model.members[g]
         leave, room = [], self.limits.host
         for k in sorted(range(len(model.items)), key=lambda k: -model.nbytes[k]):
-            if k not in taken and (room is None or model.nbytes[k] <= room):
+            if k not in taken and (room is None or model.sent[k] <= room):
                 leave.append(k)
-                room = None if room is None else room - model.nbytes[k]
+                room = None if room is None else room - model.sent[k]
         return Choice(frozenset(leave), frozenset(groups))
 
     def few_drops(self) -> Iterator[list[Move]]:

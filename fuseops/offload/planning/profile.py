@@ -55,6 +55,7 @@ class Saved(NamedTuple):
     freed   position at which it is gone, when nothing is offloaded
     why     why it stays whatever a plan says; None: it may leave
     again   by which other calls it is saved too
+    codes   bytes that it would take as codes; 0: it is not to be rounded
     """
 
     name: str
@@ -70,6 +71,7 @@ class Saved(NamedTuple):
     freed: int
     why: str | None = None
     again: tuple[Again, ...] = ()
+    codes: int = 0
 
 
 class LayerCall(NamedTuple):

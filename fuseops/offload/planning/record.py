@@ -22,6 +22,7 @@ from fuseops.observe.labels import Labels, Named
 from fuseops.observe.memory import Meter, outside_bytes, tensors_in
 from fuseops.observe.travel import TRAVEL
 from fuseops.offload import marks
+from fuseops.offload.codes import Coding, coded_bytes, coding_of, exact_by_name
 from fuseops.offload.policy import Candidate, Policy, Quota
 from fuseops.offload.reasons import (
     BUFFER,
@@ -50,10 +51,13 @@ Seconds = Callable[[Any, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], An
 class _Storage:
     """A saved storage, while the step runs."""
 
-    def __init__(self, t: Tensor, named: Named, call: int, at: int, why: str | None) -> None:
+    def __init__(
+        self, t: Tensor, named: Named, call: int, at: int, why: str | None, codes: int
+    ) -> None:
         storage = t.untyped_storage()
         self.name, self.op, self.call, self.at, self.why = named.name, named.op, call, at, why
         self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(t.shape), dtype_name(t.dtype)
+        self.codes = codes
         self.weak = WeakStorage(storage)
         self.made = -1
         self.handles = 0
@@ -86,6 +90,7 @@ class _Storage:
             freed=freed,
             why=self.why,
             again=again,
+            codes=self.codes,
         )
 
 
@@ -235,7 +240,8 @@ class Recorder:
             why = scope.why(t, named, self.policy, self._quotas[call])
             if why is None and call < 0:
                 why = "outside of the layers"
-            known = _Storage(t, named, call, self.position, why)
+            codes = self._codes(t, named) if why is None else 0
+            known = _Storage(t, named, call, self.position, why, codes)
             made = self._made.get(storage)
             known.made = -1 if made is None else made
             self._by_storage.set(storage, known)
@@ -246,8 +252,20 @@ class Recorder:
                 self._watched.append(known)
         elif self.running_call not in (known.call, -1):
             known.saves.setdefault(self.running_call, self.position)
+        if known.codes and not self._may_round(t, named, known):
+            known.codes = 0
         known.handles += 1
         return known
+
+    def _codes(self, t: Tensor, named: Named) -> int:
+        candidate = Candidate.of(t, named.name, named.op, named.also)
+        coding = coding_of(candidate, tuple(self.policy.quantize))
+        return coded_bytes(candidate.nbytes, t.dtype) if isinstance(coding, Coding) else 0
+
+    def _may_round(self, t: Tensor, named: Named, known: _Storage) -> bool:
+        """Whether what lies in a storage that may leave as codes may be rounded with it."""
+        names, globs = (named.name, *named.also), tuple(self.policy.quantize)
+        return dtype_name(t.dtype) == known.dtype and exact_by_name(names, globs) is None
 
     def ran(
         self, name: str, seconds: float, inputs: Sequence[Tensor], outputs: Sequence[Tensor]

@@ -5,12 +5,12 @@ every stall. The schedule is the one that runs on CUDA; only the lanes differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from fuseops.offload.lanes.protocol import Event, Lane
+from fuseops.offload.lanes.protocol import Buf, Event, Lane
 from fuseops.offload.lanes.simulated import (
     Busy,
     Level,
@@ -54,6 +54,7 @@ class Simulation:
     """One steady step under a plan.
 
     stall     that compute stood still for copies; network: for other ranks
+    coding    that codes took to make, and to read
     stayed    saved index -> why the schedule kept it, of what was to leave
     levels    bytes on the device at the begin of every op
     """
@@ -71,6 +72,7 @@ class Simulation:
     busy: tuple[Busy, ...]
     stalls: tuple[Wait, ...]
     network: float = 0.0
+    coding: float = 0.0
 
 
 class Cost:
@@ -92,16 +94,24 @@ def simulate(
     settings: LinkSettings = DEFAULT,
     *,
     recompute: Collection[int] = (),
+    coded: Collection[str] = (),
     lanes: SimulatedLanes | None = None,
 ) -> Simulation:
     """One steady step: the second of two, since in the first the schedule learns the order.
 
     offload    indices of saved storages that leave; recompute: indices of `profile.recompute`
+    coded      names of those that leave as codes
     """
     lanes = lanes or SimulatedLanes(Cost(hardware))
     schedule = Schedule(lanes, **settings._asdict())
-    _Step(profile, schedule, lanes, set(offload), set(recompute)).run()
-    return _Step(profile, schedule, lanes, set(offload), set(recompute)).run()
+    saved = profile.saved
+    coding = {
+        k: hardware.coding_seconds(saved[k].nbytes, saved[k].codes)
+        for k in offload
+        if saved[k].name in coded and saved[k].codes
+    }
+    _Step(profile, schedule, lanes, set(offload), set(recompute), coding).run()
+    return _Step(profile, schedule, lanes, set(offload), set(recompute), coding).run()
 
 
 class _Step:
@@ -114,8 +124,10 @@ class _Step:
         lanes: SimulatedLanes,
         offload: set[int],
         recompute: set[int],
+        coding: Mapping[int, tuple[float, float]],
     ) -> None:
         self.profile, self.schedule, self.lanes = profile, schedule, lanes
+        self.coding, self.coding_seconds = coding, 0.0
         groups = [profile.recompute[k] for k in recompute]
         self.dropped = {k for group in groups for k in group.saved}
         self.offload = offload - self.dropped
@@ -134,6 +146,7 @@ class _Step:
         self.items: dict[int, Item] = {}
         self.made: dict[int, SimulatedBuf] = {}
         self.read: dict[int, SimulatedBuf] = {}
+        self.as_codes: set[int] = set()
         self.ready: dict[int, tuple[float, float]] = {}  # when it was wanted, and when it came
         self.released: dict[int, float] = {}  # when compute would have let go of it
         self.wanted: list[int] = []  # saved storages that the next op reads
@@ -191,6 +204,7 @@ class _Step:
             ),
             stalls=tuple(stalls),
             network=sum(w.end - w.start for w in still if w.on == "network"),
+            coding=self.coding_seconds,
         )
 
     # --- happenings
@@ -213,9 +227,24 @@ class _Step:
         source = self.lanes.alloc(saved.nbytes, "device", saved.name)
         self.lanes.hold(source)  # by whoever made it
         self.made[k] = source
-        self.items[k] = self.schedule.save(
-            self.calls[saved.call], saved.name, source, tell=partial(self._told, k)
-        )
+        call, tell = self.calls[saved.call], partial(self._told, k)
+        if k not in self.coding or call.soon:
+            self.items[k] = self.schedule.save(call, saved.name, source, tell=tell)
+            return
+        codes = self.lanes.alloc(saved.codes, "device", saved.name)
+        self._code(self.coding[k][0], source, codes)
+        self.items[k] = self.schedule.save(call, saved.name, codes, tell=tell)
+        if self.items[k].kept is None:
+            self.lanes.free(source)
+            self.as_codes.add(k)
+        else:
+            self.lanes.free(codes)
+            self.items[k].source = source
+
+    def _code(self, seconds: float, source: Buf, target: Buf) -> None:
+        """Codes are made, or read."""
+        self.coding_seconds += seconds
+        self.lanes.op("compute", (source,), (target,), seconds, None, "codes")
 
     def _told(self, k: int, point: str) -> None:
         if point == "release":
@@ -237,6 +266,9 @@ class _Step:
 
     def _reread(self, k: int, call: int) -> None:
         item, before = self.items[k], self.lanes.now["compute"]
+        if k in self.as_codes:
+            self._decode(k, call)
+            return
         if not self._left(k):
             if item.source is not None:
                 self.read[k] = simulated(item.source)
@@ -247,6 +279,21 @@ class _Step:
             self.ready[k] = (before, arrived)
             self.lanes.hold(buf)  # by the op that reads it
             self.read[k] = buf
+        self.schedule.used(item)
+        self.wanted.append(k)
+        self.done.append((call, k))
+
+    def _decode(self, k: int, call: int) -> None:
+        """Codes are read: what they stand for is there until the backward lets go of it."""
+        item, before = self.items[k], self.lanes.now["compute"]
+        codes = simulated(self.schedule.fetch(item)[0])
+        if k not in self.read:
+            self.ready[k] = (
+                before,
+                getattr(item.bundle and item.bundle.arrived, "seconds", before),
+            )
+            self.read[k] = self.lanes.alloc(self.profile.saved[k].nbytes, "device", item.name)
+        self._code(self.coding[k][1], codes, self.read[k])
         self.schedule.used(item)
         self.wanted.append(k)
         self.done.append((call, k))

@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fuseops.offload.codes import BOUND
 from fuseops.words import size
 
-from .decided import KEEP, OFFLOAD, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
+from .decided import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
-ORDER = (OFFLOAD, RECOMPUTE, KEEP)
+ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, KEEP)
 TIMES = ("out ms", "back ms", "slack ms")
 
 
@@ -122,6 +123,9 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
         yield "network", f"{sent}, {after.network * 1e3:.2f} ms of them beside no compute"
     lag = f"are let go {plan.settings.lag} layers later, {size(after.host)} of host memory"
     yield "offload", f"{size(after.moved)} leave and {lag}" if after.moved else "nothing leaves"
+    if plan.bytes_of(QUANTIZE):
+        took = f"made and read in {after.coding * 1e3:.2f} ms"
+        yield "rounded", f"{size(plan.bytes_of(QUANTIZE))} leave as float8 codes, {took}: {BOUND}"
     rates = f"{plan.hardware.d2h.peak:.1f} GB/s out, {plan.hardware.h2d.peak:.1f} GB/s back"
     yield "", f"{size(plan.free)} can leave without a stall: {rates}"
 
@@ -140,7 +144,7 @@ def report(plan: Decided, every: bool, wide: bool, width: int) -> str:
     ]
     for (decision, reason), listed in sections.items():
         title = f"{decision} {_total(t for row in listed for t in row.tensors)}: {reason}"
-        times = TIMES if wide and decision == OFFLOAD else ()
+        times = TIMES if wide and decision in (OFFLOAD, QUANTIZE) else ()
         lines += ["", _line(title, names + 2 + widths[0], times, widths[1:])]
         for name, *numbers in (row.line() for row in listed):
             lines.append(_line(name, names, numbers if wide else numbers[:1], widths))
@@ -191,6 +195,7 @@ def _outcome(plan: Decided, which: str) -> dict[str, Any]:
         "seconds": simulation.seconds,
         "stall_seconds": simulation.stall,
         "recompute_seconds": simulation.recompute,
+        "coding_seconds": simulation.coding,
         "network_seconds": simulation.network,
         "peak_bytes": simulation.peak,
         "peak_owner": plan.owner(simulation),

@@ -1,0 +1,80 @@
+"""What (a) and (b) share: rows between all ranks by `all_to_all_single`, which runs beside other kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fuseops import kernels as K
+
+from .exchange import Exchange, all_of
+
+
+class AllToAll(Exchange):
+    """The backend's own kernels or threads move the rows: over NCCL the stream waits for them, not the host."""
+
+    beside = True
+
+    @property
+    def takes(self) -> str:
+        if self.mesh.device_type != "cuda":
+            return ""
+        most = os.environ.get("NCCL_MAX_CTAS", "not set")
+        return f"the SMs of NCCL's channels (NCCL_MAX_CTAS: {most})"
+
+    def collect(self, y: Tensor, slots: Tensor, arrivals: Tensor) -> Tensor:
+        return self._summed(self._swapped(y, *self._home(arrivals)), slots)
+
+    def dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.begin_dispatch_bwd(dx, dweights, experts, slots, arrivals)()
+
+    def begin_dispatch_bwd(
+        self, dx: Tensor, dweights: Tensor | None, experts: Tensor, slots: Tensor, arrivals: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        sizes = self._home(arrivals)
+        sent = [self._begun(t, *sizes) for t in (dx, dweights) if t is not None]
+
+        def end() -> tuple[Tensor, Tensor | None]:
+            for _, ready in sent:
+                ready()
+            (rows, _), *copies = sent
+            weights = [self.own_weights(t, experts, slots) for t, _ in copies]
+            return self._summed(rows, slots), weights[0] if weights else None
+
+        return end
+
+    def _home(self, arrivals: Tensor) -> tuple[list[int], ...]:
+        """Rows that go to each rank and that come from it, on their way back; none for equal parts."""
+        return ()
+
+    def _begun(
+        self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> tuple[Tensor, Callable[[], Any]]:
+        """What comes for the rows, and what is called before it is read."""
+        out = _room(rows, received)
+        work = dist.all_to_all_single(
+            out, rows.contiguous(), received, sent, group=self.group, async_op=True
+        )
+        return out, work.wait
+
+    def _swapped(
+        self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> Tensor:
+        """What comes for the rows, there."""
+        out = _room(rows, received)
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        return out
+
+    def _summed(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """The sum of what came back of each token, in the order of ranks."""
+        return K.combine_fwd(rows, slots, all_of(len(rows), rows))
+
+
+def _room(rows: Tensor, received: list[int] | None) -> Tensor:
+    return rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
