@@ -126,7 +126,8 @@ def _notes_of(plan: RunPlan) -> Iterator[str]:
         yield "FP8 tensor cores multiply quantized operands on Hopper; elsewhere GEMMs multiply what they stand for"
     others = dict.fromkeys(o.format for o in plan.operands if not o.kernels and o.format != HIGH)
     if others:
-        yield f"{', '.join(others)}: GEMMs multiply what such codes stand for, exactly; those of blocks of 32 and 16 as they are on Blackwell"
+        names = ", ".join(others)
+        yield f"{names}: GEMMs multiply what such codes stand for, exactly; small blocks as they are on Blackwell"
 
 
 def _predicted(gain: Gain) -> str:

@@ -157,6 +157,11 @@ def _launched(
     blocks: int, turned: bool,
 ) -> Tensor:  # fmt: skip
     """Launch a program for each tile of y (..., M, N)."""
+    count = 1 if offs is None else len(offs)
+    require(
+        whole is None or whole.shape == (count,),
+        f"whole is {whole if whole is None else tuple(whole.shape)}, expected ({count},).",
+    )
     if not (y.numel() and a.numel() and b.numel()):
         return y.zero_()
     module, (m, n) = device("micro_gemm"), y.shape[-2:]

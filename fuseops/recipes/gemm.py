@@ -79,7 +79,7 @@ def _multiplied(
         if not vectors and kind is not None and codes is not None and turned is not None:
             return K.fp8_mm(*codes, *turned, kind, offs, tiles, None, a.dtype)
         if _small(a, "row", weight, layout):
-            whole = _whole(a, "row", weight, layout)
+            whole = _whole(a, "row", weight, layout, offs)
             return K.micro_mm(
                 *scaled_tiles(a, "row"), *scaled_tiles(weight, layout), offs, whole, a.dtype
             )
@@ -146,10 +146,14 @@ def _small(a: Operand, layout: str, b: Operand, other: str) -> bool:
     return not forms[0].family.codes and forms[0].scale is forms[1].scale
 
 
-def _whole(a: Quantized, layout: str, b: Quantized, other: str) -> Tensor | None:
+def _whole(
+    a: Quantized, layout: str, b: Quantized, other: str, offs: Tensor | None
+) -> Tensor | None:
     """The number over the blocks of both, of all or of each group.   -> (1,) or (E,), None where there is none"""
     found = [*getattr(a, layout)[2:], *getattr(b, other)[2:]]
-    return math.prod(found[1:], start=found[0]).reshape(-1) if found else None
+    if not found:
+        return None
+    return math.prod(found[1:], start=found[0]).expand(1 if offs is None else len(offs))
 
 
 def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
@@ -205,7 +209,7 @@ def _wgrad(dy: Operand, x: Operand, dtype: torch.dtype, offs: Tensor | None) -> 
         return K.fp8_wgrad(*columns, offs, None, dtype)
     if dtype in OUTPUTS and _small(dy, "col", x, "col") and _same_columns(dy, x):
         parts = *scaled_tiles(dy, "col"), *scaled_tiles(x, "col")  # type: ignore[arg-type]
-        return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col"), dtype)  # type: ignore[arg-type]
+        return K.micro_wgrad(*parts, offs, _whole(dy, "col", x, "col", offs), dtype)  # type: ignore[arg-type]
     if offs is None and _same_columns(dy, x):
         return _dense(dy, "col", factors(x, "col"), dtype)  # type: ignore[arg-type]
     if offs is None:
