@@ -61,18 +61,23 @@ def step(model: Any, x: Any, leaf: Tensor, **side: Any) -> list[Tensor | None]:
     return [leaf.grad, *(y.detach() for y in ys), *(p.grad for p in model.parameters())]
 
 
-def assert_same(found: list[Any], expected: list[Any]) -> None:
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def assert_same(found: list[Any], expected: list[Any], **tolerance: float) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine is None) is (theirs is None)
         if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(mine, theirs, equal_nan=True, **tolerance or EXACT)
 
 
 # --- into ops and rules
 
 
 def check_case(case: Case, recipe: Any, takes: bool) -> None:
-    """Codes that arrive are those that the op would make, or stand for what any other op gets."""
+    """Codes that arrive are those that the op would make, or stand for what any other op gets: to the rounding of
+    float32, since a scale found again may differ in its last place, and a sum over rows has zeros behind them or not.
+    """
     scaling = input_of(recipe)
     offs = (
         case.side["offs"]
@@ -85,7 +90,7 @@ def check_case(case: Case, recipe: Any, takes: bool) -> None:
         found = step(case.model, q, x, **case.side)
         other = x if takes else q.dequantize().detach().requires_grad_()
         expected = step(case.model, other, other, **case.side)
-    assert_same(found, expected)
+    assert_same(found, expected, rtol=1.3e-6, atol=1e-5)
 
 
 OPS = [

@@ -159,7 +159,7 @@ def _whole(
 def _dense(a: Operand, layout: str, right: Factors, dtype: torch.dtype) -> Tensor:
     """a @ right.T, rounded once. What codes stand for, and sums in float32, are there piece by piece."""
     found = a if isinstance(a, Tensor) else getattr(a, layout).data
-    largest = found.new_empty(1).expand(len(found), max(found.shape[1], len(right[0])))
+    largest = found.new_empty(1).expand(found.shape[0], max(found.shape[1], right[0].shape[0]))
     a = in_order(a) if isinstance(a, Quantized) else a
     # scales that kernels read lie in another order
     whole = isinstance(a, Quantized) and a.scaling.of(layout).family.codes

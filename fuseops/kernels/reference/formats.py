@@ -318,7 +318,7 @@ def quantize_micro(
     swizzle: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `fuseops.kernels.quantize_micro`."""
-    rows, form, turn = len(x), micro_format(data), layout == "col"
+    rows, form, turn = x.shape[0], micro_format(data), layout == "col"
     tokens = rows
     if turn:
         x, tokens = x.t(), columns_of(rows, None if offs is None else len(offs))

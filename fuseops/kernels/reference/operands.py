@@ -84,7 +84,7 @@ def permute_operand(
 
 def columns_in_groups(data: Tensor, offs: Tensor | None) -> Tensor:
     """Codes transposed, with groups at multiples of 128 and zeros between.   (R, K) -> (K, C)"""
-    rows = len(data)
+    rows = data.shape[0]
     width = columns_of(rows, None if offs is None else len(offs))
     place, raw = place_of_row(offs, rows, data), data.view(torch.uint8).t()
 
