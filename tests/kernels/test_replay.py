@@ -214,7 +214,10 @@ class Noted:
         self.hooks = type("Hooks", (), {"launch_enter_hook": type("Hook", (), {"calls": ()})})
 
 
-@pytest.mark.parametrize("name", sorted({*samples()} - {"wide_mm"} - {*RUN_THEMSELVES}))
+# micro_mm and micro_wgrad read descriptors, which only a launcher of compiled kernels encodes
+@pytest.mark.parametrize(
+    "name", sorted({*samples()} - {"wide_mm", "micro_mm", "micro_wgrad"} - {*RUN_THEMSELVES})
+)
 def test_what_is_written_out_gives_kernels_what_the_launcher_does(name, monkeypatch):
     op, args = KERNEL_OPS[name], samples()[name]
     monkeypatch.setattr(torch_private, "current_device", lambda: -1)

@@ -202,7 +202,9 @@ def test_law_06_host_bytes_wait_for_their_reader_however_early_the_next_is_ready
 def test_the_prediction_is_the_simulation(
     data: Any, profile: Profile, settings: LinkSettings
 ) -> None:
-    """To the byte and the nanosecond where every tensor has a transfer of its own."""
+    """To the byte and the nanosecond where every tensor has a transfer of its own. A wait for other ranks may cover a
+    stall or a recomputation before it, which the prediction does not see: it is late then, by no more than these.
+    """
     settings = settings._replace(small=0, lag=max(settings.lag, 1))
     coded = frozenset(data.draw(some_names(profile)))
     profile = with_codes(profile, coded)
@@ -225,7 +227,11 @@ def test_the_prediction_is_the_simulation(
         coded=coded,
     )
     assert done.stayed == {}
-    assert prediction.stall == pytest.approx(done.stall, abs=1e-12)
+    if any(op.lane == "network" for op in profile.ops):
+        late = prediction.seconds - done.seconds
+        assert -1e-12 <= late <= prediction.stall + prediction.recompute + 1e-12
+    else:
+        assert prediction.stall == pytest.approx(done.stall, abs=1e-12)
     assert prediction.recompute == pytest.approx(done.recompute + done.coding)
     assert (prediction.peak, prediction.top) == (done.peak, done.peak_position)
     assert prediction.host == done.host
