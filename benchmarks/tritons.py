@@ -4,8 +4,8 @@
 
 A process cannot hold two Tritons, so each has a worker of its own on the same GPU, told span by span when to run: no
 two run at once, and none waits long enough to cool the GPU. The steps are whole MoE layers (`moe_layer.py`), the GEMMs
-of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the other Triton's time over that of the
-installed one, round by round, with the interval of their median: below 1 the other is faster.
+of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the other Triton's time over that of
+the installed one, round by round, with the interval of their median: below 1 the other is faster.
 """
 
 from __future__ import annotations

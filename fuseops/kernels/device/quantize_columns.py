@@ -10,6 +10,7 @@ import triton.language as tl
 from fuseops.kernels.device.quantize import (
     amax_of,
     converted,
+    fenced,
     vector_scales,
     widened,
 )
@@ -67,7 +68,7 @@ def split4(x):
 def column_words(a, b, c, d, inv, col_ptr):
     """Slices times inv as FP8, four rows of a column in one word: one conversion takes two of them."""
     a, b, c, d = widened(a) * inv, widened(b) * inv, widened(c) * inv, widened(d) * inv
-    q = join4(a, b, c, d).to(col_ptr.dtype.element_ty)
+    q = fenced(join4(a, b, c, d).to(col_ptr.dtype.element_ty))
     a, b, c, d = split4(q.to(tl.uint8, bitcast=True).to(tl.uint32))
     return a | (b << 8) | (c << 16) | (d << 24)
 
