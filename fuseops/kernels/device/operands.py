@@ -7,7 +7,7 @@ codes of one feature meet in one thread and travel to their place in the transpo
 import triton
 import triton.language as tl
 
-from fuseops.kernels.device.quantize import amax_of, fenced, widened
+from fuseops.kernels.device.quantize import amax_of, widened
 from fuseops.kernels.device.quantize_columns import group_at_block, store_columns
 from fuseops.kernels.device.reduce import overlapped
 
@@ -31,6 +31,22 @@ def coded(x, like_ptr, SHIFT: tl.constexpr):
     """(codes in the format of ``like_ptr``, scales) of a slice, one scale a token."""
     inv, scale = power_of_two(amax_of(x, 1), SHIFT)
     return fenced((widened(x) * inv[:, None]).to(like_ptr.dtype.element_ty)), scale
+
+
+@triton.jit
+def fenced(q):
+    """q, four codes to a word that the compiler does not see into: a conversion whose result is packed for one use and
+    used by itself for another is what ptxas gets wrong (``fuseops.kernels.aot.misread``).
+    """
+    bits = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [q.to(tl.uint8, bitcast=True)],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    return bits.to(q.dtype, bitcast=True)
 
 
 @triton.jit

@@ -53,22 +53,6 @@ def converted(x, inv, like_ptr):
 
 
 @triton.jit
-def fenced(q):
-    """q, four codes to a word that the compiler does not see into: a conversion whose result is packed for one use and
-    used by itself for another is what ptxas gets wrong (``fuseops.kernels.aot.misread``).
-    """
-    bits = tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;",
-        "=r,r",
-        [q.to(tl.uint8, bitcast=True)],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-    return bits.to(q.dtype, bitcast=True)
-
-
-@triton.jit
 def load_tile(x_ptr, row0, col0, R, N, stride_x, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """float32 tile at (row0, col0): one 64-bit base, 32-bit offsets within the tile."""
     r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_N)[None, :]
