@@ -31,16 +31,22 @@ def test_table_is_fresh_and_a_sample_compiles():
 
 ONE_ELEMENT_A_LANE = r"""
 import re, torch
-from fuseops.kernels import aot, bias
+from fuseops.kernels import aot, bias, layer_norm, norm
 from fuseops.kernels.launch import recording
 x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
 offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
-with recording(90) as recorder:
-    bias.grouped_bias_bwd.launcher(x, offs, probs, w)
-ptx = aot.compiled(recorder.launches[0], 90).asm["ptx"]
-shuffled = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
-added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
-assert shuffled and not shuffled & added, shuffled & added
+few, scale = torch.empty(64, 7, device="meta"), torch.empty(7, device="meta")
+for op, *args in (
+    (bias.grouped_bias_bwd, x, offs, probs, w),
+    (norm.rmsnorm_fwd, few, scale, 1e-6),
+    (layer_norm.layernorm_fwd, few, scale, scale, 1e-6),
+):
+    with recording(90) as recorder:
+        op.launcher(*args)
+    ptx = aot.compiled(recorder.launches[0], 90).asm["ptx"]
+    shuffled = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", ptx))
+    added = set(re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx))
+    assert shuffled and not shuffled & added, (op.name, shuffled & added)
 """
 
 
