@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="folder that holds another triton")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", nargs="*", default=tuple(MAKE), choices=tuple(MAKE))
+    parser.add_argument("--only", nargs="*", default=LAYERS, help="layers and GEMMs of these sizes")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--span", type=float, default=0.2, help="seconds of a step in a round")
     options = parser.parse_args()
@@ -186,7 +187,11 @@ def main() -> None:
     command = measure.environment()["command"]
     environment = {**found[0], "triton": " and ".join(workers), "command": command}
     report: dict[str, Any] = {"environment": environment, "settled": {}, "failed": {}}
-    names = {"layer": LAYERS, "gemms": GEMMS, "memory_bound": ("65536x4096",)}
+    names = {
+        "layer": [name for name in LAYERS if name in options.only],
+        "gemms": [name for name in GEMMS if name in options.only],
+        "memory_bound": ("65536x4096",),
+    }
     for kind in options.parts:
         for name in names[kind]:
             try:
