@@ -20,14 +20,12 @@ Tokens = tuple[int, int, int]  # process, model, scopes
 NEVER = Op.alias  # of the classes whose ops are none
 joined = chained.from_iterable
 DICT = attrgetter("__dict__")
-HOOKS = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
-# what an instance of any op may hold that a plan depends on; two at least
+HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# what an instance of any op may hold that a plan depends on, beside hooks and buffers; two at least
 OF_OPS = frozenset(
     {
-        *("training", "_parameters", "_buffers", "_modules", "forward", "fwd", "bwd"),
-        *("reads", "writes", "delays", "accumulate_into_main_grad", "_local", "_around"),
+        *("training", "_parameters", "forward", "fwd", "bwd", "_local", "_around"),
+        *("reads", "writes", "delays", "accumulate_into_main_grad"),
     }
 )
 
@@ -182,10 +180,10 @@ class Glance:
         self.chain, self.key = chain, key
         self.kinds, owns = [*map(type, chain.ops)], [*map(DICT, chain.ops)]
         self.sizes = [*map(len, owns)]
-        # what the instances hold of it, read in one go
+        # what the instances hold, read in one go
         self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
         self.values = [*joined(map(call, self.readers, owns))]
-        self.hooked = [*map(bool, joined(map(HOOKS, owns)))]
+        self.hooked = [*map(any, map(HOOKS, owns))]
         self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
         self.aliases = [op.alias for op in self.aliasing]
         # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
@@ -224,7 +222,7 @@ class Glance:
         try:
             if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
                 return False
-            if [*map(bool, joined(map(HOOKS, owns)))] != self.hooked:
+            if [*map(any, map(HOOKS, owns))] != self.hooked:
                 return False
             if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
                 return False
@@ -239,7 +237,8 @@ class Glance:
 
 def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
     """What an instance, given as its `__dict__`, holds that a plan may depend on.  read: by conditions"""
-    return [n for n in own if n in OF_OPS or (read and n not in OF_EVERY_MODULE)]
+    known = OF_OPS if not own["_buffers"] else OF_OPS | {"_buffers"}
+    return [n for n in own if n in known or (read and n not in OF_EVERY_MODULE)]
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from fuseops.kernels.registry import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
@@ -47,6 +48,7 @@ class Step:
     scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
     rule: str = ""  # that made the target, if one did
+    first: int = field(init=False)  # of `members`
 
     @property
     def single(self) -> bool:
@@ -65,6 +67,7 @@ class ForwardStep(Step):
     plain: bool = field(init=False)  # nothing but a call of one op's `fwd`
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.members[0])
         object.__setattr__(self, "plain", self.single and self.cast is None)
 
 
@@ -85,6 +88,7 @@ class BackwardStep(Step):
 
     def __post_init__(self) -> None:
         odd = self.takes_dside or self.main or self.later is not None
+        object.__setattr__(self, "first", self.members[0])
         object.__setattr__(self, "plain", self.single and not odd)
 
 
@@ -167,7 +171,8 @@ class Segment:
     distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
     random: bool = field(init=False)  # its backward rounds at random
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
-    quiet: bool = field(init=False)  # and none of them changes what kernels depend on
+    # and none of them changes what kernels depend on, which may run on the device
+    quiet: bool = field(init=False)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, none where some are not
     registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
@@ -187,7 +192,7 @@ class Segment:
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
         self.own = all(map(is_own, run))
-        self.quiet = self.own and not self.elsewhere
+        self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
         self.inputs = len(self.reads) + len(self.params)
         owners = [(self.ops[i], name) for i, name in self.params]
         plain = not self.local_reads and all(

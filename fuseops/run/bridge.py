@@ -66,7 +66,7 @@ def run_forward(
     entered: list[torch.dtype | None] = [None] * len(seg.ops)
     look = once.look
     for step in seg.forward:
-        first = step.members[0]
+        first = step.first
         entered[first] = x.dtype
         if type(x) is Quantized and not step.codes:
             x = x.dequantize()
@@ -178,7 +178,7 @@ def run_backward(
     if once.out is not None:
         buffers.check_dy(once.out, dy)
     for step in seg.backward:
-        first, partly = step.members[0], False
+        first, partly = step.first, False
         if step.plain:
             if dy is None:
                 continue
@@ -222,7 +222,12 @@ def run_backward(
 
 
 def _run_step(
-    seg: Segment, step: BackwardStep, saved: Saved, dy: Any, dside: dict[str, Any] | None, once: Once
+    seg: Segment,
+    step: BackwardStep,
+    saved: Saved,
+    dy: Any,
+    dside: dict[str, Any] | None,
+    once: Once,
 ) -> Sequence[Grads]:
     """`_results`, and parameter gradients that do not go through autograd put where they belong."""
     if step.later is None and not step.main:
@@ -307,7 +312,7 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
-            before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
             arrived, live.crossing = live.crossing, None
             try:
                 y, saved, ctx.entered = run_forward(seg, arrived or x, t, live.once)
@@ -371,7 +376,7 @@ def _backward_in(
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, once)
     here = registry.thread
-    before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
@@ -388,11 +393,6 @@ def _backward_in(
 
 
 _apply = torch_private.direct_apply(Node)
-
-
-def _launches(seg: Segment) -> bool:
-    """Whether kernels may run on the device of a segment."""
-    return registry.INTERPRET or seg.device != "cpu"
 
 
 def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:

@@ -20,7 +20,6 @@ from .run import Run
 from .sides import described
 from .splice import Spliced, opaque_reason, side_names_of, splice
 
-
 # what an op says of what it reads, writes and puts elsewhere; and of every class, what its ops run
 SAID = attrgetter("reads", "writes", "delays", "accumulate_into_main_grad", "_around")
 METHODS = attrgetter("forward", "__call__", "fwd", "bwd")
