@@ -272,7 +272,7 @@ def compile_row(row: Row) -> dict[str, Any]:
 def misread(ptx: str) -> list[str]:
     """Conversions to two FP8 numbers whose result is packed into a word and used by itself too.
 
-    ptxas 12.8, which Triton 3.6 brings, converts straight into the word then, and lets the other use
+    ptxas 12.8 and 12.9, which Triton 3.6 and 3.9 bring, convert straight into the word then, and let the other use
     read its register before anything is written to it: bytes are whatever an earlier kernel left.
     """
     pairs = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
