@@ -39,8 +39,7 @@ LINE = 64  # rows of logits begin at multiples of so many elements, as tensor de
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Eight elements a thread: with more, or with more warps, registers spill."""
-    sizes = ((2048, 8), (1024, 4))
+    sizes = ((2048, 8), (1024, 4), (4096, 16), (8192, 16), (8192, 32), (16384, 32))
     return [
         {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
         for block, warps in sizes
@@ -253,7 +252,7 @@ def linear_cross_entropy_grads(
         mine = [r[s] for r in rows]
         _launch(logits, targets[s], class_weights, total, mine, [dloss[s]], options, ignore_index)
         if needs[0]:
-            torch.mm(logits, weight, out=dx[s])
+            _input_grad(logits, weight, dx[s])
         if needs[1]:
             add_product(dweight, logits.t(), x[s], first=s.start == 0)
         if needs[2]:
@@ -263,6 +262,10 @@ def linear_cross_entropy_grads(
 
 def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty(like.shape if wanted else (0,), dtype=dtype, device=like.device)
+
+
+def _input_grad(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.mm(dlogits, weight, out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
@@ -351,7 +354,8 @@ def _launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
         logits, targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
-        first, width, vocab or width, logits.stride(0), ignore_index, *map(float, loss),
+        first, width, vocab or width, logits.stride(0), ignore_index,
+        float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,
         WEIGHTED=class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
         STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
         **SPACE.pick(len(logits), (width,), logits),
