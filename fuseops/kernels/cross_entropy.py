@@ -30,6 +30,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.grouped import grouped_wgrad_into
+from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
 from fuseops.kernels.registry import kernel_op
@@ -215,7 +217,7 @@ def linear_cross_entropy_bwd(
         if needs[0]:
             add_product(dx, logits, weight[s], first=s.start == 0)
         if needs[1] and main_grad is not None:
-            add_product(main_grad[s], logits.t(), x)
+            add_weight_grad(main_grad[s], logits, x)
         elif needs[1]:
             torch.mm(logits.t(), x, out=dweight[s])
         if needs[2]:
@@ -254,7 +256,7 @@ def linear_cross_entropy_grads(
         if needs[0]:
             _input_grad(logits, weight, dx[s])
         if needs[1]:
-            add_product(dweight, logits.t(), x[s], first=s.start == 0)
+            add_weight_grad(dweight, logits, x[s], first=s.start == 0)
         if needs[2]:
             dbias += bias_bwd(logits)
     return rows[0], dx, dweight, dbias
@@ -275,6 +277,20 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
     else:
         product = torch.mm(a.to(total.dtype), b.to(total.dtype))
         total.copy_(product) if first else total.add_(product)
+
+
+def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -> None:
+    """total (V, D) float32 += dy^T x, or = of the first, without a rounding between.   dy (n, V), x (n, D)
+
+    On Hopper by the kernel of grouped GEMMs, whose tiles L2 adds while the next ones are multiplied: cuBLAS reads what
+    it adds to, and everything waits for that.
+    """
+    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_path(dy, x) == "pingpong"
+    if not own:
+        add_product(total, dy.t(), x, first)
+        return
+    offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+    grouped_wgrad_into.launcher(total[None], dy, x, offs, None, not first)
 
 
 def _check(

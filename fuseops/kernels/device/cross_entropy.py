@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 EACH = tl.constexpr(8)  # logits of a lane that share one running maximum
