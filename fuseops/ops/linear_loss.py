@@ -156,8 +156,8 @@ class _LinearLoss(Op[LinearLossSaved]):
         side: dict[str, Tensor | None] = {}
         for name, made, owner in (("weight", dweight, weight), ("bias", dbias, bias)):
             if name in call.needs:
-                side[name] = (made * dy).to(owner.dtype)  # type: ignore[operator, union-attr]
-        return Grads((dx * dy).to(dx.dtype) if dx is not None else None, side=side)
+                side[name] = K.scaled_to(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
+        return Grads(None if dx is None else K.scaled_to(dx, dy, dx.dtype), side=side)
 
     def _chunks(self, x: Tensor, weight: Tensor) -> Iterator[slice]:
         inner = x[0].numel() // x.shape[-1] if len(x) else 1

@@ -1,4 +1,4 @@
-"""Kernel of fuseops.kernels.cross_entropy: a program owns the logits of one token and walks over them in blocks."""
+"""Kernels of fuseops.kernels.cross_entropy: a program owns the logits of one token and walks over them in blocks."""
 
 import triton
 import triton.language as tl
@@ -162,3 +162,11 @@ def cross_entropy_kernel(
                 tanh = logits / soft_cap
                 d *= 1 - tanh * tanh
             tl.store(logits_ptr + start + cols, d.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scaled_to_kernel(t_ptr, scale_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.load(t_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    y = t * tl.load(scale_ptr).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < n)
