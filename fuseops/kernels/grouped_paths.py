@@ -125,7 +125,7 @@ def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Conf
 
 def _wgrad_sums_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
     """Float32 takes twice the stores, which wide tiles do not hide: they are for longer products."""
-    return _wgrad_ring_candidates(dims, itemsize)[rows < 4096 * dims[0]]
+    return _wgrad_ring_candidates(dims, itemsize)[rows < 8192 * dims[0]]
 
 
 def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
