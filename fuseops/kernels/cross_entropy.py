@@ -42,7 +42,7 @@ LINE = 64  # rows of logits begin at multiples of so many elements, as tensor de
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Few rows at a time, so that the end of one is still cached when its gradient is made."""
-    sizes = ((16384, 32), (2048, 8))
+    sizes = ((8192, 32), (2048, 8))
     return [
         {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
         for block, warps in sizes
