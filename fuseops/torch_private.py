@@ -377,6 +377,24 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
+def _uses(held: list[Any]) -> tuple[int, int, int]:
+    """How often the first tensor of a list is held: by name, by what knows tensors, and its memory by tensors."""
+    storage = held[0].untyped_storage()
+    in_memory = int(torch._C._storage_Use_Count(storage._cdata))
+    return sys.getrefcount(held[0]), held[0]._use_count(), in_memory
+
+
+# of a tensor that nothing but its list holds: how Python counts its own frames differs by release
+_ONCE = _uses([torch.empty(0)])
+
+
+def held_once(held: list[Any]) -> bool:
+    """Whether the only tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What
+    it has been read for last may be written over it.
+    """
+    return _uses(held) == _ONCE
+
+
 def occupy_device(cycles: int) -> None:
     """Have the current CUDA stream do nothing for so many cycles of its clock."""
     sleep: Any = torch.cuda._sleep

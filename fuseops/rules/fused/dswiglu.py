@@ -114,10 +114,12 @@ def in_words(why: str | None) -> str:
 
 
 def run(
-    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
+    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call, spare: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, the activation, dprobs"""
+    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, over a spare h, the activation, dprobs"""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, h.shape[0])
+    if spare:
+        return h, *K.grouped_dswiglu_into(h, dy, weight, offs, tiles, given.probs, dy_index)
     return K.grouped_dswiglu(dy, weight, h, offs, tiles, given.probs, dy_index)
