@@ -377,11 +377,11 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
-def _uses(held: list[Any]) -> tuple[int, int, int]:
-    """How often the first tensor of a list is held: by name, by what knows tensors, and its memory by tensors."""
+def _uses(held: list[Any]) -> tuple[int, ...]:
+    """How often the first tensor of a list is held, and its storage: in Python, and by what lies below it."""
     storage = held[0].untyped_storage()
-    in_memory = int(torch._C._storage_Use_Count(storage._cdata))
-    return sys.getrefcount(held[0]), held[0]._use_count(), in_memory
+    below = held[0]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
+    return sys.getrefcount(held[0]), sys.getrefcount(storage), *below
 
 
 # of a tensor that nothing but its list holds: how Python counts its own frames differs by release

@@ -170,6 +170,7 @@ def scaled_act_bwd(
     twin=reference.scaled_act_bwd_into,
     fuses=True,
     mutates=("x",),
+    nbytes=lambda x, dy, *rest: scaled_act_bwd.nbytes(dy, x, *rest),
     cases=lambda: ((x, dy, *rest) for dy, x, *rest in islice(_cases(dy=True, probs=True), 1)),
 )
 def scaled_act_bwd_into(

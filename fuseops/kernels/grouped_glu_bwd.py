@@ -6,8 +6,8 @@ a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and
 rounded as if it were stored, so that two kernels give the same. Padding rows are zero in all of them.
 Shapes: dy (R, D), weight (E, F, D), h (R, 2F), offs (E,), probs (R,) float32 -> dh (R, 2F), a (R, F),
 dprobs (R,) float32, empty without probs; with an index row r of dy is dy[index[r]].
-With `_into` dh takes the place of h: a tile's part of h is in shared memory before dh is written there, and of other
-tiles only padding, columns and rows that are masked, is read.
+`grouped_dswiglu_into` writes dh over h: a tile's part of h is in shared memory before dh is written there, and what a
+tile reads of others, rows and columns beyond its own, is masked.
 Layout, dtypes, launches: as grouped_mm; the GEMM, and the sum over its column blocks of dprobs, in a fixed
 order. `grouped_paths.swiglu_bwd_path` says where; elsewhere the GEMM and the activation are two kernels.
 Hardware: sm_80 and later.
@@ -78,7 +78,8 @@ def grouped_dswiglu(
 @kernel_op(
     twin=reference.grouped_dswiglu_into,
     fake=lambda h, dy, weight, *rest: _fake(dy, weight, h, *rest)[1:],
-    flops=lambda h, dy, weight, *rest, **named: _flops(dy, weight, h),
+    flops=lambda h, dy, weight, *_, **__: _flops(dy, weight, h),
+    nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),
     mutates=("h",),
     traces_twin=False,
     cases=lambda: ((h, dy, weight, *rest) for dy, weight, h, *rest in islice(_cases(), 1)),
