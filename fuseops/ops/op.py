@@ -83,6 +83,7 @@ class Call(NamedTuple):
     name       of the op, by its path in the model where that is known
     scales     state of the op's scales, where the recipe has one
     seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
+    prefer     "speed" or "memory": which of two ways is taken, where the faster one holds more at its peak
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -99,6 +100,7 @@ class Call(NamedTuple):
     name: str = ""
     scales: ScaleState | None = None
     seed: Tensor | None = None
+    prefer: str = "speed"
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
