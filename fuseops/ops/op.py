@@ -451,7 +451,8 @@ class FusedOp:
 
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
-    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
+    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
+    over a saved tensor of its own fwd for which `torch_private.held_once` says that nobody else can read it.
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
