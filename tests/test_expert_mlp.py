@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseops as fo
 from fuseops import kernels as K
@@ -256,6 +257,41 @@ def test_grouped_experts_need_h_or_dh(main_grad: bool, frames: Any) -> None:
     weight = 0 if main_grad else WEIGHT
     least = 2 * rows + max(3 * a + weight, 2 * a + rows + 3 * weight)  # x and y live throughout
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 32 * split.rows
+
+
+@given(
+    sizes=st.tuples(*[st.sampled_from([64, 80, 192, 512, 1024, 4096])] * 2),
+    counts=st.tuples(st.sampled_from([64, 512]), st.integers(1, 6), st.integers(1, 4)),
+    options=st.sampled_from([{}, {"bias": True}, {"activation": "geglu"}, {"shared_experts": 1}]),
+)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
+def test_what_prefers_memory_plans_no_higher_peak(
+    sizes: tuple[int, int], counts: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    (wide, hidden), (tokens, more, top_k) = sizes, counts
+    with FakeTensorMode():
+        moe = fo.MoE(wide, hidden, top_k + more, top_k, dtype=torch.bfloat16, **options)
+        x = torch.empty(tokens, wide, dtype=torch.bfloat16, requires_grad=True)
+    peaks = []
+    for prefer in ("speed", "memory"):
+        fo.configure(moe, prefer=prefer)
+        with as_if_on(90):
+            plan = moe.plan(x)
+        assert plan.rehearsed
+        peaks.append(plan.peak_bytes)
+    assert peaks[1] <= peaks[0]
+
+
+def test_rows_of_dy_are_not_copied_where_memory_is_preferred() -> None:
+    """They are what the step holds beside h, the activation and fc2's gradient."""
+    with FakeTensorMode():
+        moe = fo.MoE(1024, 512, 8, 4, dtype=torch.bfloat16)
+        x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
+    with as_if_on(90):
+        speed = moe.plan(x)
+        fo.configure(moe, prefer="memory")
+        memory = moe.plan(x)
+    assert speed.peak_bytes > memory.peak_bytes and speed.saved_bytes == memory.saved_bytes
 
 
 # --- every subset of needs runs and saves what it asks for

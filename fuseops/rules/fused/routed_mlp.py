@@ -171,7 +171,8 @@ class RoutedMLP(FusedOp):
         other = tuple(replaced(c, prefer=OTHER[prefer]) for c in calls)
         if not self.combines or self._copies_dy(x, s, index, other) == copies:
             return said
-        held = size(rows * s.fc2.shape[1] * x.element_size())
+        fc2: Tensor = s.fc2  # type: ignore[assignment]
+        held = size(rows * fc2.shape[1] * x.element_size())
         return f"{said}; {SAID[prefer].format(held)}"
 
     def _copies_dy(
