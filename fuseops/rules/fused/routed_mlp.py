@@ -57,8 +57,8 @@ FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >=
 
 OTHER = {"speed": "memory", "memory": "speed"}
 SAID = {
-    "speed": "rows of dy are copied, {}: prefer='memory' reads them by index, for about 1 % of a step's time",
-    "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, is about 1 % of a step faster",
+    "speed": "rows of dy are copied, {}: prefer='memory' reads them by index, which takes longer",
+    "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, is faster",
 }
 """Where the two ways differ, in words."""
 
