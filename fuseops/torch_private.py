@@ -377,7 +377,7 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
-def _uses(held: list[Any]) -> tuple[int, ...]:
+def uses(held: list[Any]) -> tuple[int, ...]:
     """How often the first tensor of a list is held, and its storage: in Python, and by what lies below it."""
     storage = held[0].untyped_storage()
     below = held[0]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
@@ -385,14 +385,14 @@ def _uses(held: list[Any]) -> tuple[int, ...]:
 
 
 # of a tensor that nothing but its list holds: how Python counts its own frames differs by release
-_ONCE = _uses([torch.empty(0)])
+_ONCE = uses([torch.empty(0)])
 
 
 def held_once(held: list[Any]) -> bool:
     """Whether the only tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What
     it has been read for last may be written over it.
     """
-    return _uses(held) == _ONCE
+    return uses(held) == _ONCE
 
 
 def occupy_device(cycles: int) -> None:

@@ -496,6 +496,7 @@ def test_whoever_else_holds_a_tensor_is_seen(how: str) -> None:
     held = [torch.ones(4)]
     for _ in range(2):
         assert torch_private.held_once(held)
+        assert torch_private.uses(held) == torch_private.uses([torch.ones(4)])
         other = HOLDERS[how](held[0])
         assert other is not None and not torch_private.held_once(held)
         del other

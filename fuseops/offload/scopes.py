@@ -369,3 +369,11 @@ def recompute() -> AbstractContextManager[None]:
     the backward. Other modules are recomputed as a whole, by `torch.utils.checkpoint`.
     """
     return settings.scope((("recompute", True),))
+
+
+def dispatch_again() -> AbstractContextManager[None]:
+    """Experts over ranks (`fuseops.distributed.ExpertParallel`) save the tokens of their own rank in the place of those
+    that arrived, and dispatch them again in the backward: the same numbers to the bit, for one more way there. Where
+    the rule `routed_mlp` does not run nothing changes.
+    """
+    return settings.scope((("dispatch_again", True),))

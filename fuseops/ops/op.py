@@ -174,6 +174,7 @@ class Op(nn.Module, Generic[S]):
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
     apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
     note         what `explain()` says of it
+    together     the process group whose ranks run it together: what one of them makes again, all do
     """
 
     reads: tuple[str, ...] = ()
@@ -194,6 +195,7 @@ class Op(nn.Module, Generic[S]):
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
     note: str = ""
+    together: Any = None
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op
@@ -453,6 +455,8 @@ class FusedOp:
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
     holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
     over a saved tensor of its own fwd for which `torch_private.held_once` says that nobody else can read it.
+    again: fields that stand in for x where it arrived from other ranks and is sent again in the backward; they are kept
+    beside x under `offload.dispatch_again()` alone, and fwd gives either.
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
@@ -464,6 +468,7 @@ class FusedOp:
     saves_for: Mapping[str, tuple[str, ...]] | None = None
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
+    again: ClassVar[tuple[str, ...]] = ()
     takes_saved: ClassVar[bool] = False
     recipes: bool = False
     takes_quantized: bool = False

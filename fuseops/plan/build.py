@@ -343,7 +343,10 @@ class _Builder:
         }
         if "x" in self.needs[u.start]:
             needs.add("x")
-        return self._keep(fused, frozenset(needs))
+        keep = self._keep(fused, frozenset(needs)).difference(fused.again)
+        return (
+            keep.union(fused.again) if self.facts.settings.dispatch_again and "x" in keep else keep
+        )
 
     def _keep(self, saver: Any, needs: frozenset[str]) -> frozenset[str]:
         """What to save; under a recompute policy everything but what the op declares that it can do without."""
