@@ -92,6 +92,8 @@ def test_what_is_preferred_changes_the_peak_and_no_bit(name: str) -> None:
         step(model, leaf, args, dy)
         found.append([leaf.grad, *(p.grad for p in model.parameters())])
         peaks.append(model.plan(leaf, *args).peak_bytes)
+        said = "prefer='memory'" in model.explain(leaf, *args)
+        assert said == (name != "grouped") or torch.cuda.get_device_capability() != (9, 0)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert peaks[1] <= peaks[0]
     assert peaks[1] < peaks[0] or name != "moe" or torch.cuda.get_device_capability() != (9, 0)
