@@ -13,7 +13,9 @@ import fuseops as fo
 from fuseops import offload
 
 
-def step_of(model: nn.Module, scope: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
+def step_of(
+    model: nn.Module, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> int:
     x = torch.randn(3, 16, requires_grad=True)
 
     def step() -> None:
