@@ -83,6 +83,7 @@ class Call(NamedTuple):
     name       of the op, by its path in the model where that is known
     scales     state of the op's scales, where the recipe has one
     seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
+    prefer     "speed" or "memory": which of two ways is taken, where the faster one holds more at its peak
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -99,6 +100,7 @@ class Call(NamedTuple):
     name: str = ""
     scales: ScaleState | None = None
     seed: Tensor | None = None
+    prefer: str = "speed"
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
@@ -451,7 +453,8 @@ class FusedOp:
 
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
-    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
+    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
+    over a saved tensor of its own fwd for which `torch_private.held_once` says that nobody else can read it.
     again: fields that stand in for x where it arrived from other ranks and is sent again in the backward; they are kept
     beside x under `offload.dispatch_again()` alone, and fwd gives either.
 

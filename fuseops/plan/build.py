@@ -300,6 +300,7 @@ class _Builder:
             store=None if roles is None else self._store(op, roles),
             name="" if roles is None else path_of(op) or self.names[i],
             scales=None if roles is None or roles.delayed is None else self._scales(op, i),
+            prefer=self.facts.settings.prefer,
         )
 
     def _check_stored(self, i: int, roles: Roles | None) -> None:

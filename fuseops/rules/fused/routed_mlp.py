@@ -24,6 +24,7 @@ from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, SendsAgain, Sent
 from fuseops.recipes import Operand
+from fuseops.words import size
 
 from . import dswiglu
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
@@ -57,6 +58,14 @@ class RoutedMLPSaved(NamedTuple):
 FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
+
+
+OTHER = {"speed": "memory", "memory": "speed"}
+SAID = {
+    "speed": "rows of dy are copied, {}: prefer='memory' reads them by index, which takes longer",
+    "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, is faster",
+}
+"""Where the two ways differ, in words."""
 
 
 def _moved(name: str) -> str:
@@ -169,10 +178,17 @@ class RoutedMLP(FusedOp):
         if calls[1].precision.roles is not None:
             return ""
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
-        gathers = self.combines and not self._copies_dy(x, s, index, calls)
-        by = index if gathers else None
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), by, calls[1:4], index.shape[0])
-        return dswiglu.in_words(why)
+        copies = self.combines and self._copies_dy(x, s, index, calls)
+        by = index if self.combines and not copies else None
+        given, rows = self.mlp.operands(s), index.shape[0]
+        said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, calls[1:4], rows))
+        prefer = calls[3].prefer
+        other = tuple(replaced(c, prefer=OTHER[prefer]) for c in calls)
+        if not self.combines or self._copies_dy(x, s, index, other) == copies:
+            return said
+        fc2: Tensor = s.fc2  # type: ignore[assignment]
+        held = size(rows * fc2.shape[1] * x.element_size())
+        return f"{said}; {SAID[prefer].format(held)}"
 
     def _copies_dy(
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
@@ -184,7 +200,10 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), None, calls[1:4], index.shape[0])
+        given, rows = self.mlp.operands(s), index.shape[0]
+        if calls[3].prefer == "memory" and dswiglu.gathers(given, index, calls[1:4], rows):
+            return False
+        why = dswiglu.expected_why_apart(given, None, calls[1:4], rows)
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
 
 
