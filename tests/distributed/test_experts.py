@@ -56,3 +56,7 @@ def test_a_rank_that_was_killed_is_named_by_the_one_that_waited() -> None:
 @pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])
 def test_dispatched_again(ranks: Ranks, law: str) -> None:
     ranks.run("again_laws", law)
+
+
+def test_experts_of_torchtitan(ranks: Ranks) -> None:
+    ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_way")
