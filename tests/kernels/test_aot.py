@@ -31,12 +31,15 @@ def test_table_is_fresh_and_a_sample_compiles():
 
 ONE_ELEMENT_A_LANE = r"""
 import re, torch
-from fuseops.kernels import aot, bias
+from fuseops.kernels import aot, bias, layer_norm, norm
 from fuseops.kernels.launch import recording
 x, w = torch.empty(64, 100, device="meta"), torch.empty(3, 100, device="meta")
 offs, probs = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(64, device="meta")
+few, scale = torch.empty(64, 7, device="meta"), torch.empty(7, device="meta")
 for op, *args in (
     (bias.grouped_bias_bwd, x, offs, probs, w),
+    (norm.rmsnorm_fwd, few, scale, 1e-6),
+    (layer_norm.layernorm_fwd, few, scale, scale, 1e-6),
 ):
     with recording(90) as recorder:
         op.launcher(*args)

@@ -33,7 +33,7 @@ def layernorm_fwd_kernel(
         x = h.to(tl.float32)
     mean = tl.sum(x, axis=1) / N
     x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+    rstd = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), axis=1) / N + eps)
     tl.store(mean_ptr + rows, mean, mask=rows < R)
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]

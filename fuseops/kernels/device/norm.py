@@ -31,7 +31,7 @@ def normed(
         h = x.to(h_ptr.dtype.element_ty)  # the norm sees what is stored
         tl.store(h_ptr + (rows * N)[:, None] + cols, h, mask=mask)
         x = h.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / (N if MEAN else 1) + eps)
+    rstd = tl.rsqrt(tl.sum(tl.fma(x, x, 0.0), axis=1) / (N if MEAN else 1) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < R)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
