@@ -65,6 +65,7 @@ def samples() -> dict[str, tuple]:
         "act_bwd": (dy, x, "swiglu"),
         "act_bwd_bias": (dy, x, "geglu"),
         "scaled_act_bwd": (dy, x, probs, "swiglu", True, True),
+        "scaled_act_bwd_into": (x, dy, probs, "swiglu", True, True),
         "act_dprobs": (dy, x, "swiglu"),
         "bias_fwd": (y, w),
         "bias_bwd": (y,),
@@ -74,6 +75,7 @@ def samples() -> dict[str, tuple]:
         "grouped_mm_into": (torch.randn(6, 8), y, torch.randn(3, 8, 16), offs),
         "grouped_swiglu": (y, torch.randn(3, 8, 16), offs, None, probs),
         "grouped_dswiglu": (y, torch.randn(3, 16, 16), x, offs, None, probs),
+        "grouped_dswiglu_into": (x, y, torch.randn(3, 16, 16), offs, None, probs),
         "grouped_wgrad": (dy, y, offs),
         "grouped_wgrad_into": (torch.randn(3, 16, 16), dy, y, offs),
         "group_tiles": (offs, 6),
@@ -108,6 +110,7 @@ def samples() -> dict[str, tuple]:
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
             *([True, True, True],),
         ),
+        "scaled_to": (y, torch.tensor(0.5), torch.float16),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),
         "apply_rope_pair": (
