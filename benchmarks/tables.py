@@ -103,7 +103,7 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
-        elif name in ("settled", "cells") and (rows := compared(value)):
+        elif name in ("settled", "cells") and (rows := compared(name, value)):
             yield table(keyed(name, rows))
         elif name == "cells" and isinstance(value, list):
             yield table(keyed("two GPUs", outcomes(value)))
@@ -119,13 +119,16 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 
 
-def compared(cells: Any) -> dict[str, dict[str, Any]]:
+def compared(title: str, cells: Any) -> dict[str, dict[str, Any]]:
     """Single calls that ran at their own clock: microseconds, and ratios with their intervals."""
     found = {}
     for name, c in cells.items() if isinstance(cells, dict) else ():
         if "gain" in c:
             found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
-        elif "ratios" in c and name.endswith("/uniform"):
+        elif "pj_per_flop" in c:
+            rates = {f"{peer}, pJ/FLOP": pj for peer, pj in c["pj_per_flop"].items()}
+            found[name] = rates | {f"over {peer}": r for peer, r in c["ratios"].items()}
+        elif "ratios" in c and (title == "settled" or name.endswith("/uniform")):
             found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
         elif "over_titan" in c:
             found[name] = c["us"] | {n: c[n] for n in ("over_titan", "over_host_counts")}
