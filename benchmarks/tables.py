@@ -33,6 +33,7 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
+- **gemms_alone**: of the loss, the ratio to that peer that its three products would have without anything else.
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
 - **00, 01, 10, 11**: microseconds of a step of the dense MLP with SwiGLU (first digit) and its backward (second) at the
   end of their GEMMs, 1, or as kernels of their own, 0.
