@@ -20,7 +20,7 @@ from torch import Tensor
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import act_fwd, scaled_act_fwd
-from fuseops.kernels.grouped import grouped_mm, mm_flops, product
+from fuseops.kernels.grouped import checked_probs, grouped_mm, mm_flops, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
 from fuseops.kernels.grouped_paths import SWIGLU_SPACES, swiglu_path
 from fuseops.kernels.registry import kernel_op
@@ -71,10 +71,7 @@ def grouped_swiglu(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and offs {tuple(offs.shape)}, "
             "expected (R, D), (E, 2F, D) and (E,)."
         )
-    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
+    probs = None if probs is None else checked_probs(probs, rows)
     x, path = as_rows(x), swiglu_path(as_rows(x), weight, index)
     if not path or not rows or x.dtype != weight.dtype:
         h = grouped_mm.launcher(x, weight, offs, tiles, None, index)
@@ -82,7 +79,6 @@ def grouped_swiglu(
     p = product(x, weight, offs, tiles, index)
     p = p if path == "gather" else p.gathered()
     h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
-    probs = None if probs is None else probs.contiguous()
     config = SWIGLU_SPACES[path].pick(rows, tuple(weight.shape), x)
     launch_rings(p, path, config, h if need_h else a, act=a, probs=probs)
     return h, a

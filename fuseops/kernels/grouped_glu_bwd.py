@@ -23,7 +23,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.activation import scaled_act_bwd
 from fuseops.kernels.bias import sum_partials
-from fuseops.kernels.grouped import grouped_mm, product
+from fuseops.kernels.grouped import checked_probs, grouped_mm, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
 from fuseops.kernels.grouped_paths import SWIGLU_BWD_SPACES, swiglu_bwd_path
 from fuseops.kernels.registry import kernel_op
@@ -74,10 +74,7 @@ def grouped_dswiglu(
             f"dy is {tuple(dy.shape)}, weight {tuple(weight.shape)}, h {tuple(h.shape)} and offs "
             f"{tuple(offs.shape)}, expected (R, D), (E, F, D), (R, 2F) and (E,)."
         )
-    if probs is not None and (probs.shape != (rows,) or probs.dtype != torch.float32):
-        raise FuseOpsError(
-            f"probs is {probs.dtype}{tuple(probs.shape)}, expected float32 ({rows},)."
-        )
+    probs = None if probs is None else checked_probs(probs, rows)
     dy = as_rows(dy)
     path = swiglu_bwd_path(dy, weight, h, index)
     if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
@@ -89,7 +86,6 @@ def grouped_dswiglu(
     dh, a = torch.empty_like(h), h.new_empty(rows, n)
     blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
-    probs = None if probs is None else probs.contiguous()
     launch_rings(p, path, config, dh, act=a, probs=probs, h=h, sums=sums)
     return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
 

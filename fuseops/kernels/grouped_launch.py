@@ -51,19 +51,19 @@ class Product:
         return replace(self, x=gather_rows.launcher(self.x, self.index, self.offs), index=None)
 
 
-def launch_mm(p: Product, y: Tensor, bias: Tensor | None) -> None:
-    """Write x[rows of e] @ weight[e].T + bias[e] to y (R, N)."""
+def launch_mm(p: Product, y: Tensor, bias: Tensor | None, probs: Tensor | None = None) -> None:
+    """Write x[rows of e] @ weight[e].T + bias[e] (* probs) to y (R, N)."""
     if not y.numel():
         return
     path = "pointer" if y.data_ptr() % 16 else mm_path(p.x, p.weight, bias, p.index)
     if p.index is not None and path != "gather":
-        launch_mm(p.gathered(), y, bias)
+        launch_mm(p.gathered(), y, bias, probs)
         return
     config = MM_SPACES[path].pick(p.rows, tuple(p.weight.shape), p.x)
     if path in ("gather", "pingpong"):
-        launch_rings(p, path, config, y, bias)
+        launch_rings(p, path, config, y, bias, probs=probs)
     else:
-        _launch_triton(p, path, config, y, bias)
+        _launch_triton(p, path, config, y, bias, probs)
 
 
 def launch_rings(
@@ -80,6 +80,7 @@ def launch_rings(
 ) -> None:
     """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
+    probs: of rows, which multiply the activation, or the bias.
     act: the SwiGLU of the product, which is itself written unless y is act; with h, the pre-activation of a SwiGLU
     whose output the product is the gradient of, y becomes that of h, act its SwiGLU, and sums (blocks of columns, R)
     the parts of the gradient of probs.
@@ -109,7 +110,9 @@ def launch_rings(
     )  # fmt: skip
 
 
-def _launch_triton(p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None) -> None:
+def _launch_triton(
+    p: Product, path: str, config: Config, y: Tensor, bias: Tensor | None, probs: Tensor | None
+) -> None:
     """Run the Triton kernel, with descriptors ("tma") or pointers."""
     module, transposed = device("grouped_mm"), p.weight.stride(2) != 1
     config = dict(config)
@@ -126,8 +129,9 @@ def _launch_triton(p: Product, path: str, config: Config, y: Tensor, bias: Tenso
             module.describe_ragged(y, [block_m, block_n // config["SUBTILES"]]),
         )
     launch(
-        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias, p.offs, p.tiles,
-        *sizes, *p.weight.stride(), HAS_BIAS=bias is not None, TRANSPOSED=transposed,
+        module.grouped_mm_kernel, grid, y, *operands, y if bias is None else bias,
+        y if probs is None else probs, p.offs, p.tiles, *sizes, *p.weight.stride(),
+        HAS_BIAS=bias is not None, HAS_PROBS=probs is not None, TRANSPOSED=transposed,
         TMA=path == "tma", PRECISION=precision(p.x), **config,
     )  # fmt: skip
 

@@ -58,13 +58,17 @@ def problems(draw):
     return x, dy, weight, offs
 
 
-@given(problems(), st.booleans(), st.booleans())
+@given(problems(), st.booleans(), st.sampled_from(["no bias", "bias", "scaled"]))
 @few
 def test_forward(problem, with_tiles, with_bias):
     x, dy, weight, offs = problem
     tiles = run(k.group_tiles, offs, len(x)) if with_tiles else None
-    bias = tensor(weight.shape[:2], x.dtype, "normal", 7) if with_bias else None
-    args = (x, weight, offs, tiles, bias)
+    bias = None if with_bias == "no bias" else tensor(weight.shape[:2], x.dtype, "normal", 7)
+    probs = None
+    if with_bias == "scaled":
+        probs = torch.rand(len(x))
+        probs[int(offs[-1]) :] = float("nan")
+    args = (x, weight, offs, tiles, bias, None, probs)
     y = assert_matches(k.grouped_mm, *args, sums=True)
     assert torch.equal(y, run(k.grouped_mm, *args))
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
@@ -302,6 +306,8 @@ def test_operands_that_nothing_takes_are_told_apart():
         lambda: k.grouped_mm(x, weight, offs, tiles.long()),
         lambda: k.grouped_mm(x, weight, offs, tiles, weight[:, 1:, 0]),
         lambda: k.grouped_mm(x, weight, offs, tiles, None, offs.float()),
+        lambda: k.grouped_mm(x, weight, offs, tiles, None, None, x[:, 0].contiguous()),
+        lambda: k.grouped_mm(x, weight, offs, tiles, weight[:, :, 0], None, x[:, 0].half()),
         lambda: k.grouped_mm(x.half(), weight, offs, tiles),
         lambda: k.grouped_wgrad(y[1:], x, offs, tiles),
         lambda: k.grouped_wgrad(y, x.half(), offs, tiles),
@@ -322,9 +328,11 @@ def test_any_strides_of_small_operands(dtype):
     index = torch.randperm(40, device=DEVICE)
     bias = torch.randn(2, 24, device=DEVICE, dtype=dtype)
     tiles = k.group_tiles(offs, 40)
-    want = k.grouped_mm(x, weight, offs, tiles, bias, index)
+    probs = torch.rand(40, device=DEVICE)
+    want = k.grouped_mm(x, weight, offs, tiles, bias, index, probs)
     for _ in range(2):
-        got = k.grouped_mm(x, weight, gaps(offs), gaps(tiles), gaps(bias), gaps(index))
+        strided = map(gaps, (offs, tiles, bias, index, probs))
+        got = k.grouped_mm(x, weight, *strided)
         assert torch.equal(got, want)
         assert torch.equal(k.group_tiles(gaps(offs), 40), tiles)
         dw = k.grouped_wgrad(got, x, gaps(offs), gaps(tiles), None, gaps(index))

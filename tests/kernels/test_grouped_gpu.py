@@ -67,25 +67,28 @@ def needs_gluon(path):
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.MM_SPACES))
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [None, "bias", "scaled"])
 def test_many_tiles_a_program(path, number, transposed, with_bias):
     needs_gluon(path)
     x, dy, weight, offs, bounds = many_tiles()
     a, w = (dy, weight.transpose(1, 2)) if transposed else (x, weight)
     bias = torch.randn(w.shape[:2], device="cuda", dtype=a.dtype) if with_bias else None
+    probs = poison(torch.rand(len(a), device="cuda"), offs) if with_bias == "scaled" else None
     full, index = a, None
     if path == "gather":
         a, index, full = by_index(a, offs, torch.int64 if with_bias else torch.int32)
     space = grouped_paths.MM_SPACES[path]
     config = space.candidates((40, *w.shape[1:]), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        y = k.grouped_mm(a, w, offs, None, bias, index)
+        y = k.grouped_mm(a, w, offs, None, bias, index, probs)
         for _ in range(3):
-            again = k.grouped_mm(a, w, offs, None, bias, index)
+            again = k.grouped_mm(a, w, offs, None, bias, index, probs)
             assert torch.equal(y.view(torch.int16), again.view(torch.int16))
     for e, (start, end) in enumerate(bounds):
         want = full[start:end].float() @ w[e].float().t()
-        close(y[start:end], want + bias[e].float() if with_bias else want)
+        if with_bias:
+            want += bias[e].float() * (1 if probs is None else probs[start:end, None])
+        close(y[start:end], want)
     assert not y[bounds[-1][1] :].any()
 
 

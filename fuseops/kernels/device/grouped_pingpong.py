@@ -20,13 +20,16 @@ from .gluon_names import store_tile
 from .grouped_dswiglu import ask, column_halves, keep_scales, room_for, swiglu_back
 from .grouped_rings import Descriptor as Descriptor
 from .grouped_rings import entry_of, gather_tiles, load_tiles, locate
-from .grouped_swiglu import room_to_stage, store_swiglu
+from .grouped_swiglu import room_to_stage, row_scale, store_swiglu
 
 ZEROS = gl.constexpr(1024)
 
 
 @gluon.jit
-def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.constexpr):
+def store_part(
+    out, probs_ptr, place, part, row, col,
+    HAS_BIAS: gl.constexpr, HAS_PROBS: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
     """Rows of a full tile leave by TMA, those of a ragged one from the same buffer by pointers."""
     y, y_ptr, bias_ptr, buffers = out
     group, start, size, N = place
@@ -36,7 +39,9 @@ def store_part(out, place, part, row, col, HAS_BIAS: gl.constexpr, NUMBER: gl.co
     if HAS_BIAS:
         at = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
         bias = gl.load(bias_ptr + group.to(gl.int64) * N + at, mask=at < N, other=0.0)
-        part += bias.to(gl.float32)[None, :]
+        each = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, part.type.layout))
+        scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
+        part += bias.to(gl.float32)[None, :] * scale[:, None]
     if row + ROWS <= size:
         tma.store_wait(buffers.shape[0] - 1)
         buffer.store(part.to(y.dtype))
@@ -129,16 +134,16 @@ def multiply_tiles(
             store_swiglu(acc, out[3], out[1], act_ptr, probs_ptr, place, row, col, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
             left, right = column_halves(acc)
-            store_part(out, place, left, row, col, HAS_BIAS, 0)
-            store_part(out, place, right, row, col + PART, HAS_BIAS, 1)
+            store_part(out, probs_ptr, place, left, row, col, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, right, row, col + PART, HAS_BIAS, HAS_PROBS, 1)
         else:
             left, right = column_halves(acc)
             part0, part1 = column_halves(left)
             part2, part3 = column_halves(right)
-            store_part(out, place, part0, row, col, HAS_BIAS, 0)
-            store_part(out, place, part1, row, col + PART, HAS_BIAS, 1)
-            store_part(out, place, part2, row, col + 2 * PART, HAS_BIAS, 0)
-            store_part(out, place, part3, row, col + 3 * PART, HAS_BIAS, 1)
+            store_part(out, probs_ptr, place, part0, row, col, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, part1, row, col + PART, HAS_BIAS, HAS_PROBS, 1)
+            store_part(out, probs_ptr, place, part2, row, col + 2 * PART, HAS_BIAS, HAS_PROBS, 0)
+            store_part(out, probs_ptr, place, part3, row, col + 3 * PART, HAS_BIAS, HAS_PROBS, 1)
         if not COOPERATIVE:
             at = locate(tile + stride, entry, problem, BLOCK_M, GROUP)
         first += TURNS * steps
@@ -165,8 +170,8 @@ def grouped_mm_pingpong_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e]), and act = swiglu(y) * probs; 64 divides K,
-    and 256 N where there is an activation. Without KEEPS y is not written.
+    """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)), or y and act = swiglu(y) * probs; 64
+    divides K, and 256 N where there is an activation. Without KEEPS y is not written.
     """
     BLOCK_K: gl.constexpr = 64
     COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1

@@ -29,6 +29,11 @@ def _gathered(x: Tensor, index: Tensor | None, offs: Tensor) -> Tensor:
     return x if index is None else x[index[: int(offs[-1])]]
 
 
+def _scaled(bias: Tensor, probs: Tensor | None, start: int, end: int) -> Tensor:
+    """A bias times the probabilities of so many rows."""
+    return wide(bias) if probs is None else wide(bias) * wide(probs[start:end, None])
+
+
 def group_tiles(offs: Tensor, rows: int) -> Tensor:
     """See `fuseops.kernels.grouped.group_tiles`."""
     sizes = offs.diff(prepend=offs.new_zeros(1))
@@ -54,15 +59,16 @@ def grouped_mm(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> Tensor:
-    """x[rows of e] @ weight[e].T (+ bias[e]), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
+    """x[rows of e] @ weight[e].T (+ bias[e] (* probs)), padding rows zero.   (R, K), (E, N, K), (E,) -> (R, N)"""
     bounds, rows = _bounds(offs), len(x if index is None else index)
     x = _gathered(x, index, offs)
     if bias is None:
         parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
     else:
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + wide(bias[e])).to(x.dtype)
+            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(x.dtype)
             for e, (start, end) in enumerate(bounds)
         ]
     padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
@@ -77,9 +83,10 @@ def grouped_mm_into(
     tiles: Tensor | None = None,
     bias: Tensor | None = None,
     index: Tensor | None = None,
+    probs: Tensor | None = None,
 ) -> None:
     """The grouped product, written to y."""
-    y.copy_(grouped_mm(x, weight, offs, None, bias, index))
+    y.copy_(grouped_mm(x, weight, offs, None, bias, index, probs))
 
 
 def grouped_swiglu(
