@@ -4,9 +4,9 @@
 
 Rows are sorted by expert already. Candidates run in turn, in balanced order, back to back (hot), for `--span` seconds
 to warm up and as long again in each round; ratios are those of each round, with `--graphs` of captured graphs too.
-Outputs and all gradients are compared with float32 first, by expert. TFLOP/s are useful ones: 6 R D F forward, 4 of
-an activation without a gate. Biases come by index in the peer, and its gradients of them by a product with one-hot rows,
-which is faster than what autograd makes of the index.
+Outputs and all gradients are compared with float32 first, by expert. TFLOP/s are useful ones: 6 R D F forward, 4 R D F
+of an activation without a gate. Biases come by index in the peer, and its gradients of them by a product with one-hot
+rows, which is faster than what autograd makes of the index.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ forward leaves allocated beyond its inputs and its output, measured the same way
 
     python benchmarks/moe_layer.py --short --span 0.1 --out benchmarks/results/moe_layer_short_h200.json
 
-The layers of SHORT have so few tokens that reading the weights is most of their work. Captured graphs run in turn, whose
-kernels are all that counts, beside a copy of as many bytes as a forward reads of the weights, and as a step reads
+The layers of SHORT have so few tokens that reading the weights is most of their work. Captured graphs run in turn,
+whose kernels are all that counts, beside a copy of as many bytes as a forward reads of the weights, and as a step reads
 (twice) and writes of their gradients.
 """
 
@@ -252,7 +252,9 @@ def main() -> None:
     layers.add_options(parser, SHAPES)
     layers.add_step_options(parser)
     parser.add_argument("--peers", nargs="*", default=["compile"], choices=PEERS)
-    parser.add_argument("--short", nargs="*", choices=SHORT, help="these layers of few tokens, or all")
+    parser.add_argument(
+        "--short", nargs="*", choices=SHORT, help="these layers of few tokens, or all"
+    )
     options = parser.parse_args()
     packages = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
     report = layers.begin(options, *packages)
@@ -261,7 +263,6 @@ def main() -> None:
     else:
         make = lambda name: short(SHORT[name], options)  # noqa: E731
         layers.run_cells(options, report, make, short_summary, names=options.short or SHORT)
-
 
 
 if __name__ == "__main__":

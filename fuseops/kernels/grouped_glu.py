@@ -1,10 +1,11 @@
-"""A grouped GEMM that ends in SwiGLU: both the product and its activation are written.
+"""A grouped GEMM that ends in an activation: both the product and its activation are written.
 
-Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h
-as it is stored, so that a pass over h gives the same a. Padding rows are zero in both.
-Shapes: x (R, D), weight (E, 2F, D), offs (E,), probs (R,) float32 -> h (R, 2F), a (R, F); with an index
-row r of the operand is x[index[r]]. Without need_h, h is not written and has no rows.
-Layout, dtypes, launches: as grouped_mm; one launch where `grouped_paths.swiglu_path` says so, the GEMM
+Maths: h[rows of e] = x[rows of e] @ weight[e].T;  a = silu(gate) * up * probs, gate and up the halves of h, or
+max(h, 0)^2 * probs ("srelu"), of h as it is stored, so that a pass over h gives the same a. Padding rows are zero in
+both.
+Shapes: x (R, D), weight (E, 2F, D), offs (E,), probs (R,) float32 -> h (R, 2F), a (R, F), F for 2F without a gate; with
+an index row r of the operand is x[index[r]]. Without need_h, h is not written and has no rows.
+Layout, dtypes, launches: as grouped_mm; one launch where `grouped_paths.act_path` says so, the GEMM
 and the activation elsewhere.
 Hardware: sm_80 and later.
 """
@@ -22,17 +23,23 @@ from fuseops.kernels import reference
 from fuseops.kernels.activation import act_fwd, scaled_act_fwd
 from fuseops.kernels.grouped import checked_probs, grouped_mm, mm_flops, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
-from fuseops.kernels.grouped_paths import SWIGLU_SPACES, swiglu_path
+from fuseops.kernels.grouped_paths import ENDS, SWIGLU_SPACES, act_path
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows
 
 
 def _fake(
     x: Tensor, weight: Tensor, offs: Tensor, tiles: Any = None, probs: Any = None, index: Any = None,
-    need_h: bool = True,
+    need_h: bool = True, kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, n = (x if index is None else index).shape[0], weight.shape[1]
-    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    return x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
+
+
+def _width(n: int, kind: str) -> int:
+    """Columns of the activation of n columns."""
+    return n // 2 if kind in GATES else n
 
 
 def _cases() -> Iterator[tuple[Any, ...]]:
@@ -46,6 +53,9 @@ def _cases() -> Iterator[tuple[Any, ...]]:
         yield x, wide, offs, tiles, probs
         yield x, narrow, offs, tiles, probs, index
         yield x, narrow, offs, tiles, probs, index, False
+        yield from (
+            (x, narrow, offs, tiles, probs, None, need_h, "srelu") for need_h in (True, False)
+        )
     yield x, wide, offs, tiles
 
 
@@ -60,32 +70,35 @@ def grouped_swiglu(
     probs: Tensor | None = None,
     index: Tensor | None = None,
     need_h: bool = True,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:
-    """(h, a): x[rows of e] @ weight[e].T, and its SwiGLU times probs, zeros at padding rows.
+    """(h, a): x[rows of e] @ weight[e].T, and its activation times probs, zeros at padding rows.
 
-    need_h: False gives an h of no rows.
+    need_h: False gives an h of no rows.  kind: "swiglu" or "srelu".
     """
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
-    if n % 2 or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
+    if kind not in ENDS:
+        raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")
+    if n % (1 + (kind in GATES)) or x.dim() != 2 or x.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)} and offs {tuple(offs.shape)}, "
             "expected (R, D), (E, 2F, D) and (E,)."
         )
     probs = None if probs is None else checked_probs(probs, rows)
-    x, path = as_rows(x), swiglu_path(as_rows(x), weight, index)
+    x, path = as_rows(x), act_path(as_rows(x), weight, index, kind)
     if not path or not rows or x.dtype != weight.dtype:
         h = grouped_mm.launcher(x, weight, offs, tiles, None, index)
-        return h if need_h else h[:0], _activation(h, offs, probs)
+        return h if need_h else h[:0], _activation(h, offs, probs, kind)
     p = product(x, weight, offs, tiles, index)
     p = p if path == "gather" else p.gathered()
-    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, n // 2)
+    h, a = x.new_empty(rows if need_h else 0, n), x.new_empty(rows, _width(n, kind))
     config = SWIGLU_SPACES[path].pick(rows, tuple(weight.shape), x)
-    launch_rings(p, path, config, h if need_h else a, act=a, probs=probs)
+    launch_rings(p, path, config, h if need_h else a, kind=kind, act=a, probs=probs)
     return h, a
 
 
-def _activation(h: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
+def _activation(h: Tensor, offs: Tensor, probs: Tensor | None, kind: str) -> Tensor:
     if probs is None:
-        return act_fwd.launcher(h, "swiglu")
+        return act_fwd.launcher(h, kind)
     rows = torch.arange(h.shape[0], device=h.device)
-    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), "swiglu")
+    return scaled_act_fwd.launcher(h, probs.masked_fill(rows >= offs[-1], 0.0), kind)

@@ -19,6 +19,7 @@ from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
 from fuseops.kernels.permute import gather_rows
 from fuseops.kernels.recorder import depends
+from fuseops.kernels.reference import GATES
 from fuseops.kernels.tiles import cdiv
 
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
@@ -73,6 +74,7 @@ def launch_rings(
     y: Tensor,
     bias: Tensor | None = None,
     *,
+    kind: str = "",
     act: Tensor | None = None,
     probs: Tensor | None = None,
     h: Tensor | None = None,
@@ -81,12 +83,12 @@ def launch_rings(
     """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
     probs: of rows, which multiply the activation, or the bias.
-    act: the SwiGLU of the product, which is itself written unless y is act; with h, the pre-activation of a SwiGLU
-    whose output the product is the gradient of, y becomes that of h, act its SwiGLU, and sums (blocks of columns, R)
+    act: the activation `kind` of the product, which is itself written unless y is act; with h, the pre-activation whose
+    activation the product is the gradient of, y becomes that of h, act its activation, and sums (blocks of columns, R)
     the parts of the gradient of probs.
     """
     module, transposed = device("grouped_pingpong"), p.weight.stride(2) != 1
-    swiglu = act is not None and h is None
+    halves = kind in GATES and h is None
     config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
     y_block = [config.pop("PART"), 64]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
@@ -96,7 +98,7 @@ def launch_rings(
     if index is None:
         left = module.Descriptor(p.x, p.x.shape, p.x.stride(), [block_m, 64])
         index = p.offs
-    w_block = [64 if transposed else block_n // (1 + swiglu), 64]
+    w_block = [64 if transposed else block_n // (1 + halves), 64]
     w = module.Descriptor(p.weight, (groups * n * k // inner, inner), (inner, 1), w_block)
     out = module.Descriptor(y, y.shape, y.stride(), y_block)
     hidden = out if h is None else module.Descriptor(h, h.shape, h.stride(), y_block)
@@ -105,7 +107,7 @@ def launch_rings(
     launch(
         module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
-        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None, SWIGLU=swiglu,
+        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACT=kind,
         HAS_PROBS=probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fuseops.kernels import registry
-from fuseops.kernels.grouped_paths import swiglu_path
+from fuseops.kernels.grouped_paths import ENDS, act_path
 from fuseops.kernels.grouped_why import mm_words, wgrad_words
 from fuseops.run import bridge
 from fuseops.run.debug import running
@@ -28,7 +28,8 @@ class Launches(list[registry.Call]):
         if op.name in ("grouped_mm", "grouped_swiglu"):
             given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
             operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
-            self.note(f"{running()}: {words(*operands, swiglu=op.name == 'grouped_swiglu')}")
+            kind = given.get("kind", "swiglu") if op.name == "grouped_swiglu" else ""
+            self.note(f"{running()}: {words(*operands, kind)}")
             chosen = choices()
             if chosen:
                 self.note(f"{running()}: {chosen}")
@@ -46,14 +47,15 @@ def choices() -> str:
     return said
 
 
-def words(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, swiglu: bool
-) -> str:
-    """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous."""
+def words(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, kind: str) -> str:
+    """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous.
+
+    kind: of the activation that it may end in, "" for none.
+    """
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_words(x, weight, bias, index)
-    ends = " with SwiGLU at its end" if swiglu and swiglu_path(x, weight, index) else ""
+    ends = f" with {ENDS[kind]} at its end" if kind and act_path(x, weight, index, kind) else ""
     dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, index)
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"

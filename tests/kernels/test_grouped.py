@@ -13,6 +13,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
 from fuseops.kernels.launch import device
+from fuseops.kernels.reference import GATES
 
 pytestmark = pytest.mark.usefixtures("kernels")
 ROWS = st.sampled_from([0, 1, 63, 65, 127, 200])
@@ -74,9 +75,12 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans())
+KINDS = st.sampled_from(sorted(grouped_paths.ENDS))
+
+
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans(), KINDS)
 @few
-def test_swiglu(problem, seed, with_probs, gather, need_h):
+def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, kind):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -86,23 +90,26 @@ def test_swiglu(problem, seed, with_probs, gather, need_h):
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    args = x, weight, offs, None, probs, index, need_h
+    args = x, weight, offs, None, probs, index, need_h, kind
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans())
+@given(problems(), SEEDS, st.booleans(), st.booleans(), KINDS)
 @few
-def test_dswiglu(problem, seed, with_probs, gather):
-    """The gradient that goes on through SwiGLU, whatever does so; nothing comes from padding."""
+def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs, gather, kind):
+    """Whatever takes it through; nothing comes from padding."""
     _, dy, weight, offs = problem
     dy, weight, index = dy, weight.transpose(1, 2), None
-    h = poison(tensor((len(dy), 2 * weight.shape[1]), dy.dtype, "normal", seed + 3), offs)
+    h = poison(
+        tensor((len(dy), (1 + (kind in GATES)) * weight.shape[1]), dy.dtype, "normal", seed + 3),
+        offs,
+    )
     probs = torch.rand(len(dy)) if with_probs else None
     if with_probs:
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
-    args = dy, weight, h, offs, None, probs, index
+    args = dy, weight, h, offs, None, probs, index, kind
     assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
 
 

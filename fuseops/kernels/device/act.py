@@ -120,9 +120,7 @@ def load_sides(
 
 
 @triton.jit
-def store_sides(
-    x_row, inside, first, N, gate, up, GATED: tl.constexpr, INTERLEAVE: tl.constexpr
-):
+def store_sides(x_row, inside, first, N, gate, up, GATED: tl.constexpr, INTERLEAVE: tl.constexpr):
     """Write the two where `load_sides` reads them, in the dtype of x."""
     dtype: tl.constexpr = x_row.dtype.element_ty
     BLOCK_N: tl.constexpr = gate.shape[1]

@@ -121,7 +121,8 @@ def columns_of(acc, SUBTILES: tl.constexpr):
 def grouped_mm_kernel(
     y_ptr, x, weight, y, bias_ptr, probs_ptr, offs_ptr, tiles_ptr, first_entry, R, E, N, K,
     stride_x, stride_we, stride_wn, stride_wk,
-    HAS_BIAS: tl.constexpr, HAS_PROBS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_PROBS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The end of a tile of a GEMM that goes on through SwiGLU.
+"""The end of a tile of a GEMM that goes on through an activation: SwiGLU, or squared ReLU.
 
 The columns go through shared memory, 32 gates and what they gate at a time, and one short loop over rows
 writes them and their activation: code that is written out for every part of the accumulator does not fit the
@@ -44,17 +44,26 @@ def row_scale(probs_ptr, start, size, rows, HAS_PROBS: gl.constexpr):
 
 
 @gluon.jit
-def store_swiglu(
-    acc, staged, h_ptr, act_ptr, probs_ptr, place, row, col,
-    HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+def squared_relu(x):
+    """NaN passes through, as in torch."""
+    positive = gl.where(x <= 0.0, 0.0, x)
+    return positive * positive
+
+
+@gluon.jit
+def store_act(
+    acc, staged, h_ptr, to, ACT: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
 ):  # fmt: skip
-    """acc: gates and as many columns that they gate; col: of the first gate. The activation is of what is
-    stored of both, so that a pass over them would give the same.
+    """acc: of SwiGLU gates and as many columns that they gate; to: where the activation goes, and of which rows and
+    columns from which on. It is of what is stored of acc, so that a pass over that would give the same.
     """
+    act_ptr, probs_ptr, place, row, col = to
     _, start, size, N = place
+    GATED: gl.constexpr = ACT == "swiglu"
+    WIDTH = N // 2 if GATED else N
     dtype: gl.constexpr = staged.dtype
     PARTS: gl.constexpr = acc.shape[0] // AT_ONCE
-    SIDES: gl.constexpr = acc.shape[1] // AT_ONCE // 2
+    SIDES: gl.constexpr = acc.shape[1] // AT_ONCE // (2 if GATED else 1)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     each = row + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     across = col + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout))[None, :]
@@ -63,18 +72,26 @@ def store_swiglu(
     for side in gl.static_range(SIDES):
         scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
         staged.index(0).store(columns[side].to(dtype))
-        staged.index(1).store(columns[SIDES + side].to(dtype))
+        if GATED:
+            staged.index(1).store(columns[SIDES + side].to(dtype))
+        cols = across + side * AT_ONCE
         for i in range(PARTS):
             rows = each + i * AT_ONCE
             following = row_scale(probs_ptr, start, size, rows + AT_ONCE, HAS_PROBS)
-            gate, up = parts.index(i).load(layout), parts.index(PARTS + i).load(layout)
+            gate = parts.index(i).load(layout)
             at, mask = (start + rows).to(gl.int64)[:, None], (rows < size)[:, None]
+            if not GATED:  # the last tile may lie beyond N
+                mask = mask & (cols < N)
             if KEEPS:
-                to = h_ptr + at * N + across + side * AT_ONCE
-                gl.store(to, gate, mask=mask)
-                gl.store(to + N // 2, up, mask=mask)
-            gate, up = gate.to(gl.float32), up.to(gl.float32)
-            act = gate * sigmoid(gate) * up * scale[:, None]
-            to = act_ptr + at * (N // 2) + across + side * AT_ONCE
-            gl.store(to, act.to(dtype), mask=mask)
+                gl.store(h_ptr + at * N + cols, gate, mask=mask)
+            if GATED:
+                up = parts.index(PARTS + i).load(layout)
+                if KEEPS:
+                    gl.store(h_ptr + at * N + N // 2 + cols, up, mask=mask)
+                gate = gate.to(gl.float32)
+                act = gate * sigmoid(gate) * up.to(gl.float32)
+            else:
+                act = squared_relu(gate.to(gl.float32))
+            act *= scale[:, None]
+            gl.store(act_ptr + at * WIDTH + cols, act.to(dtype), mask=mask)
             scale = following

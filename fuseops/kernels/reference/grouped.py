@@ -68,7 +68,9 @@ def grouped_mm(
         parts = [x[start:end] @ weight[e].t() for e, (start, end) in enumerate(bounds)]
     else:
         parts = [
-            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(x.dtype)
+            (wide(x[start:end]) @ wide(weight[e]).t() + _scaled(bias[e], probs, start, end)).to(
+                x.dtype
+            )
             for e, (start, end) in enumerate(bounds)
         ]
     padding = x.new_zeros(rows - bounds[-1][1], weight.shape[1])
@@ -97,14 +99,15 @@ def grouped_swiglu(
     probs: Tensor | None = None,
     index: Tensor | None = None,
     need_h: bool = True,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:
-    """grouped_mm, and its SwiGLU times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
+    """grouped_mm, and its activation times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
     h = grouped_mm(x, weight, offs, None, None, index)
     kept = h if need_h else h[:0]
     if probs is None:
-        return kept, act_fwd(h, "swiglu")
+        return kept, act_fwd(h, kind)
     padding = padding_mask(offs, h.shape[0])[:, 0]
-    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), "swiglu")
+    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), kind)
 
 
 def grouped_dswiglu(
@@ -115,13 +118,14 @@ def grouped_dswiglu(
     tiles: Tensor | None = None,
     probs: Tensor | None = None,
     index: Tensor | None = None,
+    kind: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, a, dprobs) of a = swiglu(h) * probs for da = grouped_mm(dy, weight)."""
+    """(dh, a, dprobs) of a = act(h) * probs for da = grouped_mm(dy, weight)."""
     da = grouped_mm(dy, weight, offs, None, None, index)
     padding = padding_mask(offs, h.shape[0])
     scale = wide(da).new_ones(h.shape[0]) if probs is None else probs
     scale, h = scale.masked_fill(padding[:, 0], 0.0), h.masked_fill(padding, 0.0)
-    dh, dprobs, a = scaled_act_bwd(da, h, scale, "swiglu", probs is not None, True)
+    dh, dprobs, a = scaled_act_bwd(da, h, scale, kind, probs is not None, True)
     return dh, a, dprobs
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
+from fuseops.kernels.grouped_paths import act_bwd_path, act_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import (
     Linear,
@@ -249,7 +249,7 @@ class DenseMLP(FusedOp):
         rows, weight = y.reshape(-1, y.shape[-1]), weight[None]
         if not K.grouped_swiglu.launches((rows, weight), {}):
             return "the reference runs"
-        if not swiglu_path(rows, weight):
+        if not act_path(rows, weight):
             return "no path of the GEMM can, see its own"
         return _data_says(SWIGLU.says(len(rows), tuple(weight.shape[1:]), y))
 
@@ -263,7 +263,7 @@ class DenseMLP(FusedOp):
         rows, weight = dy.reshape(-1, dy.shape[-1]), s.fc2[None].transpose(1, 2)
         if not K.grouped_dswiglu.launches((rows, h, weight), {}):
             return "the reference runs"
-        if not swiglu_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
+        if not act_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
             return "no path of the GEMM can, see its own"
         return _data_says(DSWIGLU.says(len(rows), tuple(weight.shape[1:]), dy))
 
