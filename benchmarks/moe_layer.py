@@ -192,7 +192,7 @@ def cell(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
 def short(sizes: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """A layer of few tokens: errors, and of captured graphs microseconds and ratios; kernels of the steps."""
     p = Problem(*sizes)
-    forwards, right = p.forwards(["compile"]), exact(p)
+    forwards, right = p.forwards(options.peers), exact(p)
     record: dict[str, Any] = {"errors": {n: errors(p, f, right) for n, f in forwards.items()}}
     steps = {n: layers.training_step(f, p.dy, p.leaves) for n, f in forwards.items()}
     if options.warm:

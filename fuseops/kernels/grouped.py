@@ -184,7 +184,7 @@ def grouped_mm(
     """
     p = product(x, weight, offs, tiles, index)
     y = x.new_empty(p.rows, weight.shape[1])
-    launch_mm(p, y, *_checked_bias(bias, probs, p))
+    launch_mm(p, y, *checked_bias(bias, probs, p))
     return y
 
 
@@ -213,7 +213,7 @@ def grouped_mm_into(
         raise FuseOpsError(
             f"y is {y.dtype}{tuple(y.shape)} with strides {y.stride()}, expected contiguous {x.dtype} {shape}."
         )
-    launch_mm(p, y, *_checked_bias(bias, probs, p))
+    launch_mm(p, y, *checked_bias(bias, probs, p))
 
 
 def product(
@@ -231,7 +231,7 @@ def product(
     return Product(as_rows(x), weight, offs, tiles, None if index is None else index.contiguous())
 
 
-def _checked_bias(
+def checked_bias(
     bias: Tensor | None, probs: Tensor | None, p: Product
 ) -> tuple[Tensor | None, Tensor | None]:
     """A bias, and what multiplies it, as kernels take them."""

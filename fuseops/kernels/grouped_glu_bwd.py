@@ -26,7 +26,7 @@ from fuseops.kernels.activation import scaled_act_bwd
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.grouped import checked_probs, grouped_mm, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
-from fuseops.kernels.grouped_paths import ENDS, SWIGLU_BWD_SPACES, act_bwd_path
+from fuseops.kernels.grouped_paths import BACK, SWIGLU_BWD_SPACES, act_bwd_path
 from fuseops.kernels.reference import GATES
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv
@@ -76,8 +76,8 @@ def grouped_dswiglu(
     kind: "swiglu" or "srelu".
     """
     rows, (groups, n, k) = (dy if index is None else index).shape[0], weight.shape
-    if kind not in ENDS:
-        raise FuseOpsError(f"a product goes back through one of {', '.join(ENDS)}, not {kind!r}.")
+    if kind not in BACK:
+        raise FuseOpsError(f"a product goes back through one of {', '.join(BACK)}, not {kind!r}.")
     width = n * (1 + (kind in GATES))
     if h.shape != (rows, width) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
@@ -96,7 +96,7 @@ def grouped_dswiglu(
     dh, a = torch.empty_like(h), h.new_empty(rows, n)
     blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
-    launch_rings(p, path, config, dh, kind=kind, act=a, probs=probs, h=h, sums=sums)
+    launch_rings(p, path, config, dh, form=(kind, 0), act=a, probs=probs, h=h, sums=sums)
     return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
 
 

@@ -22,6 +22,11 @@ from fuseops.kernels.recorder import depends
 from fuseops.kernels.reference import GATES
 from fuseops.kernels.tiles import cdiv
 
+Form = tuple[
+    Any, ...
+]  # of an activation: kind, interleave, and alpha, limit, offset of a clamped one
+NO_FORM: Form = ("", 0)
+OPTIONS = "ALPHA", "LIMIT", "OFFSET"
 TILE_ROWS = (64, 128, 256)  # the row blocks a tile table knows
 
 
@@ -74,7 +79,7 @@ def launch_rings(
     y: Tensor,
     bias: Tensor | None = None,
     *,
-    kind: str = "",
+    form: Form = NO_FORM,
     act: Tensor | None = None,
     probs: Tensor | None = None,
     h: Tensor | None = None,
@@ -83,12 +88,13 @@ def launch_rings(
     """Run the Gluon kernel, with what its epilogue reads and writes besides y (R, N).
 
     probs: of rows, which multiply the activation, or the bias.
-    act: the activation `kind` of the product, which is itself written unless y is act; with h, the pre-activation whose
+    act: the activation `form` of the product, which is itself written unless y is act; with h, the pre-activation whose
     activation the product is the gradient of, y becomes that of h, act its activation, and sums (blocks of columns, R)
     the parts of the gradient of probs.
     """
     module, transposed = device("grouped_pingpong"), p.weight.stride(2) != 1
-    halves = kind in GATES and h is None
+    kind, interleave, *options = form
+    halves = kind in GATES and h is None and not interleave
     config = {"SLOTS": 0, "PART": config["BLOCK_M"] // (1 + config["COOPERATIVE"]), **config}
     y_block = [config.pop("PART"), 64]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
@@ -107,7 +113,8 @@ def launch_rings(
     launch(
         module.grouped_mm_pingpong_kernel, grid, y, left, index, w, out, *given, hidden,
         given[-1] if sums is None else sums, p.offs, p.tiles, *sizes,
-        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None, ACT=kind,
+        GATHER=path == "gather", TRANSPOSED=transposed, HAS_BIAS=bias is not None,
+        ACT=kind, PAIRS=interleave == 1, **dict(zip(OPTIONS, (*options, 0.0, 0.0, 0.0), strict=False)),
         HAS_PROBS=probs is not None, KEEPS=y is not act, **config, num_warps=4, maxnreg=168,
     )  # fmt: skip
 

@@ -28,8 +28,10 @@ class Launches(list[registry.Call]):
         if op.name in ("grouped_mm", "grouped_swiglu"):
             given = inspect.signature(op.launcher).bind(*args, **keywords).arguments
             operands = (given["x"], given["weight"], given.get("bias"), given.get("index"))
-            kind = given.get("kind", "swiglu") if op.name == "grouped_swiglu" else ""
-            self.note(f"{running()}: {words(*operands, kind)}")
+            form = given.get("kind", "swiglu"), given.get("interleave", 0)
+            self.note(
+                f"{running()}: {words(*operands, form if op.name == 'grouped_swiglu' else None)}"
+            )
             chosen = choices()
             if chosen:
                 self.note(f"{running()}: {chosen}")
@@ -47,15 +49,21 @@ def choices() -> str:
     return said
 
 
-def words(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, kind: str) -> str:
+def words(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    form: tuple[str, int] | None,
+) -> str:
     """Names the paths of a grouped GEMM and of the two in its backward, whose dy is taken to be contiguous.
 
-    kind: of the activation that it may end in, "" for none.
+    form: of the activation that it may end in, its kind and interleave.
     """
     _, n, k = weight.shape
     dy: Any = x.new_empty(1, n)  # its strides are asked for, not its rows
     forward = mm_words(x, weight, bias, index)
-    ends = f" with {ENDS[kind]} at its end" if kind and act_path(x, weight, index, kind) else ""
+    ends = f" with {ENDS[form[0]]} at its end" if form and act_path(x, weight, index, *form) else ""
     dgrad, wgrad = mm_words(dy, weight.transpose(1, 2)), wgrad_words(dy, x, index)
     backward = f"dgrad {dgrad}, wgrad {wgrad}" if dgrad != wgrad else dgrad
     rest = "" if backward == forward else f"; backward {backward}"

@@ -10,7 +10,7 @@ from laws import splits
 
 from fuseops.kernels import grouped as k
 from fuseops.kernels import grouped_glu, grouped_glu_bwd, grouped_paths
-from fuseops.kernels.activation import scaled_act_bwd
+from fuseops.kernels.activation import act_fwd, scaled_act_bwd
 from fuseops.kernels.configs import forced
 from fuseops.kernels.reference import GATES
 from fuseops.kernels.replay import apart, replaying
@@ -95,12 +95,21 @@ def test_many_tiles_a_program(path, number, transposed, with_bias):
 
 @pytest.mark.parametrize(("path", "number"), cases(grouped_paths.SWIGLU_SPACES))
 @pytest.mark.parametrize("with_probs", [False, True])
-@pytest.mark.parametrize(("kind", "width"), [("swiglu", 2048), ("srelu", 1952)])
-def test_many_tiles_with_an_activation(path, number, with_probs, kind, width):
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [
+        (("swiglu",), 2048),
+        (("srelu",), 1952),
+        (("clamped_swiglu", 0), 2048),
+        (("clamped_swiglu", 1), 1952),
+    ],
+)
+def test_many_tiles_with_an_activation(path, number, with_probs, form, width):
     """h as the plain product stores it, a as a pass over h would make it."""
     needs_gluon(path)
     x, _, weight, offs, bounds = many_tiles()
     weight = weight[:, :width].contiguous()
+    bias = torch.randn(weight.shape[:2], device="cuda", dtype=x.dtype) if len(form) > 1 else None
     probs = torch.rand(len(x), device="cuda") if with_probs else None
     index, full = None, x
     if path == "gather":
@@ -109,17 +118,15 @@ def test_many_tiles_with_an_activation(path, number, with_probs, kind, width):
     space = grouped_paths.SWIGLU_SPACES[path]
     config = space.candidates((40, 2048, 1024), 2)[number]
     with grouped_paths.on_path(path), forced(space, config):
-        given = x, weight, offs, None, probs, index
-        h, a = grouped_glu.grouped_swiglu(*given, kind=kind)
+        given = x, weight, offs, None, probs, index, True, bias, *form
+        h, a = grouped_glu.grouped_swiglu(*given)
         for _ in range(3):
-            again = grouped_glu.grouped_swiglu(*given, kind=kind)
+            again = grouped_glu.grouped_swiglu(*given)
             assert torch.equal(h, again[0]) and torch.equal(a, again[1])
-        none, alone = grouped_glu.grouped_swiglu(*given, False, kind)
+        none, alone = grouped_glu.grouped_swiglu(*given[:6], False, bias, *form)
     assert len(none) == 0 and torch.equal(alone, a)
-    assert torch.equal(h, k.grouped_mm(full, weight, offs))
-    gate, up = h.double().chunk(2, 1)
-    want = torch.nn.functional.silu(gate) * up if kind == "swiglu" else h.double().relu().square()
-    want *= 1 if probs is None else probs[:, None]
+    assert torch.equal(h, k.grouped_mm(full, weight, offs, None, bias))
+    want = act_fwd.twin(h.double(), *form) * (1 if probs is None else probs[:, None])
     torch.testing.assert_close(a.double(), want, rtol=2**-8, atol=1e-6)
 
 

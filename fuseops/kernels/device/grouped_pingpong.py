@@ -59,7 +59,8 @@ def store_part(
 @gluon.jit
 def multiply_tiles(
     out, act_ptr, probs_ptr, back, problem, ring, order,
-    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, HAS_PROBS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr,
     KEEPS: gl.constexpr, GATHER: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -130,10 +131,12 @@ def multiply_tiles(
             sums_ptr += block_n * R
             act_back(acc, hidden, staged, scales, outs, sums_ptr, place, row, col, ACT, HAS_PROBS)
         elif ACT != "":
-            if ACT == "swiglu":
+            if ACT != "srelu" and not PAIRS:
                 col = block_n * (BLOCK_N // 2)
             to = act_ptr, probs_ptr, place, row, col
-            store_act(acc, out[3], out[1], to, ACT, HAS_PROBS, KEEPS)
+            store_act(
+                acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS
+            )  # fmt: skip
         elif BLOCK_N == 2 * PART:
             left, right = column_halves(acc)
             store_part(out, probs_ptr, place, left, row, col, HAS_BIAS, HAS_PROBS, 0)
@@ -168,16 +171,18 @@ def grouped_mm_pingpong_kernel(
     y_ptr, x, index_ptr, weight, y, bias_ptr, act_ptr, probs_ptr, h, sums_ptr, offs_ptr,
     tiles_ptr, first_entry, R, E, N, K, stride_x,
     GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACT: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
+    ACT: gl.constexpr, PAIRS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr, HAS_PROBS: gl.constexpr, KEEPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COOPERATIVE: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y[rows of e] = x[rows of e] @ weight[e].T (+ bias[e] (* probs)), or y and act = ACT(y) * probs; 64
-    divides K, and 256 N where ACT is SwiGLU. Without KEEPS y is not written. With SLOTS, y and act are the gradient of
-    h and ACT of it, for the gradient of ACT that the product is.
+    divides K, and 256 N where gate and up are halves of it (not PAIRS). Without KEEPS y is not written. With
+    SLOTS, y and act are the gradient of h and ACT of it, for the gradient of ACT that the product is.
     """
-    HALVES: gl.constexpr = ACT == "swiglu" and SLOTS == 0
-    SIDES: gl.constexpr = 2 if ACT == "swiglu" else 1
+    GATED: gl.constexpr = ACT != "" and ACT != "srelu"
+    HALVES: gl.constexpr = GATED and SLOTS == 0 and not PAIRS
+    SIDES: gl.constexpr = 2 if GATED else 1
     BLOCK_K: gl.constexpr = 64
     COUNT: gl.constexpr = SLOTS if SLOTS else 2 if COOPERATIVE else 1
     BUFFERS: gl.constexpr = [COUNT, y.block_type.shape[0], y.block_type.shape[1]]
@@ -223,9 +228,11 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  ACT, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 0)),
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  ACT, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 1)),
                 (gather_tiles, (x, index_ptr, stride_x, weight, problem, ring, TRANSPOSED, HALVES,
                                 GROUP)),
             ],
@@ -236,9 +243,11 @@ def grouped_mm_pingpong_kernel(
         gl.warp_specialize(
             [
                 (multiply_tiles, (out0, act_ptr, probs_ptr, back0, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  ACT, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 0)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 0)),
                 (multiply_tiles, (out1, act_ptr, probs_ptr, back1, problem, ring, order, TRANSPOSED, HAS_BIAS,
-                                  ACT, HAS_PROBS, KEEPS, GATHER, COOPERATIVE, GROUP, SLOTS, 1)),
+                                  ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS, GATHER, COOPERATIVE,
+                                  GROUP, SLOTS, 1)),
                 (load_tiles, (x, weight, problem, ring, TRANSPOSED, HALVES, GROUP)),
             ],
             [4, 1],

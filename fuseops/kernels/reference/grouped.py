@@ -99,15 +99,21 @@ def grouped_swiglu(
     probs: Tensor | None = None,
     index: Tensor | None = None,
     need_h: bool = True,
+    bias: Tensor | None = None,
     kind: str = "swiglu",
+    interleave: int = 0,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    offset: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """grouped_mm, and its activation times probs.   (R, D), (E, 2F, D), (E,), (R,) -> (R, 2F), (R, F)"""
-    h = grouped_mm(x, weight, offs, None, None, index)
+    form = kind, interleave, alpha, limit, offset
+    h = grouped_mm(x, weight, offs, None, bias, index)
     kept = h if need_h else h[:0]
     if probs is None:
-        return kept, act_fwd(h, kind)
+        return kept, act_fwd(h, *form)
     padding = padding_mask(offs, h.shape[0])[:, 0]
-    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), kind)
+    return kept, scaled_act_fwd(h, probs.masked_fill(padding, 0.0), *form)
 
 
 def grouped_dswiglu(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import ENDS, act_bwd_path
+from fuseops.kernels.grouped_paths import BACK, act_bwd_path
 from fuseops.ops.activations import Form
 from fuseops.ops.op import Call
 from fuseops.ops.tiles import tiles_of
@@ -57,8 +57,8 @@ def why_apart(
     if given.form is None:  # not kept: only biases of fc2 want a gradient
         return "not every gradient is needed"
     kind, *options = given.form
-    if kind not in ENDS or any(options):
-        said = ", its gate and up alternate" if kind in ENDS else ""
+    if kind not in BACK or any(options):
+        said = ", its gate and up alternate" if kind in BACK else ""
         return f"the activation is {kind}{said}"
     if not (first.needs and {"x", "weight"} <= last.needs) or h is None:
         return "not every gradient is needed"

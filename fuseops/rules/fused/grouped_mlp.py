@@ -182,7 +182,8 @@ class GroupedMLP(FusedOp):
         if self._in_epilogue(s, x, weight, index, rows, need_h):
             check_splits(offs, rows, x.device)
             tiles = tiles_of(call, offs, rows)
-            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, s.form[0])  # type: ignore[index]
+            bias, form = call.precision.cast(s.bias1), cast("Form", s.form)
+            return K.grouped_swiglu(x, weight, offs, tiles, probs, index, need_h, bias, *form)
         h = self.hidden(s, call, index)
         return h if need_h else None, self.activation(h, s)
 
@@ -195,17 +196,20 @@ class GroupedMLP(FusedOp):
         rows: int,
         need_h: bool,
     ) -> bool:
-        """Whether fc1's GEMM ends in the activation: one that it can end in, gate and up apart, nothing added, a kernel
-        for it, data that says so.
+        """Whether fc1's GEMM ends in the activation: one that it can end in, no bias of its own scale, no adapters, a
+        kernel for it, data that says so.
         """
         kind, *options = s.form  # type: ignore[misc]
-        if kind not in ENDS or any(options) or s.bias1 is not None or s.down1 is not None:
+        scales_bias = s.bias1 is not None and self.scale1
+        if kind not in ENDS or scales_bias or s.down1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
         if torch.compiler.is_compiling() or is_fake(x) or x.stride(1) != 1:
             return False
-        if not K.grouped_swiglu.launches((x, weight), {}) or not act_path(x, weight, index, kind):
+        if not K.grouped_swiglu.launches((x, weight), {}) or not act_path(
+            x, weight, index, kind, *options[:1]
+        ):
             return False
         dims = (*weight.shape, index is not None, need_h)
         return EPILOGUE.says(rows, dims, x)
