@@ -28,7 +28,7 @@ BUNDLE = 32 << 20  # ... in transfers of about this size
 ALONE = OrderKey("", 0)  # of what leaves by itself: it is in no order
 LAST_GROUP = "last group before backward begins"
 
-Decision = Literal["keep", "offload", "quantize", "recompute"]
+Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
 
 
 class Schedule:

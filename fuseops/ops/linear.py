@@ -35,20 +35,20 @@ class LinearSaved(NamedTuple):
 
 def linear(x: Operand, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Operand]:
     """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`."""
-    roles = call.precision.roles
+    compute, roles = call.precision
     if roles is not None:
         return _quantized(x, weight, bias, call, roles)
-    if call.precision.compute is None:
+    if compute is None:
         return F.linear(x, weight, bias), x  # type: ignore[arg-type]
     return F.linear(x, call.precision.cast(weight), call.precision.cast(bias)), x  # type: ignore[arg-type]
 
 
 def linear_bwd(saved: LinearSaved, dy: Operand, call: Call) -> Grads:
     """The gradients of `linear` that `call.needs` names."""
-    if call.precision.roles is not None:
-        return _quantized_bwd(saved, dy, call, call.precision.roles)
-    x, weight = saved
-    needs, compute = call.needs, call.precision.compute
+    compute, roles = call.precision
+    if roles is not None:
+        return _quantized_bwd(saved, dy, call, roles)
+    (x, weight), needs = saved, call.needs
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
     dx: Tensor | None = None
     params = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from fuseops.kernels.registry import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
@@ -31,42 +32,64 @@ class Slot(NamedTuple):
     op: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """One op or fused op, forward or backward."""
+    """One op or fused op, in one direction."""
 
     members: tuple[int, ...]  # indices in the segment
     at: int  # position of the first among all that the Sequential runs
     target: Any  # Op or FusedOp
     kind: str  # "op", "forward", "backward", "joint"
-    args: tuple[Args, ...]  # forward: keyword tensors of every member
     calls: tuple[Call, ...]
-    keep: frozenset[str] = frozenset()  # joint: fields to save
-    cast: Any = None  # forward: autocast dtype of the input, or None
-    pure: bool = False  # a level-1 op
-    codes: bool = False  # forward: x may be a Quantized; what that stands for, otherwise
-    # backward: the Saved of each member, or that of a joint target, with every field None
-    empty: tuple[Any, ...] = ()
-    takes_call: bool = False
-    takes_dside: bool = False
-    # what the fwd or bwd of a single op takes by keyword, besides tensors
+    # what the fwd or bwd of a single op takes by keyword, besides tensors: its call
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    pure: bool = False  # a level-1 op
     live: bool = False  # wants call.out and call.scratch
     scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
-    # backward: what is needed of every member's parameters and side inputs, and its position
+    rule: str = ""  # that made the target, if one did
+    first: int = field(init=False)  # of `members`
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a call of one op, which publishes nothing and wants nothing that lives for one call."""
+        return self.kind == "op" and not (self.pure or self.live or self.writes)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForwardStep(Step):
+    """The forward of one op or fused op."""
+
+    args: tuple[Args, ...]  # keyword tensors of every member
+    keep: frozenset[str] = frozenset()  # joint: fields to save
+    cast: Any = None  # autocast dtype of the input, or None
+    codes: bool = False  # x may be a Quantized; what that stands for, otherwise
+    plain: bool = field(init=False)  # nothing but a call of one op's `fwd`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.members[0])
+        object.__setattr__(self, "plain", self.single and self.cast is None)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BackwardStep(Step):
+    """The backward of one op or fused op."""
+
+    # the Saved of each member, or that of a joint target, with every field None
+    empty: tuple[Any, ...] = ()
+    takes_dside: bool = False
+    # what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
-    dx: bool = False  # backward: somebody needs the gradient of x
-    later: Step | None = None  # the part that waits for backward_dw
-    rule: str = ""  # that made the target, if one did
-    plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
+    dx: bool = False  # somebody needs the gradient of x
+    later: BackwardStep | None = None  # the part that waits for backward_dw
+    plain: bool = field(init=False)  # nothing but a call of one op's `bwd`
 
     def __post_init__(self) -> None:
-        odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.cast is not None
-        object.__setattr__(self, "plain", self.kind == "op" and not odd)
+        odd = self.takes_dside or self.main or self.later is not None
+        object.__setattr__(self, "first", self.members[0])
+        object.__setattr__(self, "plain", self.single and not odd)
 
 
 MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
@@ -130,8 +153,8 @@ class Segment:
     ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
-    forward: tuple[Step, ...] = ()
-    backward: tuple[Step, ...] = ()
+    forward: tuple[ForwardStep, ...] = ()
+    backward: tuple[BackwardStep, ...] = ()
     slots: tuple[Slot, ...] = ()
     size: int = 0  # tensors in the node, inputs and published ones
     needs_grad: bool = False
@@ -148,7 +171,8 @@ class Segment:
     distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
     random: bool = field(init=False)  # its backward rounds at random
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
-    quiet: bool = field(init=False)  # and none of them changes what kernels depend on
+    # and none of them changes what kernels depend on, which may run on the device
+    quiet: bool = field(init=False)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, none where some are not
     registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
@@ -168,7 +192,7 @@ class Segment:
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
         self.own = all(map(is_own, run))
-        self.quiet = self.own and not self.elsewhere
+        self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
         self.inputs = len(self.reads) + len(self.params)
         owners = [(self.ops[i], name) for i, name in self.params]
         plain = not self.local_reads and all(

@@ -39,11 +39,11 @@ def pack(
     slots: dict[int, int] | None = None if traced else {}
     if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
-        kinds = [*map(type, values)]
-        if PLAIN.issuperset(kinds) and len({*map(id, values)}) == len(values):
+        kinds = {*map(type, values)}
+        if kinds <= PLAIN and len({*map(id, values)}) == len(values):
             return values, seg.rows_of_others
-        if (OWN if seg.own else PLAIN_OR_NONE).issuperset(kinds):
-            plain = [v if t in PLAIN else None for v, t in zip(values, kinds, strict=True)]
+        if kinds <= (OWN if seg.own else PLAIN_OR_NONE):
+            plain = [v if type(v) in PLAIN else None for v in values]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)
             number = dict(zip(flat, itertools.count(), strict=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import again_laws
 import expert_laws
 import fsdp_laws
 import pytest
@@ -50,3 +51,12 @@ def test_a_rank_that_was_killed_is_named_by_the_one_that_waited() -> None:
         both.run("expert_laws", "the_second_is_killed")
     both.stop()
     assert str(raised.value) == "rank 1: died"
+
+
+@pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])
+def test_dispatched_again(ranks: Ranks, law: str) -> None:
+    ranks.run("again_laws", law)
+
+
+def test_experts_of_torchtitan(ranks: Ranks) -> None:
+    ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_way")

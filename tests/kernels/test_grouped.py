@@ -110,7 +110,16 @@ def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs
     if gather:
         dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
     args = dy, weight, h, offs, None, probs, index, kind
-    assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
+    want = assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
+    over = h.to(DEVICE)
+    got = (
+        over,
+        *run(
+            grouped_glu_bwd.grouped_dswiglu_into, over, dy, weight, offs, None, probs, index, kind
+        ),
+    )
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 
 
 @given(problems(), st.booleans(), st.booleans())

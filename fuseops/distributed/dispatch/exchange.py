@@ -123,6 +123,12 @@ class Exchange(abc.ABC):
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         """dy (T, D) -> (C, D), what every partial sum gets; tokens: C."""
 
+    def begin_again(
+        self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
+    ) -> Callable[[], Tensor]:
+        """What arrived of x (T, D), sent once more: what is called for its C rows. Here nothing is done before."""
+        return lambda: self.collect_bwd(x, slots, arrivals, tokens)
+
     @abc.abstractmethod
     def no_arrivals(self, x: Tensor) -> Tensor:
         """A tensor as `arrivals` is, without values."""

@@ -10,10 +10,20 @@ from typing import Any, NamedTuple
 from fuseops.offload.codes import BOUND
 from fuseops.words import size
 
-from .decided import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
+from .decided import (
+    DISPATCH,
+    KEEP,
+    MADE_AGAIN,
+    OFFLOAD,
+    QUANTIZE,
+    RECOMPUTE,
+    SCHEMA_VERSION,
+    Decided,
+    PlannedTensor,
+)
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
-ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, KEEP)
+ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH, KEEP)
 TIMES = ("out ms", "back ms", "slack ms")
 
 
@@ -62,7 +72,7 @@ def rows(plan: Decided, every: bool = False) -> list[TableRow]:
     for tensor in plan.tensors:
         if tensor.nbytes:
             place = tensor.name if every else _without_layer(tensor)
-            reason = "" if tensor.decision == "recompute" else tensor.reason
+            reason = "" if tensor.decision in MADE_AGAIN else tensor.reason
             found[place, tensor.decision, reason].append(tensor)
     listed = [
         TableRow(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()
@@ -157,11 +167,11 @@ def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) 
 
 
 def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow]]:
-    """The table by decision and reason; what is recomputed has one time each in its reason."""
+    """The table by decision and reason; what is made again has one time each in its reason."""
     found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
-        found[decision, reason.split(",")[0] if decision == RECOMPUTE else reason].append(row)
+        found[decision, reason.split(",")[0] if decision in MADE_AGAIN else reason].append(row)
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 
