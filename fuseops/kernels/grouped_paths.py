@@ -24,6 +24,9 @@ from fuseops.torch_private import is_fake
 TMA_ARCHS = (90, 100)
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
+# activations that a product can end in, and those that it can go back through
+ENDS = {"swiglu": "SwiGLU", "clamped_swiglu": "clamped SwiGLU", "srelu": "squared ReLU"}
+BACK = ("swiglu", "srelu")
 
 
 def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: int) -> Config:
@@ -186,17 +189,25 @@ def mm_path(
     )
 
 
-def swiglu_path(x: Tensor, weight: Tensor, index: Tensor | None = None) -> str:
-    """The path that can end in a SwiGLU, "gather" or "pingpong": N a multiple of 256, of halves gate
-    and up; "" where the activation is a pass of its own.
+def act_path(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
+    kind: str = "swiglu",
+    interleave: int = 0,
+) -> str:
+    """The path that can end in an activation of `ENDS`, "gather" or "pingpong": gate and up are halves of N, a multiple
+    of 256, or alternate; "" where the activation is a pass of its own.
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
-    return path if path in SWIGLU_SPACES and n % 256 == 0 and weight.stride(2) == 1 else ""
+    fits = kind in ENDS and interleave < 2 and weight.stride(2) == 1
+    fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
+    return path if path in SWIGLU_SPACES and fits else ""
 
 
-def swiglu_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
-    """The path that can go on through SwiGLU, "gather" or "pingpong": N a multiple of 64, h packed; ""
-    where the activation is a pass of its own.
+def act_bwd_path(dy: Tensor, weight: Tensor, h: Tensor, index: Tensor | None = None) -> str:
+    """The path that can go on through an activation of `BACK`, "gather" or "pingpong": N a multiple of 64, h packed;
+    "" where the activation is a pass of its own.
     """
     path, n = mm_path(dy, weight, None, index), weight.shape[1]
     fits = h.is_contiguous() and n % 64 == 0 and (is_fake(h) or h.data_ptr() % 16 == 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import swiglu_bwd_path, swiglu_path
+from fuseops.kernels.grouped_paths import act_bwd_path, act_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import (
     Linear,
@@ -251,7 +251,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
             return SLOWER
-        return None if swiglu_path(_rows(y), weight[None]) else NO_PATH
+        return None if act_path(_rows(y), weight[None]) else NO_PATH
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
@@ -264,7 +264,7 @@ class DenseMLP(FusedOp):
             return "the reference runs"
         if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(s.fc2.shape[::-1]), dy):
             return SLOWER
-        path = swiglu_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
+        path = act_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
         return None if path else NO_PATH
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
