@@ -2,9 +2,9 @@
 
 Saves x and the pre-activation h only. The backward computes the activation again, for fc2's weight gradient, in the
 pass that makes dh, and the normed x for fc1's. Under a recompute policy h goes too, and fc1 runs again.
-Where data says that it is faster for a shape, SwiGLU or squared ReLU is the end of fc1's GEMM, and its backward that of
-fc2's input gradient, by the kernels of grouped GEMMs over one group: the gradient of the activation never reaches memory.
-Elsewhere cuBLAS multiplies and a kernel of its own follows.
+Where data says that it is faster for a shape, SwiGLU or squared ReLU is the end of fc1's GEMM, and its backward that
+of fc2's input gradient, by the kernels of grouped GEMMs over one group: the gradient of the activation never reaches
+memory. Elsewhere cuBLAS multiplies and a kernel of its own follows.
 Under a recipe in blocks the norm, SwiGLU and its backward write the codes that the GEMMs read (`front`,
 `coded_swiglu`), and with `hidden="float8"` h is saved as codes, which both directions of SwiGLU read.
 Shapes: x (..., D), h (..., 2F) or (..., F), y (..., D').
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuseops import kernels as K
 from fuseops.kernels.configs import Switch
-from fuseops.kernels.grouped_paths import ENDS, act_bwd_path, act_path
+from fuseops.kernels.grouped_paths import BACK, ENDS, act_bwd_path, act_path
 from fuseops.ops.activations import Form, form_of
 from fuseops.ops.linear import (
     Linear,
@@ -312,8 +312,8 @@ def _fake(x: Operand) -> bool:
 def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) -> str | None:
     """What of a call no GEMM that goes on through an activation takes."""
     kind, *options = form or ("",)
-    if kind not in ENDS or any(options):
-        said = ", its gate and up alternate" if kind in ENDS else ""
+    if kind not in BACK or any(options):
+        said = ", its gate and up alternate" if kind in BACK else ""
         return f"the activation is {kind}{said}"
     if call.precision.roles is not None:
         return "a recipe quantizes the operands"
