@@ -190,7 +190,9 @@ def grouped_mm_pingpong_kernel(
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
     if ACT != "" and SLOTS == 0:
-        buffers0, buffers1 = room_to_stage(y.dtype), room_to_stage(y.dtype)
+        ROWS: gl.constexpr = BLOCK_M // (1 + COOPERATIVE)
+        buffers0 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
+        buffers1 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
     else:
         buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
         buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
