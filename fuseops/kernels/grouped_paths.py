@@ -22,6 +22,7 @@ from fuseops.kernels.replay import apart
 from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
+FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
 # activations that a product can end in, and those that it can go back through
@@ -190,9 +191,8 @@ def mm_path(
     if not is_fake(x) and (x.data_ptr() % 16 or weight.data_ptr() % 16):
         return "pointer"
     where = current_arch(x.device), x.itemsize
-    return _mm_path(
-        *where, x.shape[1], x.stride(), weight.shape, weight.stride(), index is not None
-    )
+    gathers = index is not None and index.shape[0] > FEW_ROWS
+    return _mm_path(*where, x.shape[1], x.stride(), weight.shape, weight.stride(), gathers)
 
 
 def act_path(

@@ -54,11 +54,9 @@ class RoutedMLPSaved(NamedTuple):
 # Whether routed rows are copied for the GEMMs that read them; tuned as tiles are. By default from a weight's width on:
 # a GEMM that gathers loses a share of its time, which grows with its width, and a copy costs the same for any. Measured
 # on an H200 over the shapes of benchmarks/moe_layer.py. The rows of fc1 are copied once more for its weight gradient;
-# those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused. Of few rows a copy
-# is short, and a GEMM that reads weights most of its time takes a quarter longer where it gathers.
-FEW = 4096
-FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096 or rows <= FEW)
-FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096 or rows <= FEW)
+# those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused.
+FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
+FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
 
 
