@@ -8,8 +8,13 @@ from torch import Tensor
 
 from fuseops.kernels.configs import triton_release
 from fuseops.kernels.grouped_paths import (
-    FEW_ROWS, GATHER_BELOW, GLUON_TESTED, TMA_ARCHS, mm_path, wgrad_path,
-)  # fmt: skip
+    FEW_ROWS,
+    GATHER_BELOW,
+    GLUON_TESTED,
+    TMA_ARCHS,
+    mm_path,
+    wgrad_path,
+)
 from fuseops.kernels.launch import current_arch
 from fuseops.kernels.registry import INTERPRET
 from fuseops.words import dtype_name

@@ -134,9 +134,7 @@ def multiply_tiles(
             if ACT != "srelu" and not PAIRS:
                 col = block_n * (BLOCK_N // 2)
             to = act_ptr, probs_ptr, place, row, col
-            store_act(
-                acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS
-            )  # fmt: skip
+            store_act(acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
             left, right = column_halves(acc)
             store_part(out, probs_ptr, place, left, row, col, HAS_BIAS, HAS_PROBS, 0)
