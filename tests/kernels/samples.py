@@ -105,6 +105,7 @@ def samples() -> dict[str, tuple]:
             *(*head, rstd, rstd, [rstd, rstd, rstd, rstd], [0.0, 0.0, 0.0, 1.0], -100, 300),
             *([True, True, True],),
         ),
+        "scaled_to": (y, torch.tensor(0.5), torch.float16),
         "linear_cross_entropy_grads": (*head, rstd, [0.0, 0.1, 0.0, 1.0], -100, 300, [True] * 3),
         "apply_rope": (x.view(3, 2, 32), torch.rand(3, 8), torch.rand(3, 8), True),
         "apply_rope_pair": (

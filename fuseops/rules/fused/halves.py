@@ -5,17 +5,18 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd, only
+from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
 WeightGrad = Callable[[Operand], Tensor]
+X, WEIGHT, BIAS = frozenset({"x"}), frozenset({"weight"}), frozenset({"bias"})
 
 
 def forward_only(call: Call) -> Call:
     """The call of a forward whose backward makes x again, and the columns of it that a recipe asks for."""
     roles = call.precision.roles
-    return call if roles is None else replaced(call, needs=call.needs - {"weight"})
+    return call if roles is None else replaced(call, needs=call.needs - WEIGHT)
 
 
 def backward(
@@ -29,19 +30,20 @@ def backward(
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
     needs, given = call.needs, dy
     if call.precision.roles is None:
-        found = linear_bwd(LinearSaved(None, weight), dy, only(call, "x", "bias"))
+        found = linear_bwd(LinearSaved(None, weight), dy, call, needs - WEIGHT)
     else:
-        bias, lead = only(call, "bias"), dy.shape[:-1] if isinstance(dy, Tensor) else None
-        own = linear_bwd(LinearSaved(None, None), dy, bias).params if bias.needs else {}
+        lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
+        none = LinearSaved(None, None)
+        own = linear_bwd(none, dy, call, BIAS).params if "bias" in needs else {}
         q, (given, _) = grad_in_turn(dy, call, call.precision.roles, stays=stays)
         del dy
-        dx = linear_bwd(LinearSaved(None, weight), q, only(call, "x")).x if "x" in needs else None
+        dx = linear_bwd(LinearSaved(None, weight), q, call, X).x if "x" in needs else None
         found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
     if "weight" not in needs:
         return found, None
 
     def weight_grad(x: Operand) -> Tensor:
-        params = linear_bwd(LinearSaved(x, None), given, only(call, "weight")).params or {}
+        params = linear_bwd(LinearSaved(x, None), given, call, WEIGHT).params or {}
         return params["weight"]  # type: ignore[return-value]
 
     return found, weight_grad
