@@ -83,7 +83,7 @@ def grouped_swiglu(
     need_h: False gives an h of no rows.  kind: "swiglu", "clamped_swiglu" or "srelu".
     interleave, alpha, limit, offset: as of `act_fwd`; gate and up are halves, or alternate (1).
     """
-    form = kind, interleave, alpha, limit, offset
+    form: Form = (kind, interleave, alpha, limit, offset)
     rows, (groups, n, k) = (x if index is None else index).shape[0], weight.shape
     if kind not in ENDS:
         raise FuseOpsError(f"a product ends in one of {', '.join(ENDS)}, not in {kind!r}.")

@@ -22,6 +22,7 @@ from fuseops.kernels.replay import apart
 from fuseops.torch_private import is_fake
 
 TMA_ARCHS = (90, 100)
+FEW_ROWS = 4096  # of which a copy is shorter than what a GEMM that reads weights most of its time loses by gathering
 GATHER_BELOW = 4096  # columns of the other operand: for wider ones a copy of the rows costs less
 GLUON_TESTED = ("3.6", "3.8", "3.9")
 # activations that a product can end in, and those that it can go back through
@@ -98,7 +99,13 @@ def _gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 def _swiglu_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     """Small tiles hide the activation as well."""
-    return [_ring(64, 256, 0, 5), WIDE_RING]
+    return [_ring(64, 256, 0, 5), WIDE_RING, _ring(128, 128, 0, 6)]
+
+
+def _swiglu_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
+    """Square tiles where the last small one is half empty or more, and there are few beside it."""
+    small, _, square = _swiglu_candidates(dims, itemsize)
+    return square if 0 < dims[1] % 256 <= 128 and dims[1] < 4096 else small
 
 
 def _swiglu_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
@@ -143,7 +150,7 @@ WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default, dims=G
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}
 SWIGLU_SPACES = {
-    "pingpong": Space("grouped_swiglu", _swiglu_candidates, dims=GEMM),
+    "pingpong": Space("grouped_swiglu", _swiglu_candidates, _swiglu_default, dims=GEMM),
     "gather": Space("grouped_swiglu_gather", _swiglu_gather_candidates, dims=GEMM),
 }
 SWIGLU_BWD_SPACES = {
@@ -184,9 +191,8 @@ def mm_path(
     if not is_fake(x) and (x.data_ptr() % 16 or weight.data_ptr() % 16):
         return "pointer"
     where = current_arch(x.device), x.itemsize
-    return _mm_path(
-        *where, x.shape[1], x.stride(), weight.shape, weight.stride(), index is not None
-    )
+    gathers = index is not None and index.shape[0] > FEW_ROWS
+    return _mm_path(*where, x.shape[1], x.stride(), weight.shape, weight.stride(), gathers)
 
 
 def act_path(

@@ -75,12 +75,12 @@ def test_forward(problem, with_tiles, with_bias):
     assert_matches(k.grouped_mm, dy, weight.transpose(1, 2), offs, tiles, sums=True)
 
 
-KINDS = st.sampled_from(sorted(grouped_paths.ENDS))
+FORMS = [(kind, i) for kind in grouped_paths.ENDS for i in range(1 + (kind in GATES))]
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans(), st.booleans(), KINDS)
+@given(problems(), SEEDS, *[st.booleans()] * 4, st.sampled_from(FORMS))
 @few
-def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, kind):
+def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, with_bias, form):
     """The product and its activation, whatever makes the second."""
     x, _, weight, offs = problem
     weight = torch.cat([weight, weight.flip(1)], 1)
@@ -90,11 +90,12 @@ def test_an_activation_at_the_end(problem, seed, with_probs, gather, need_h, kin
         probs[int(offs[-1]) :] = float("nan")
     if gather:
         x, index = gathered(len(x), x.shape[1], x.dtype, seed)
-    args = x, weight, offs, None, probs, index, need_h, kind
+    bias = tensor(weight.shape[:2], x.dtype, "normal", 7) if with_bias else None
+    args = x, weight, offs, None, probs, index, need_h, bias, *form
     assert_matches(grouped_glu.grouped_swiglu, *args, sums=True)
 
 
-@given(problems(), SEEDS, st.booleans(), st.booleans(), KINDS)
+@given(problems(), SEEDS, st.booleans(), st.booleans(), st.sampled_from(grouped_paths.BACK))
 @few
 def test_a_gradient_that_goes_on_through_an_activation(problem, seed, with_probs, gather, kind):
     """Whatever takes it through; nothing comes from padding."""

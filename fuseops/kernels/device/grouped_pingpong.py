@@ -134,9 +134,7 @@ def multiply_tiles(
             if ACT != "srelu" and not PAIRS:
                 col = block_n * (BLOCK_N // 2)
             to = act_ptr, probs_ptr, place, row, col
-            store_act(
-                acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS
-            )  # fmt: skip
+            store_act(acc, out, to, HAS_BIAS, ACT, PAIRS, ALPHA, LIMIT, OFFSET, HAS_PROBS, KEEPS)
         elif BLOCK_N == 2 * PART:
             left, right = column_halves(acc)
             store_part(out, probs_ptr, place, left, row, col, HAS_BIAS, HAS_PROBS, 0)
@@ -190,7 +188,9 @@ def grouped_mm_pingpong_kernel(
     x_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BLOCK_M, BLOCK_K], y.layout)
     w_ring = gl.allocate_shared_memory(y.dtype, W_SHAPE, y.layout)
     if ACT != "" and SLOTS == 0:
-        buffers0, buffers1 = room_to_stage(y.dtype), room_to_stage(y.dtype)
+        ROWS: gl.constexpr = BLOCK_M // (1 + COOPERATIVE)
+        buffers0 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
+        buffers1 = room_to_stage(y.dtype, 2 if HALVES else 1, ROWS)
     else:
         buffers0 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)
         buffers1 = gl.allocate_shared_memory(y.dtype, BUFFERS, y.layout)

@@ -16,10 +16,10 @@ AT_ONCE = gl.constexpr(32)  # rows, and columns
 
 
 @gluon.jit
-def room_to_stage(dtype: gl.constexpr):
-    """Of one consumer, for rows of gates and of what they gate."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, AT_ONCE], dtype)
-    return gl.allocate_shared_memory(dtype, [2, 64, AT_ONCE], layout)
+def room_to_stage(dtype: gl.constexpr, SIDES: gl.constexpr, ROWS: gl.constexpr):
+    """Of one consumer, for its rows of gates and of what they gate."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, AT_ONCE], dtype)
+    return gl.allocate_shared_memory(dtype, [SIDES, ROWS, AT_ONCE], layout)
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def store_act(
     each = row + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
     across = col + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout))[None, :]
     columns = columns_of(acc)
-    parts = reinterpret(staged, dtype, [2 * PARTS, AT_ONCE, AT_ONCE], staged.layout)
+    parts = reinterpret(staged, dtype, [staged.shape[0] * PARTS, AT_ONCE, AT_ONCE], staged.layout)
     for side in gl.static_range(SIDES):
         scale = row_scale(probs_ptr, start, size, each, HAS_PROBS)
         first = col + side * AT_ONCE

@@ -43,6 +43,8 @@ class Decided:
     free        bytes that can leave without a stall, as the simulation says: without a budget the
                 plan moves them all, and one that a budget of that peak keeps costs no time
     dropped     what is made again
+    lean        peak of the step, nothing moved, if the model preferred memory (`fo.configure`); 0 where that is not
+                lower than `before.peak`, or the budget is not
     warnings    what the plan cannot do
     """
 
@@ -54,6 +56,7 @@ class Decided:
     before: Simulation
     after: Simulation
     free: int = 0
+    lean: int = 0
     warnings: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     dropped: tuple[Recompute, ...] = ()

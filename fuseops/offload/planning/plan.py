@@ -23,6 +23,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.ops import scopes
+from fuseops.ops.permute import Permute
 from fuseops.words import size
 
 from . import html, text, trace
@@ -141,7 +143,19 @@ def plan(
     told = progress or silent
     profile = recorded(step, told) if record else dry_run(step, hardware, split)
     told("choosing what leaves", STAGES - 1, STAGES)
-    return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+    found = plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+    return found if record else replace(found, lean=_lean(found, step, split))
+
+
+def _lean(found: OffloadPlan, step: ProfiledStep, split: Sequence[int] | None) -> int:
+    """The peak of a dry run where memory is preferred, 0 where that need not be known or is no lower."""
+    peak, hardware = found.limits.peak, found.hardware
+    chooses = any(isinstance(op, Permute) for op in step.model.modules())
+    if peak is None or found.before.peak <= peak or not chooses:
+        return 0
+    with scopes.scope((("prefer", "memory"),)):
+        other = simulate(dry_run(step, hardware, split), (), hardware, found.settings)
+    return other.peak if other.peak < found.before.peak else 0
 
 
 @functools.cache

@@ -121,6 +121,8 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     budget = "none: what leaves without a stall" if peak is None else size(peak)
     yield "budget", f"{budget}; host {'without limit' if host is None else size(host)}"
     yield "peak", f"{size(before.peak)} {plan.owner(before)}, nothing moved"
+    if plan.lean:
+        yield "", f"{size(plan.lean)}, nothing moved, after fo.configure(model, prefer='memory')"
     yield "", f"{size(after.peak)} {plan.owner(after)}, by this plan"
     slower = (after.seconds / before.seconds - 1) * 100 if before.seconds else 0.0
     yield (
@@ -186,6 +188,7 @@ def as_json(plan: Decided) -> dict[str, Any]:
         "limits": plan.limits._asdict(),
         "fits": plan.fits,
         "free_bytes": plan.free,
+        "lean_peak_bytes": plan.lean,
         "before": _outcome(plan, "before"),
         "after": _outcome(plan, "after"),
         "layers": list(plan.layers),

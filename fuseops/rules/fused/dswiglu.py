@@ -24,10 +24,11 @@ from fuseops.ops.tiles import tiles_of
 
 EPILOGUE = Switch(
     # of fc2. On an H200 it gains on every shape where rows lie in order; by index it gains
-    # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py).
+    # where F is 256 and 768, and loses where it is 1024 (benchmarks/grouped_dswiglu.py). Of few rows a group, where
+    # reading the weights takes longest, small tiles read them faster, and a pass over the rows is short.
     "dswiglu_epilogue",
     "EPILOGUE",
-    lambda rows, dims: not dims[3] or dims[1] < 1024,
+    lambda rows, dims: rows >= 32 * dims[0] and (not dims[3] or dims[1] < 1024),
     dims=("groups", "n", "k", "by_index"),
 )
 
