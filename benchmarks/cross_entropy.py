@@ -141,15 +141,22 @@ def cell(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(cells: dict[str, Any]) -> dict[str, Any]:
-    """The worst ratio of each bar, and the cells that are below it."""
+    """The worst ratio of each bar, the cells that are below it, and where the three products alone would be."""
     found: dict[str, Any] = {}
     for (ours, peer), (least, names) in BARS.items():
         of_peer = {n: c[f"{ours}_over"].get(peer) for n, c in cells.items() if n in names}
         ratios = {n: paired["ratio"] for n, paired in of_peer.items() if paired is not None}
         if ratios:
             below = {n: r for n, r in ratios.items() if r < least}
-            worst = min(ratios.values())
-            found[f"{ours} over {peer}"] = {"worst": worst, "below": below, "met": not below}
+            found[f"{ours} over {peer}"] = {
+                "worst": min(ratios.values()),
+                "below": below,
+                "met": not below,
+                "gemms_alone": min(
+                    round(of["us"][peer] / of["us"]["gemms"], 4)
+                    for of in (cells[n] for n in ratios)
+                ),
+            }
     return found
 
 

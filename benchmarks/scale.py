@@ -174,21 +174,27 @@ def planner(name: str, m: Sizes) -> Iterator[str]:
 The offload planner predicts (dry runs of six blocks for one H200, `python benchmarks/scale_planned.py`), of a rank that
 runs all layers over one micro-batch, with experts over all ranks: the time of a layer and what leaves without a stall,
 with tokens that travel in no time and over either link, where nothing hides them; and what state and saved tensors take
-together, in all and with that offload between hosts:
+together, in all and with that offload between hosts. Saved too where tokens that arrived are dispatched again in the
+backward, which sends a quarter more for the experts:
 """
-    columns = ("saved", "a layer, leaves", *(f"{where}" for where in LINKS), "state and saved")
+    columns = (
+        "saved, dispatched again",
+        "a layer, leaves",
+        *(f"{where}" for where in LINKS),
+        "state and saved",
+    )
     yield f"| ranks | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
     for n in RANKS:
         p = found[f"{name}, experts over {n}"]
-        saved = p["saved_mb"] * m.layers / 1e3
+        saved, arrived = (p[n] * m.layers / 1e3 for n in ("saved_mb", "dispatched_again_mb"))
         leaves = {
             where: p[where]["leaves_mb"] * (m.layers - 1) / 1e3 for where in ("alone", *LINKS)
         }
         ways = [f"{p[where]['ms']:.1f} ms, {gb:.0f} GB" for where, gb in leaves.items()]
         held = STATE * m.total / n / 1e9
         both = f"{held + saved:.0f} GB, {held + saved - leaves['between hosts']:.0f}"
-        yield f"| {n} | {' | '.join((f'{saved:.0f} GB', *ways, both))} |"
+        yield f"| {n} | {' | '.join((f'{saved:.0f} GB, {saved - arrived:.0f}', *ways, both))} |"
 
 
 def share(sent: float, took: float) -> str:

@@ -377,6 +377,24 @@ class WeakStorage:
         return 0 if found is None else int(torch._C._storage_Use_Count(found._cdata)) - 1
 
 
+def uses(held: list[Any]) -> tuple[int, ...]:
+    """How often the first tensor of a list is held, and its storage: in Python, and by what lies below it."""
+    storage = held[0].untyped_storage()
+    below = held[0]._use_count(), int(torch._C._storage_Use_Count(storage._cdata))
+    return sys.getrefcount(held[0]), sys.getrefcount(storage), *below
+
+
+# of a tensor that nothing but its list holds: how Python counts its own frames differs by release
+_ONCE = uses([torch.empty(0)])
+
+
+def held_once(held: list[Any]) -> bool:
+    """Whether the only tensor of a list is held by nothing else, no view of it either: no name, hook or graph. What
+    it has been read for last may be written over it.
+    """
+    return uses(held) == _ONCE
+
+
 def occupy_device(cycles: int) -> None:
     """Have the current CUDA stream do nothing for so many cycles of its clock."""
     sleep: Any = torch.cuda._sleep

@@ -180,6 +180,8 @@ def test_a_pickle_holds_a_rule_by_import_path_or_raises() -> None:
         {"rules": TWICE},
         {"disable": 3},
         {"disable": [3]},
+        {"prefer": "bytes"},
+        {"prefer": None},
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(said: dict) -> None:

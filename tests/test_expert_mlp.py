@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseops as fo
 from fuseops import kernels as K
@@ -219,28 +220,29 @@ def as_it_is(function: Any) -> Any:
 
 @pytest.mark.parametrize("frames", [as_it_is, torch._dynamo.run], ids=["python", "dynamo"])
 @pytest.mark.parametrize("hidden", [HIDDEN, 1024])
-def test_a_layer_needs_h_once_and_the_rows_of_dx_before_the_last_gradient(
+def test_a_layer_needs_h_or_dh_and_the_rows_of_dx_before_the_last_gradient(
     hidden: int, frames: Any
 ) -> None:
-    """h goes when dh is there, and the rows of dx when they are summed: before the gradients of the weights.
+    """dh takes the place of h, and the rows of dx go when they are summed: before the gradient of fc1's weight.
     Where dynamo evaluates frames, callers hold the arguments until a call returns.
     """
     moe = fo.MoE(WIDE, hidden, GROUPS, TOP_K, dtype=torch.bfloat16)
     x = torch.randn(T, WIDE, dtype=torch.bfloat16, requires_grad=True)
     tokens, rows, a = 2 * T * WIDE, 2 * T * TOP_K * WIDE, 2 * T * TOP_K * hidden
     weight = 2 * GROUPS * WIDE * hidden
-    making = 5 * a + (rows if hidden >= 1024 else 0)  # h, dh, a; rows of dy where they are copied
+    forward = 3 * a + rows - tokens  # h, a and the rows of y, which is not there
+    making = 3 * a + weight + (rows if hidden >= 1024 else 0)  # of dy, where they are copied
     summing = 2 * a + weight + rows + tokens
     last = 2 * a + 3 * weight + tokens
     with as_if_on(90):
         plan = frames(moe.plan)(x)
-    least = 2 * tokens + max(making, summing, last)  # x and y live throughout
+    least = 2 * tokens + max(forward, making, summing, last)  # x and y live throughout
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 64 * T * (GROUPS + TOP_K)
 
 
 @pytest.mark.parametrize("frames", [as_it_is, torch._dynamo.run], ids=["python", "dynamo"])
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_grouped_experts_need_h_once(main_grad: bool, frames: Any) -> None:
+def test_grouped_experts_need_h_or_dh(main_grad: bool, frames: Any) -> None:
     fc1 = fo.ops.GroupedLinear(GROUPS, WIDE, 2 * HIDDEN, False, accumulate_into_main_grad=main_grad)
     fc2 = fo.ops.GroupedLinear(GROUPS, HIDDEN, WIDE, False, accumulate_into_main_grad=main_grad)
     model = fo.Sequential(fc1, fo.ops.ScaledSwiGLU(), fc2).bfloat16()
@@ -252,9 +254,44 @@ def test_grouped_experts_need_h_once(main_grad: bool, frames: Any) -> None:
         probs = torch.rand(split.rows).requires_grad_()
         plan = frames(model.plan)(x, offs=split.offs, probs=probs)
     rows, a = 2 * split.rows * WIDE, 2 * split.rows * HIDDEN
-    last = 2 * a + rows + (0 if main_grad else 3 * WEIGHT)
-    least = 2 * rows + max(5 * a, last)  # x and y live throughout
+    weight = 0 if main_grad else WEIGHT
+    least = 2 * rows + max(3 * a + weight, 2 * a + rows + 3 * weight)  # x and y live throughout
     assert plan.rehearsed and least <= plan.peak_bytes <= least + 32 * split.rows
+
+
+@given(
+    sizes=st.tuples(*[st.sampled_from([64, 80, 192, 512, 1024, 4096])] * 2),
+    counts=st.tuples(st.sampled_from([64, 512]), st.integers(1, 6), st.integers(1, 4)),
+    options=st.sampled_from([{}, {"bias": True}, {"activation": "geglu"}, {"shared_experts": 1}]),
+)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
+def test_what_prefers_memory_plans_no_higher_peak(
+    sizes: tuple[int, int], counts: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    (wide, hidden), (tokens, more, top_k) = sizes, counts
+    with FakeTensorMode():
+        moe = fo.MoE(wide, hidden, top_k + more, top_k, dtype=torch.bfloat16, **options)
+        x = torch.empty(tokens, wide, dtype=torch.bfloat16, requires_grad=True)
+    peaks = []
+    for prefer in ("speed", "memory"):
+        fo.configure(moe, prefer=prefer)
+        with as_if_on(90):
+            plan = moe.plan(x)
+        assert plan.rehearsed
+        peaks.append(plan.peak_bytes)
+    assert peaks[1] <= peaks[0]
+
+
+def test_rows_of_dy_are_not_copied_where_memory_is_preferred() -> None:
+    """They are what the step holds beside h, the activation and fc2's gradient."""
+    with FakeTensorMode():
+        moe = fo.MoE(1024, 512, 8, 4, dtype=torch.bfloat16)
+        x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
+    with as_if_on(90):
+        speed = moe.plan(x)
+        fo.configure(moe, prefer="memory")
+        memory = moe.plan(x)
+    assert speed.peak_bytes > memory.peak_bytes and speed.saved_bytes == memory.saved_bytes
 
 
 # --- every subset of needs runs and saves what it asks for

@@ -58,10 +58,12 @@ def step(model: Any, x: Tensor, args: tuple[Any, ...], dy: Tensor) -> None:
     model(x, *args).backward(dy)
 
 
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
 @pytest.mark.parametrize("name", WIDE)
-def test_the_peak_of_a_step_is_the_planned_one(name: str) -> None:
+def test_the_peak_of_a_step_is_the_planned_one(name: str, prefer: str) -> None:
     build, rows, args = WIDE[name]()
     model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    fo.configure(model, prefer=prefer)
     for _ in range(2):  # kernels, and the workspace of cuBLAS
         step(model, torch.randn_like(dy, requires_grad=True), args, dy)
     model.zero_grad(set_to_none=True)
@@ -77,6 +79,24 @@ def test_the_peak_of_a_step_is_the_planned_one(name: str) -> None:
     given = sum(t.nbytes for r in args for t in r if t is not None)  # saved, but there at the start
     assert plan.rehearsed and plan.fused
     assert abs(plan.peak_bytes - given - real) <= 0.01 * real
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_is_preferred_changes_the_peak_and_no_bit(name: str) -> None:
+    build, rows, args = WIDE[name]()
+    model, dy = build(), torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
+    x, found, peaks = torch.randn_like(dy), [], []
+    for prefer in ("speed", "memory"):
+        fo.configure(model, prefer=prefer)
+        leaf = x.clone().requires_grad_()
+        step(model, leaf, args, dy)
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+        peaks.append(model.plan(leaf, *args).peak_bytes)
+        said = "prefer='memory'" in model.explain(leaf, *args)
+        assert said == (name != "grouped") or torch.cuda.get_device_capability() != (9, 0)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] <= peaks[0]
+    assert peaks[1] < peaks[0] or name != "moe" or torch.cuda.get_device_capability() != (9, 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,7 +140,7 @@ def test_the_gradient_through_the_activation_equals_a_pass_over_it(name: str) ->
         leaf = x.clone().requires_grad_()
         with configs.forced(dswiglu.EPILOGUE, {"EPILOGUE": choice}), watching() as launched:
             step(model, leaf, args, dy)
-        ran.append("grouped_dswiglu" in {op.name for op, *_ in launched})
+        ran.append("grouped_dswiglu_into" in {op.name for op, *_ in launched})
         found.append([leaf.grad, *(p.grad for p in model.parameters())])
     assert not ran[0]
     assert ran[1] or torch.cuda.get_device_capability() != (9, 0)

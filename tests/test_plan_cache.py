@@ -145,6 +145,7 @@ CHANGES: dict[str, Callable[[fo.Sequential], object]] = {
     "configure(fusion)": lambda s: fo.configure(s, fusion=False),
     "configure(disable)": lambda s: fo.configure(s, disable=["linear_act"]),
     "configure(recipe)": lambda s: fo.configure(s, recipe=Float8CurrentScaling()),
+    "configure(prefer)": lambda s: fo.configure(s, prefer="memory"),
     "configure(rules)": lambda s: fo.configure(s, rules=[SCALED]),
     "a forward hook": lambda s: s[3].register_forward_hook(lambda m, i, o: -o),
     "a pre-hook": lambda s: s[3].register_forward_pre_hook(lambda m, i: (-i[0],)),

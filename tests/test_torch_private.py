@@ -3,6 +3,7 @@
 import copy
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -479,6 +480,26 @@ def test_references_to_a_storage_are_counted() -> None:
     assert weak.holders() == 1
     del alias
     assert weak.expired() and weak.holders() == 0
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a name": lambda t: t,
+    "a view": lambda t: t[1:],
+    "an alias": lambda t: t.detach(),
+    "a handle on its storage": torch.Tensor.untyped_storage,
+    "a graph": lambda t: torch.ones(4, requires_grad=True) * t,
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_whoever_else_holds_a_tensor_is_seen(how: str) -> None:
+    held = [torch.ones(4)]
+    for _ in range(2):
+        assert torch_private.held_once(held)
+        assert torch_private.uses(held) == torch_private.uses([torch.ones(4)])
+        other = HOLDERS[how](held[0])
+        assert other is not None and not torch_private.held_once(held)
+        del other
 
 
 @pytest.mark.gpu

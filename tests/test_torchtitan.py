@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchtitan_stand_ins
 from torch import Tensor, nn
+
+import fuseops as fo
 
 D, HIDDEN, EXPERTS = 8, 12, 3
 
@@ -159,3 +162,99 @@ def test_a_layer_in_another_form_runs_as_the_stock_one(
     stock, ours = pair(titan.FeedForward, config, titan.feed_forward)
     check(stock, ours, torch.randn(5, D), tol=1e-6)
     assert "w1 has a bias" in caplog.text
+
+
+# --- its classes of today: one w13, experts as grouped linears, tokens by a child of theirs
+
+
+@pytest.fixture
+def today(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, module in torchtitan_stand_ins.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "fuseops.integrations.torchtitan", raising=False)
+    yield importlib.import_module("fuseops.integrations.torchtitan")
+    sys.modules.pop("fuseops.integrations.torchtitan", None)
+
+
+def twin(stock: nn.Module, ours: nn.Module) -> nn.Module:
+    ours.load_state_dict(stock.state_dict())
+    return ours
+
+
+@pytest.mark.parametrize("way", [None, "torchtitan"])
+@pytest.mark.parametrize("dispatcher", ["LocalTokenDispatcher", "DeepEPTokenDispatcher"])
+def test_routed_experts_compute_what_the_stock_ones_do(
+    today: Any, way: str | None, dispatcher: str
+) -> None:
+    top_k, tokens = 2, 9
+    make = getattr(torchtitan_stand_ins, dispatcher)
+    config = today.RoutedExperts.Config(
+        w13=(EXPERTS, D, HIDDEN, 2),
+        w2=(EXPERTS, HIDDEN, D),
+        token_dispatcher=make(EXPERTS, top_k),
+    )
+    torch.manual_seed(0)
+    stock = today.RoutedExperts(config)
+    ours = twin(stock, today.FusedRoutedExperts(today.routed_experts(config, way=way)))
+    ids = torch.stack([torch.randperm(EXPERTS)[:top_k] for _ in range(tokens)])
+    counts = torch.bincount(ids.view(-1), minlength=EXPERTS)
+    scores = torch.rand(tokens, top_k)
+    check(stock, ours, torch.randn(tokens, D), scores, ids, counts, tol=3e-2)
+    assert [*ours.state_dict()] == ["w13.weight", "w2.weight"]
+    whole = "dispatch" in ours.__dict__[today._BUILT][1]._modules
+    assert whole == (way is None and dispatcher == "LocalTokenDispatcher")
+
+
+def test_stacked_feed_forward_is_read_without_a_copy(today: Any) -> None:
+    config = today.FeedForward.Config(width=D, hidden=HIDDEN)
+    stock = today.FeedForward(config)
+    ours = twin(stock, today.FusedFeedForward(today.feed_forward(config)))
+    check(stock, ours, torch.randn(2, 5, D), tol=1e-5)
+    assert ours.w13.weight.flatten(0, 1).data_ptr() == ours.w13.weight.data_ptr()
+
+
+def test_another_activation_runs_as_the_stock_one(
+    today: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    situ = torchtitan_stand_ins.SiTUGLU()
+    config = today.FeedForward.Config(width=D, hidden=HIDDEN, activation_fn=situ)
+    stock = today.FeedForward(config)
+    ours = twin(stock, today.FusedFeedForward(today.feed_forward(config)))
+    check(stock, ours, torch.randn(5, D), tol=1e-6)
+    assert "its activation is SiTUGLU" in caplog.text
+    assert today._BUILT not in ours.__dict__
+
+
+def test_the_loss_of_the_head_is_what_the_chunks_give(today: Any) -> None:
+    torch.manual_seed(0)
+    head = torchtitan_stand_ins.Linear(D, 11)
+    labels = torch.randint(0, 11, (6,))
+    labels[2] = -100
+    called: list[Any] = []
+    head.register_forward_hook(lambda *_: called.append(1))
+    results = []
+    config = today.ChunkedLossWrapper.Config()
+    for make in (today.ChunkedLossWrapper, today.FusedChunkedLoss):
+        loss = make(config if make is today.ChunkedLossWrapper else today.chunked_loss(config))
+        loss.set_lm_head(head)
+        x = torch.randn(6, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        head.zero_grad()
+        called.clear()
+        value, metrics = loss(x, labels, torch.tensor(5.0))
+        assert metrics == {} and len(called) == (2 if make is today.ChunkedLossWrapper else 1)
+        value.backward()
+        results.append([value.detach(), x.grad, head.weight.grad.clone()])
+    for mine, want in zip(*results, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)
+    assert "forward" not in head.__dict__
+
+
+def test_experts_without_a_mesh_say_so(today: Any) -> None:
+    dispatcher = torchtitan_stand_ins.AllToAllTokenDispatcher(4, 2)
+    config = today.RoutedExperts.Config(
+        w13=(2, D, HIDDEN, 2), w2=(2, HIDDEN, D), token_dispatcher=dispatcher
+    )
+    ours = today.FusedRoutedExperts(today.routed_experts(config))
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(fo.FuseOpsError, match="has 2 of 4 experts on this rank"):
+        ours(torch.randn(3, D), torch.rand(3, 2), ids, torch.tensor([6, 0, 0, 0]))

@@ -68,7 +68,8 @@ def _parts(call: SequentialCall, kept: set[str]) -> Iterator[_Part]:
             continue
         plan, x = next(runs, (None, None))
         if plan is not None:
-            yield _of_run(piece, plan, _largest_output(piece, plan, x, call.path, kept))
+            part = _of_run(piece, plan, _largest_output(piece, plan, x, call.path, kept))
+            yield part._replace(notes=[*part.notes, *_sent_again(piece, plan, call.path, kept)])
         offset += len(piece.ops)
 
 
@@ -101,6 +102,16 @@ def _within(owner: SequentialCall | None, call: SequentialCall) -> bool:
     while owner is not None and owner is not call:
         owner = owner.parent
     return owner is call
+
+
+def _sent_again(run: Run, plan: RunPlan, path: str, kept: set[str]) -> Iterator[str]:
+    """What a fused op saved the means to have sent once more, instead of itself."""
+    for step in (step for seg in plan.segments for step in seg.forward if step.kind == "joint"):
+        names = [step.target.names[field] for field in step.target.again]
+        for member, _, field in (name.partition(".") for name in names[:1]):
+            of = run.names[step.at - run.offset + int(member)]
+            if f"{path}.{of}.{field}".lstrip(".") in kept:
+                yield f"{of}: tokens that arrive from other ranks are not saved, but dispatched again in the backward"
 
 
 def _typed(span: Span, run: Run) -> Span:

@@ -23,6 +23,7 @@ from .activation import act_bwd_bias as act_bwd_bias
 from .activation import act_dprobs as act_dprobs
 from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
+from .activation import scaled_act_bwd_into as scaled_act_bwd_into
 from .activation import scaled_act_fwd as scaled_act_fwd
 from .add_mm import add_mm as add_mm
 from .amax import quantize_groups as quantize_groups
@@ -35,6 +36,7 @@ from .configs import Space as Space
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .cross_entropy import scaled_to as scaled_to
 from .dropout import apply_dropout as apply_dropout
 from .fp8 import fp8_mm as fp8_mm
 from .fp8 import fp8_mm_operand as fp8_mm_operand
@@ -47,6 +49,7 @@ from .grouped import grouped_wgrad as grouped_wgrad
 from .grouped import grouped_wgrad_into as grouped_wgrad_into
 from .grouped_glu import grouped_swiglu as grouped_swiglu
 from .grouped_glu_bwd import grouped_dswiglu as grouped_dswiglu
+from .grouped_glu_bwd import grouped_dswiglu_into as grouped_dswiglu_into
 from .launch import launch as launch
 from .layer_norm import add_layernorm_fwd as add_layernorm_fwd
 from .layer_norm import layernorm_bwd as layernorm_bwd

@@ -16,6 +16,7 @@ Hardware: sm_80 and later. Adding a kind: one branch in device/act.py, two lines
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -160,8 +161,37 @@ def scaled_act_bwd(
     interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dprobs float32, y) of scaled_act_fwd in one pass; what is not needed is empty."""
-    form, n = _form(x, kind, interleave, alpha, limit, offset)
-    x2, dy2, dx = as_rows(x), _grad_rows(dy, x, n), _like(x)
+    dx = _like(x)
+    shape = interleave, alpha, limit, offset
+    return dx, *_scaled_bwd(dx, dy, x, probs, kind, need_dprobs, need_y, *shape)
+
+
+@kernel_op(
+    twin=reference.scaled_act_bwd_into,
+    fuses=True,
+    mutates=("x",),
+    nbytes=lambda x, dy, *rest: scaled_act_bwd.nbytes(dy, x, *rest),
+    cases=lambda: ((x, dy, *rest) for dy, x, *rest in islice(_cases(dy=True, probs=True), 1)),
+)
+def scaled_act_bwd_into(
+    x: Tensor, dy: Tensor, probs: Tensor, kind: str, need_dprobs: bool = True, need_y: bool = False,
+    interleave: int = 0, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dprobs, y) of `scaled_act_bwd`, whose dx is written over x, contiguous; it is the same kernel."""
+    require(
+        x.is_contiguous(), f"x has strides {x.stride()}, expected contiguous: dx takes its place."
+    )
+    shape = interleave, alpha, limit, offset
+    return _scaled_bwd(x, dy, x, probs, kind, need_dprobs, need_y, *shape)
+
+
+def _scaled_bwd(
+    dx: Tensor, dy: Tensor, x: Tensor, probs: Tensor, kind: str, need_dprobs: bool, need_y: bool,
+    interleave: int, *shape: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write dx, which may be x: a program has read an element, and those that go with it, before it writes them."""
+    form, n = _form(x, kind, interleave, *shape)
+    x2, dy2 = as_rows(x), _grad_rows(dy, x, n)
     probs = _probs_of(probs, x)
     dprobs = torch.empty_like(probs) if need_dprobs else probs.new_empty(0)
     y = x.new_empty(*x.shape[:-1], n) if need_y else x.new_empty(0)
@@ -171,7 +201,7 @@ def scaled_act_bwd(
         dy2, x2, probs, dx, dprobs, y, len(x2), n, dy2.stride(0), x2.stride(0),
         **form, NEED_DPROBS=need_dprobs, NEED_Y=need_y, **overlap(x.device), **config,
     )  # fmt: skip
-    return dx, dprobs, y
+    return dprobs, y
 
 
 @kernel_op(

@@ -30,6 +30,8 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
 from fuseops.kernels.bias import bias_bwd
 from fuseops.kernels.configs import Config, Space
+from fuseops.kernels.grouped import grouped_wgrad_into
+from fuseops.kernels.grouped_paths import wgrad_path
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.reference.cross_entropy import Loss, row_chunks
 from fuseops.kernels.registry import kernel_op
@@ -39,8 +41,8 @@ LINE = 64  # rows of logits begin at multiples of so many elements, as tensor de
 
 
 def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
-    """Eight elements a thread: with more, or with more warps, registers spill."""
-    sizes = ((2048, 8), (1024, 4))
+    """Few rows at a time, so that the end of one is still cached when its gradient is made."""
+    sizes = ((8192, 32), (2048, 8))
     return [
         {"BLOCK": pow2(dims[-1], most=2 * block // itemsize, least=16), "num_warps": warps}
         for block, warps in sizes
@@ -48,6 +50,9 @@ def _candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
 
 
 SPACE = Space("cross_entropy", _candidates)
+
+
+SCALED = Space("scaled_to", lambda dims, itemsize: [{"BLOCK": 4096, "num_warps": 8}], dims=())
 
 
 def _operands() -> Iterator[tuple[Any, ...]]:
@@ -216,7 +221,7 @@ def linear_cross_entropy_bwd(
         if needs[0]:
             add_product(dx, logits, weight[s], first=s.start == 0)
         if needs[1] and main_grad is not None:
-            add_product(main_grad[s], logits.t(), x)
+            add_weight_grad(main_grad[s], logits, x)
         elif needs[1]:
             torch.mm(logits.t(), x, out=dweight[s])
         if needs[2]:
@@ -255,10 +260,34 @@ def linear_cross_entropy_grads(
         if needs[0]:
             torch.mm(logits, weight, out=dx[s])
         if needs[1]:
-            add_product(dweight, logits.t(), x[s], first=s.start == 0)
+            add_weight_grad(dweight, logits, x[s], first=s.start == 0)
         if needs[2]:
             dbias += bias_bwd(logits)
     return rows[0], dx, dweight, dbias
+
+
+def _scaled_cases() -> Iterator[tuple[Any, ...]]:
+    scale = torch.empty((), device="meta")
+    for made, dtype in (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ):
+        yield torch.empty(8192, 4096, dtype=made, device="meta"), scale, dtype
+
+
+@kernel_op(twin=reference.scaled_to, cases=_scaled_cases)
+def scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """t * scale, one number on the device, in another dtype, at the speed of memory, unlike torch.mul of two dtypes."""
+    require(scale.numel() == 1, f"scale has shape {tuple(scale.shape)}, expected one number.")
+    t = t.contiguous()
+    y = torch.empty_like(t, dtype=dtype)
+    config = SCALED.pick(t.numel(), (), t)
+    grid = (cdiv(t.numel(), config["BLOCK"]),)
+    launch(device("cross_entropy").scaled_to_kernel, grid, t, scale, y, t.numel(), **config)
+    return y
 
 
 def _empty(like: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -272,6 +301,20 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
     else:
         product = torch.mm(a.to(total.dtype), b.to(total.dtype))
         total.copy_(product) if first else total.add_(product)
+
+
+def add_weight_grad(total: Tensor, dy: Tensor, x: Tensor, first: bool = False) -> None:
+    """total (V, D) float32 += dy^T x, or = of the first, without a rounding between.   dy (n, V), x (n, D)
+
+    On Hopper by the kernel of grouped GEMMs, whose tiles L2 adds while the next ones are multiplied: cuBLAS reads what
+    it adds to, and everything waits for that.
+    """
+    own = dy.is_cuda and dy.dtype.itemsize == 2 and wgrad_path(dy, x) == "pingpong"
+    if not own:
+        add_product(total, dy.t(), x, first)
+        return
+    offs = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+    grouped_wgrad_into.launcher(total[None], dy, x, offs, None, not first)
 
 
 def _check(
@@ -351,7 +394,8 @@ def _launch(
         device("cross_entropy").cross_entropy_kernel, (len(logits),),
         logits, targets.contiguous(), weights, total,
         loss_rows, lse, logp, expected, dloss, dlse, dlogp, dexpected,
-        first, width, vocab or width, logits.stride(0), ignore_index, *map(float, loss),
+        first, width, vocab or width, logits.stride(0), ignore_index,
+        float(loss.smoothing), float(loss.z_loss), float(loss.soft_cap), 1.0 / loss.temperature,
         WEIGHTED=class_weights is not None, SMOOTHED=loss.smoothing != 0, CAPPED=loss.soft_cap != 0,
         STATISTICS=vocab is None, GRADIENT=bool(grads), OTHERS=len(grads) > 1,
         **SPACE.pick(len(logits), (width,), logits),

@@ -6,6 +6,8 @@ a = silu(gate) up probs, dprobs = sum over columns of da silu(gate) up; gate and
 rounded as if it were stored, so that two kernels give the same. Padding rows are zero in all of them.
 Shapes: dy (R, D), weight (E, F, D), h (R, 2F), offs (E,), probs (R,) float32 -> dh (R, 2F), a (R, F),
 dprobs (R,) float32, empty without probs; with an index row r of dy is dy[index[r]].
+`grouped_dswiglu_into` writes dh over h: a tile's part of h is in shared memory before dh is written there, and what a
+tile reads of others, rows and columns beyond its own, is masked.
 Layout, dtypes, launches: as grouped_mm; the GEMM, and the sum over its column blocks of dprobs, in a fixed
 order. `grouped_paths.swiglu_bwd_path` says where; elsewhere the GEMM and the activation are two kernels.
 Hardware: sm_80 and later.
@@ -14,6 +16,7 @@ Hardware: sm_80 and later.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from fuseops.errors import FuseOpsError
 from fuseops.kernels import reference
-from fuseops.kernels.activation import scaled_act_bwd
+from fuseops.kernels.activation import scaled_act_bwd_into
 from fuseops.kernels.bias import sum_partials
 from fuseops.kernels.grouped import grouped_mm, product
 from fuseops.kernels.grouped_launch import launch_rings, table_size
@@ -68,6 +71,45 @@ def grouped_dswiglu(
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, a, dprobs) of a = swiglu(h) * probs for da = dy[rows of e] @ weight[e].T, zeros at padding rows."""
+    dh = h.new_empty(h.shape)
+    return dh, *_backward(dh, dy, weight, h, offs, tiles, probs, index)
+
+
+@kernel_op(
+    twin=reference.grouped_dswiglu_into,
+    fake=lambda h, dy, weight, *rest: _fake(dy, weight, h, *rest)[1:],
+    flops=lambda h, dy, weight, *_, **__: _flops(dy, weight, h),
+    nbytes=lambda h, dy, weight, *rest: grouped_dswiglu.nbytes(dy, weight, h, *rest),
+    mutates=("h",),
+    traces_twin=False,
+    cases=lambda: ((h, dy, weight, *rest) for dy, weight, h, *rest in islice(_cases(), 1)),
+)
+def grouped_dswiglu_into(
+    h: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(a, dprobs) of `grouped_dswiglu`, whose dh is written over h, contiguous; it is the same kernel."""
+    if not h.is_contiguous():
+        raise FuseOpsError(f"h has strides {h.stride()}, expected contiguous: dh takes its place.")
+    return _backward(h, dy, weight, h, offs, tiles, probs, index)
+
+
+def _backward(
+    dh: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None,
+    probs: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Write dh, which may be h.   -> a, dprobs"""
     rows, (groups, n, k) = (dy if index is None else index).shape[0], weight.shape
     if h.shape != (rows, 2 * n) or dy.dim() != 2 or dy.shape[1] != k or offs.shape != (groups,):
         raise FuseOpsError(
@@ -82,26 +124,26 @@ def grouped_dswiglu(
     path = swiglu_bwd_path(dy, weight, h, index)
     if not path or not rows or not dy.dtype == weight.dtype == h.dtype:
         da = grouped_mm.launcher(dy, weight, offs, tiles, None, index)
-        return _activation_bwd(da, h, offs, probs)
+        return _activation_bwd(dh, da, h, offs, probs)
     p = product(dy, weight, offs, tiles, index)
     p = p if path == "gather" else p.gathered()
     config = SWIGLU_BWD_SPACES[path].pick(rows, tuple(weight.shape), dy)
-    dh, a = torch.empty_like(h), h.new_empty(rows, n)
+    a = h.new_empty(rows, n)
     blocks = 0 if probs is None else cdiv(n, config["BLOCK_N"])
     sums = torch.empty(blocks, rows, dtype=torch.float32, device=h.device)
     probs = None if probs is None else probs.contiguous()
     launch_rings(p, path, config, dh, act=a, probs=probs, h=h, sums=sums)
-    return dh, a, sums.view(-1) if probs is None else sum_partials(sums)
+    return a, sums.view(-1) if probs is None else sum_partials(sums)
 
 
 def _activation_bwd(
-    da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    dh: Tensor, da: Tensor, h: Tensor, offs: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Of what padding rows hold nothing comes through."""
     padding = torch.arange(len(h), device=h.device) >= offs[-1]
     scale = torch.ones(len(h), device=h.device) if probs is None else probs
-    dh, dprobs, a = scaled_act_bwd.launcher(
-        da, h.masked_fill(padding[:, None], 0.0), scale.masked_fill(padding, 0.0), "swiglu",
-        probs is not None, True,
-    )  # fmt: skip
-    return dh, a, dprobs
+    dh.copy_(h.masked_fill(padding[:, None], 0.0))
+    dprobs, a = scaled_act_bwd_into.launcher(
+        dh, da, scale.masked_fill(padding, 0.0), "swiglu", probs is not None, True
+    )
+    return a, dprobs

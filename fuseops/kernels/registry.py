@@ -162,17 +162,19 @@ class KernelOp(Generic[P, R]):
             if out is not NOT_REPLAYED:
                 return out
         first: Any = args[0]
-        could, replayable = first.is_cuda or INTERPRET or thread.as_arch, False
-        if could:
+        replayable = False
+        if first.is_cuda or INTERPRET or thread.as_arch:
             if not torch.compiler.is_compiling():
                 replayable = not kwargs and unseen()
             elif self.fuses:
                 return self.twin(*args, **kwargs)
+        elif self.traces_twin:
+            return self.twin(*args, **kwargs)
         if replayable and not thread.unseen:
             out = replaying.now.run(self, args)
             if out is not NOT_REPLAYED:
                 return out
-        if not (could and self.launches(args, kwargs)):
+        if not self.launches(args, kwargs):
             if self.traces_twin or not _traced(args):
                 return self.twin(*args, **kwargs)
             given = enumerate((*args, *kwargs.values()))

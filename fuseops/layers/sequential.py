@@ -68,7 +68,7 @@ class Sequential(Composed):
             runner = runner.with_apart(frozenset(outs))
         path, entered = self.__dict__.get("_prefix"), False
         if path is None:
-            path, entered = _enter(self)
+            path, entered = _enter(self) if naming.thread.observers else ("", False)
         scratch: dict[str, dict[str, Any]] = {}
         at = 0
         try:
@@ -118,8 +118,6 @@ class Sequential(Composed):
 
 def _enter(module: Sequential) -> tuple[str, bool]:
     """The prefix of saved names where no root has been seen, and whether this is the outermost Sequential that runs."""
-    if not naming.thread.observers:
-        return "", False
     outermost = naming.thread.outermost
     if outermost is None:
         naming.thread.outermost = naming.Outermost(module)

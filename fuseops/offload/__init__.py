@@ -26,6 +26,7 @@ from .planning.pipeline import plan_pipeline as plan_pipeline
 from .planning.plan import OffloadPlan as OffloadPlan
 from .planning.plan import plan as plan
 from .planning.planner import Limits as Limits
+from .planning.together import share_decisions as share_decisions
 from .planning.together import share_host as share_host
 from .planning.turns import Pipeline as Pipeline
 from .policy import Candidate as Candidate
@@ -34,6 +35,7 @@ from .report import Entry as Entry
 from .report import Report as Report
 from .scheduler import Scheduler as Scheduler
 from .scopes import disabled as disabled
+from .scopes import dispatch_again as dispatch_again
 from .scopes import keep as keep
 from .scopes import recompute as recompute
 from .scopes import to_host as to_host
@@ -49,6 +51,7 @@ __all__ = [
     "Report",
     "Scheduler",
     "disabled",
+    "dispatch_again",
     "keep",
     "mark_module",
     "mark_not_offload",
@@ -56,6 +59,7 @@ __all__ = [
     "plan",
     "plan_pipeline",
     "recompute",
+    "share_decisions",
     "share_host",
     "start_offload",
     "to_host",

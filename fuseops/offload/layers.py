@@ -9,7 +9,7 @@ graphs need no code of their own.
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,8 +31,11 @@ from .reasons import TensorFacts, mark_on, why_keep
 from .records import Handle, Kept, Label, Mover, Record, Staying
 from .report import KEPT, Entry
 from .schedule import Decision, LayerRun
-from .scopes import Judged, Scope, recompute
+from .scopes import Judged, Scope, dispatch_again, recompute
 from .storages import StorageMap
+
+SCOPES = {"recompute": recompute, "dispatch": dispatch_again}
+"""Of a decision for what an op in a layer saves: what the layer runs in."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +77,8 @@ class LayerScope(Scope):
         self._thread_calls = _LayersThread()
         self._resident: StorageMap[str] = StorageMap()  # name under which a storage is kept
         self._recomputed: dict[str, list[str]] = {}  # layer -> names of what comes into it
-        self._dropping: set[str] = set()  # layers with ops that drop fields
+        # what ops in a layer do without, by its path
+        self._without: dict[str, list[Callable[[], AbstractContextManager[None]]]] = {}
         # decision of the last step by name, "offload" if in one of its micro-batches
         self.names: dict[str, str] = {}
         # names that left in this step, though the schedule keeps what is read too soon
@@ -121,8 +125,8 @@ class LayerScope(Scope):
         self._thread_calls.running.append(running)
         if call is None:
             return
-        if path in self._dropping:
-            running.inside.enter_context(recompute())
+        for scope in self._without.get(path, ()):
+            running.inside.enter_context(scope())
         torch_private.push_saved_tensor_hooks(self._hook, records.unpack)
         names.thread.observers += 1
         modules.watch(self)
@@ -167,14 +171,15 @@ class LayerScope(Scope):
             self._mover.schedule.decisions, self._mover.schedule.lag = decisions, lag
         self._judged.clear()
         self._recomputed = {path: [] for path in recomputed}
-        self._dropping = set()
+        self._without = {}
         for path in self._layers.values():
             mine = [name for name in decisions if name.startswith(f"{path}.")]
             if path in self._recomputed:
                 # A checkpoint saves what comes in, and knows no names.
                 self._recomputed[path] = [n for n in mine if decisions[n] != "recompute"]
-            elif any(decisions[name] == "recompute" for name in mine):
-                self._dropping.add(path)
+            else:
+                said = {decisions[name] for name in mine}
+                self._without[path] = [SCOPES[word] for word in SCOPES if word in said]
 
     def _why_layer_aside(self) -> str | None:
         """Why the schedule leaves a call alone, or None; "" is not worth a line."""

@@ -18,7 +18,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe import modules
 
-from .records import Handle, unpack
+from .records import Handle, Kept, Moved
 
 Pair = tuple[Any, Any]
 
@@ -55,8 +55,8 @@ class PackHook:
 
 
 # A compiled region calls the hooks while it runs; dynamo would try to compile them in their turn.
-torch_private.never_compile(PackHook.__call__)
-torch_private.never_compile(unpack)
+for _hook in (PackHook.__call__, Kept.restore, Moved.restore):
+    torch_private.never_compile(_hook)
 
 
 class _Stack(threading.local):

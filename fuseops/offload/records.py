@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Literal, NamedTuple
 
 from torch import Tensor, UntypedStorage
@@ -138,7 +139,7 @@ class Mover:
             if item.kept is not None and item.bundle is None and item not in call.small:
                 return item.kept
             record = Record(t, storage, watch, item, call, self, coding)
-            _thread.records[storage_key(storage)] = record
+            _thread.note(storage_key(storage), record)
             return record
 
     def share(self, call: LayerRun, item: Item) -> None:
@@ -233,8 +234,17 @@ class Record:
 
 
 class _RecordsThread(threading.local):
+    """The records of this thread, by storage. A record that lives keeps its key from another storage."""
+
     def __init__(self) -> None:
-        self.records: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
+        self.records: dict[int, weakref.ref[Record]] = {}
+        self._limit = 64
+
+    def note(self, key: int, record: Record) -> None:
+        if len(self.records) >= self._limit:
+            self.records = {k: r for k, r in self.records.items() if r() is not None}
+            self._limit = 2 * len(self.records) + 64
+        self.records[key] = weakref.ref(record)
 
 
 _thread = _RecordsThread()
@@ -242,7 +252,8 @@ _thread = _RecordsThread()
 
 def find(t: Tensor) -> Record | None:
     """The record that already holds the bytes of t, or None."""
-    record = _thread.records.get(storage_key(t.untyped_storage()))
+    known = _thread.records.get(storage_key(t.untyped_storage()))
+    record = None if known is None else known()
     return record if record is not None and record.is_of(t) else None
 
 
@@ -315,6 +326,5 @@ def _written(guard: Tensor, saved_at: int, label: Label, when: str) -> InPlaceEr
     )
 
 
-def unpack(handle: Handle) -> Tensor:
-    """The unpack hook of every scope."""
-    return handle.restore()
+unpack: Callable[[Handle], Tensor] = methodcaller("restore")
+"""The unpack hook of every scope."""

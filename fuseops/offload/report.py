@@ -129,9 +129,10 @@ class Ledger:
         self.chain: tuple[Ledger, ...] = (self,)  # and those around it, innermost first
         self.entries: dict[Entry, int] = {}
         self.out = self.back = (0, 0)
-        self.records: weakref.WeakSet[Moves] = weakref.WeakSet()
+        self.records: list[weakref.ref[Moves]] = []
         self._backward_seen = False
         self._lock = threading.Lock()
+        self._limit = 64  # of `records`, before the dead go
 
     def inside(self, outer: Ledger | None) -> None:
         """Whose scope this one's is opened in."""
@@ -142,11 +143,16 @@ class Ledger:
             with ledger._lock:
                 ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
 
-    def moved(self, record: Moves) -> None:
+    def moved(self, entry: Entry, record: Moves) -> None:
+        of, nbytes = weakref.ref(record), record.item.nbytes
         for ledger in self.chain:
             with ledger._lock:
-                ledger.out = (ledger.out[0] + record.item.nbytes, ledger.out[1] + 1)
-                ledger.records.add(record)
+                ledger.entries[entry] = ledger.entries.get(entry, 0) + 1
+                ledger.out = (ledger.out[0] + nbytes, ledger.out[1] + 1)
+                if len(ledger.records) >= ledger._limit:
+                    ledger.records = [r for r in ledger.records if r() is not None]
+                    ledger._limit = 2 * len(ledger.records) + 64
+                ledger.records.append(of)
 
     def stayed(self, entry: Entry, nbytes: int, reason: str) -> None:
         """What was reported as moved, in so many bytes, stays after all."""
@@ -174,7 +180,7 @@ class Ledger:
 
     def report(self) -> Report:
         with self._lock:
-            records = list(self.records)
+            records = [record for of in self.records if (record := of()) is not None]
             entries = tuple(e._replace(times=n) for e, n in self.entries.items() if n > 0)
         away = [r for r in records if r.item.released]
         held = tuple((r.name, r.nbytes) for r in away if not r.origin.expired())

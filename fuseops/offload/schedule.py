@@ -28,7 +28,7 @@ BUNDLE = 32 << 20  # ... in transfers of about this size
 ALONE = OrderKey("", 0)  # of what leaves by itself: it is in no order
 LAST_GROUP = "last group before backward begins"
 
-Decision = Literal["keep", "offload", "quantize", "recompute"]
+Decision = Literal["keep", "offload", "quantize", "recompute", "dispatch"]
 
 
 class Schedule:
@@ -326,7 +326,8 @@ class Schedule:
             return bundle.source, item.offset
         target = bundle.target
         if target is None or target.owner != self.lanes.compute():
-            self._let_target_go(bundle)
+            if target is not None:
+                self._let_target_go(bundle)
             self.stats.misses += 1
             target = self._reload(bundle)
         if bundle.arrived is not None:

@@ -22,10 +22,17 @@ from fuseops.words import plural
 from .arguments import one_of, parse_bytes, whole_number
 from .lanes.devices import make_lanes
 from .layers import EnterHook, Interrupted, LayerScope, LeaveHook
+from .planning.decided import DISPATCH, MADE_AGAIN
 from .planning.hardware import Hardware
 from .planning.plan import OffloadPlan, plan
 from .planning.simulate import DEFAULT
-from .planning.together import of_this_machine, share_host
+from .planning.together import (
+    check_alike,
+    groups_of,
+    of_this_machine,
+    share_decisions,
+    share_host,
+)
 from .policy import Policy
 from .recompute import Recomputed, recompute_whole
 from .records import Mover
@@ -45,7 +52,9 @@ class Scheduler:
     layers   globs of module paths: the units of the schedule. What is saved outside them stays
     policy   what moves; default: everything of 1 MiB or more, or, with a plan, nothing more
     plan     a plan, or decisions by name: "keep", "offload" or "quantize" (as float8 codes) for a saved tensor,
-             "recompute" for one that its op declares it can do without, or for a layer by its path
+             "recompute" for one that its op declares it can do without, or for a layer by its path, "dispatch" for
+             tokens that arrived at experts over ranks, which are sent again in the backward. What ranks that share
+             experts recompute and dispatch again is the same on all of them (`share_decisions`)
     peak     most bytes on the device: the first forward is recorded and planned for that, with what
              `policy` lets leave; instead of `plan`
     hardware for that plan; default: this machine's, measured
@@ -155,6 +164,10 @@ class Scheduler:
         again = [
             path for path in self.layers if path in layers or decisions.get(path) == "recompute"
         ]
+        if self.plan is not None:
+            sent = [name for name, decision in decisions.items() if decision == DISPATCH]
+            whole = [path for path in again if groups_of(self.layers[path])]
+            check_alike([*whole, *sent], self.model)
         self._scope.follow(decisions, again, self.lag)
         self._recomputed += [recompute_whole(self.layers[path]) for path in again]
 
@@ -187,6 +200,8 @@ class Scheduler:
         if self._group is not None and self._host is not None:
             self.plan = share_host(self.plan, self._group)
             self._host = self.plan.limits.host
+        for group in groups_of(self.model):
+            self.plan = share_decisions(self.plan, group)
         self._peak = None
         self._follow()
 
@@ -292,7 +307,7 @@ class Scheduler:
         wrong = [
             f"{name}: planned {wanted[name]}, {ran.get(name, 'not saved')}"
             for name in sorted(wanted)
-            if wanted[name] != ran.get(name, "recompute")
+            if wanted[name] != ran.get(name, wanted[name] if wanted[name] in MADE_AGAIN else None)
         ]
         if wrong:
             raise FuseOpsError("what ran is not what was planned:\n" + "\n".join(wrong))

@@ -216,8 +216,7 @@ class Scope(Guarded):
         record = mover.save(call, t, marks.ready(t), found.entry, self._ledger, found.coding)
         if isinstance(record, str):
             return record
-        self._ledger.saw(found.entry)
-        self._ledger.moved(record)
+        self._ledger.moved(found.entry, record)
         return Moved(t, found.label, record, record.call, self._ledger)
 
     def _call_of(self, record: Record) -> LayerRun:
@@ -279,13 +278,10 @@ class _ToHost(Scope):
             mover.close()
         super()._close()
 
-    def _mover(self, device: torch.device) -> Mover:
-        mover = self._movers.get(device)
-        if mover is None:
-            lag = IN_FLIGHT if device.type == "cuda" else 0
-            lanes = lanes_of(device)
-            mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
-            self._movers[device] = mover
+    def _new_mover(self, device: torch.device) -> Mover:
+        lag, lanes = IN_FLIGHT if device.type == "cuda" else 0, lanes_of(device)
+        mover = Mover(Schedule(lanes, lag=lag, small=0, keep_last=False), lanes)
+        self._movers[device] = mover
         return mover
 
     def _known_of(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -304,7 +300,8 @@ class _ToHost(Scope):
         record = records.find(t)
         if record is not None:
             return self._share(t, found.label, found.entry.also, record)
-        handle = self._moved(t, found, self._mover(t.device), None)
+        mover = self._movers.get(t.device) or self._new_mover(t.device)
+        handle = self._moved(t, found, mover, None)
         if isinstance(handle, str):
             log.warning("%s stays: %s", found.label.name, handle)
         return handle
@@ -369,3 +366,11 @@ def recompute() -> AbstractContextManager[None]:
     the backward. Other modules are recomputed as a whole, by `torch.utils.checkpoint`.
     """
     return settings.scope((("recompute", True),))
+
+
+def dispatch_again() -> AbstractContextManager[None]:
+    """Experts over ranks (`fuseops.distributed.ExpertParallel`) save the tokens of their own rank in the place of those
+    that arrived, and dispatch them again in the backward: the same numbers to the bit, for one more way there. Where
+    the rule `routed_mlp` does not run nothing changes.
+    """
+    return settings.scope((("dispatch_again", True),))

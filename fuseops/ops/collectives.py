@@ -68,6 +68,10 @@ class Collective(Op[CollectiveSaved]):
         return self._ranks.group
 
     @property
+    def together(self) -> Any:
+        return self.group.get_group() if hasattr(self.group, "get_group") else self.group
+
+    @property
     def alias(self) -> bool:
         return self._ranks.size == 1
 

@@ -272,8 +272,8 @@ class LinearCrossEntropy(Op[LinearCrossEntropySaved]):
                 params[name] = None
                 main_grad.addcmul_(made, dy)  # type: ignore[arg-type]
             else:
-                params[name] = _times(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
-        dx = _times(saved.dx, dy, saved.dx.dtype) if "x" in call.needs else None  # type: ignore[arg-type, union-attr]
+                params[name] = K.scaled_to(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
+        dx = K.scaled_to(saved.dx, dy, saved.dx.dtype) if "x" in call.needs else None  # type: ignore[arg-type, union-attr]
         return self._by_owner(dx, params)
 
     def _by_owner(self, dx: Tensor | None, found: dict[str, Tensor | None]) -> Grads:
@@ -333,11 +333,6 @@ def _needed(t: Any) -> Any:
 def _saved(**fields: Any) -> LinearCrossEntropySaved:
     nothing = dict.fromkeys(LinearCrossEntropySaved._fields)
     return LinearCrossEntropySaved(**{**nothing, **fields})
-
-
-def _times(made: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """made * dy in one pass and one rounding, in another dtype."""
-    return torch.mul(made, dy, out=torch.empty_like(made, dtype=dtype))
 
 
 def linear_cross_entropy(

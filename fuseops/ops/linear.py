@@ -35,20 +35,23 @@ class LinearSaved(NamedTuple):
 
 def linear(x: Operand, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Operand]:
     """x W^T + b in the precision of the call, and of x what the weight gradient reads, to save as `LinearSaved.x`."""
-    roles = call.precision.roles
+    compute, roles = call.precision
     if roles is not None:
         return _quantized(x, weight, bias, call, roles)
-    if call.precision.compute is None:
+    if compute is None:
         return F.linear(x, weight, bias), x  # type: ignore[arg-type]
     return F.linear(x, call.precision.cast(weight), call.precision.cast(bias)), x  # type: ignore[arg-type]
 
 
-def linear_bwd(saved: LinearSaved, dy: Operand, call: Call) -> Grads:
-    """The gradients of `linear` that `call.needs` names."""
-    if call.precision.roles is not None:
-        return _quantized_bwd(saved, dy, call, call.precision.roles)
+def linear_bwd(
+    saved: LinearSaved, dy: Operand, call: Call, needs: frozenset[str] | None = None
+) -> Grads:
+    """The gradients of `linear` that `needs` names, or `call.needs` where they are not given."""
+    compute, roles = call.precision
+    needs = call.needs if needs is None else needs
+    if roles is not None:
+        return _quantized_bwd(saved, dy, call, needs, roles)
     x, weight = saved
-    needs, compute = call.needs, call.precision.compute
     rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])  # type: ignore[union-attr]
     dx: Tensor | None = None
     params = {}
@@ -78,8 +81,10 @@ def _quantized(
     return y, saved_operand(x, q, roles)
 
 
-def _quantized_bwd(saved: LinearSaved, dy: Operand, call: Call, roles: Roles) -> Grads:
-    needs, params = call.needs, {}
+def _quantized_bwd(
+    saved: LinearSaved, dy: Operand, call: Call, needs: frozenset[str], roles: Roles
+) -> Grads:
+    call, params = replaced(call, needs=needs), {}
     dx: Tensor | None = None
     q = grad_operand(dy, call, roles)
     if "x" in needs:

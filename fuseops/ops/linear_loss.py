@@ -16,7 +16,7 @@ from torch import Tensor
 from fuseops import kernels as K
 from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
-from fuseops.kernels.cross_entropy import add_product
+from fuseops.kernels.cross_entropy import add_weight_grad
 from fuseops.kernels.reference.cross_entropy import row_chunks
 
 from .cross_entropy import CHUNK_BYTES
@@ -146,7 +146,7 @@ class _LinearLoss(Op[LinearLossSaved]):
                 torch.matmul(dlogits, weight, out=dx[s])
             if dweight is not None:
                 rows_of_x = x[s].reshape(-1, x.shape[-1])
-                add_product(dweight, flat.t(), rows_of_x, first=s.start == 0)
+                add_weight_grad(dweight, flat, rows_of_x, first=s.start == 0)
             if dbias is not None:
                 dbias += flat.sum(0, dtype=sums)
         return self._summed(parts), dx, dweight, dbias
@@ -156,8 +156,8 @@ class _LinearLoss(Op[LinearLossSaved]):
         side: dict[str, Tensor | None] = {}
         for name, made, owner in (("weight", dweight, weight), ("bias", dbias, bias)):
             if name in call.needs:
-                side[name] = (made * dy).to(owner.dtype)  # type: ignore[operator, union-attr]
-        return Grads((dx * dy).to(dx.dtype) if dx is not None else None, side=side)
+                side[name] = K.scaled_to(made, dy, owner.dtype)  # type: ignore[arg-type, union-attr]
+        return Grads(None if dx is None else K.scaled_to(dx, dy, dx.dtype), side=side)
 
     def _chunks(self, x: Tensor, weight: Tensor) -> Iterator[slice]:
         inner = x[0].numel() // x.shape[-1] if len(x) else 1

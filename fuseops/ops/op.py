@@ -83,6 +83,7 @@ class Call(NamedTuple):
     name       of the op, by its path in the model where that is known
     scales     state of the op's scales, where the recipe has one
     seed       (1,) int64 of this call, drawn in its forward, where the recipe rounds at random
+    prefer     "speed" or "memory": which of two ways is taken, where the faster one holds more at its peak
 
     Of ops with `live_call`:
     out        buffers by name. Of a parameter, in bwd: its main_grad. An op that adds its gradient there itself (or
@@ -99,6 +100,7 @@ class Call(NamedTuple):
     name: str = ""
     scales: ScaleState | None = None
     seed: Tensor | None = None
+    prefer: str = "speed"
     out: Mapping[str, Tensor] | None = None
     overwrite: frozenset[str] = frozenset()
     scratch: dict[str, Any] | None = None
@@ -172,6 +174,7 @@ class Op(nn.Module, Generic[S]):
     accumulate_into_main_grad   parameter gradients are added to `parameter.main_grad`, and `.grad` stays None
     apart_when_compiled   under torch.compile it runs outside of a node: its fwd is differentiable torch there
     note         what `explain()` says of it
+    together     the process group whose ranks run it together: what one of them makes again, all do
     """
 
     reads: tuple[str, ...] = ()
@@ -192,6 +195,7 @@ class Op(nn.Module, Generic[S]):
     delays: tuple[str, ...] = ()
     accumulate_into_main_grad: bool = False
     note: str = ""
+    together: Any = None
 
     _runner: Any = None  # of an op that is called alone
     _settings: int = 0  # token of what fuseops.configure said of this op
@@ -449,7 +453,10 @@ class FusedOp:
 
     A joint one declares `Saved`, `saves_for` over "x", "0.weight", "1.probs", `recomputes` as of an op, and
     `names` = {field: "0.x"}, under which its tensors are published. With `takes_saved`, bwd is given a list that
-    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns.
+    holds its `Saved`, and pops it: what is passed by itself may live, by the caller, until bwd returns. It may write
+    over a saved tensor of its own fwd for which `torch_private.held_once` says that nobody else can read it.
+    again: fields that stand in for x where it arrived from other ranks and is sent again in the backward; they are kept
+    beside x under `offload.dispatch_again()` alone, and fwd gives either.
 
     recipes: it multiplies in the formats of a recipe, through the functions that its members multiply through
     (`fuseops.ops.linear` and its like). Without it, a rule over a member that multiplies is a miss under a recipe.
@@ -461,6 +468,7 @@ class FusedOp:
     saves_for: Mapping[str, tuple[str, ...]] | None = None
     names: Mapping[str, str] = {}
     recomputes: tuple[str, ...] = ()
+    again: ClassVar[tuple[str, ...]] = ()
     takes_saved: ClassVar[bool] = False
     recipes: bool = False
     takes_quantized: bool = False

@@ -9,7 +9,8 @@ offs[-1] are padding and zero. Nothing here waits for the device, and nothing is
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,25 @@ from .splits import check_splits
 ON_DX = "on_dx"
 """In `call.scratch`, of a dispatcher: told (scratch, dx, dprobs, sums) as soon as they are there, before the gradients
 of weights are made, so that what it does with them runs beside those. sums: dx in the `sums` of Combine."""
+
+SENT = "sent"
+"""In `call.scratch`, of a dispatcher: a `Sent`, which who saves what arrived takes out."""
+
+
+class Sent(NamedTuple):
+    """What a dispatcher has sent, for who would rather have it sent again in the backward than saved."""
+
+    arrived: Any  # what it gave: a Tensor or a Quantized
+    home: Tensor  # what it was given
+    slots: Tensor
+    arrivals: Tensor
+
+
+AGAIN = "again"
+"""In `call.scratch`, of a dispatcher: sends once more, (home, slots, arrivals, tokens, roles) -> what is called for the
+`tokens` that arrive, where they are read. Every rank of its group calls it alike."""
+
+SendsAgain = Callable[..., Callable[[], Any]]
 
 
 class DispatchSaved(NamedTuple):

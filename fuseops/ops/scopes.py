@@ -24,7 +24,9 @@ class Settings(NamedTuple):
     recipe: Any = None
     strict_recipe: bool = False  # an op that would ignore the recipe raises
     reference: bool = False
+    prefer: str = "speed"  # or "memory": where the faster way holds more at its peak
     recompute: bool = False  # drop the Saved fields that an op declares it `recomputes`
+    dispatch_again: bool = False  # keep the Saved fields that stand in for what arrived, `again`
 
     def difference(self, other: "Settings") -> list[str]:
         """Names of the settings that differ, with both values."""

@@ -19,7 +19,7 @@ from .chain import Chain, outside_reads
 from .cover import Cover, Site
 from .facts import NOTHING, Facts, kept_fields, needs_of
 from .records import HIGH, KeptWeight, Miss, Operand, Span
-from .segment import Args, Segment, Slot, Step
+from .segment import Args, BackwardStep, ForwardStep, Segment, Slot
 
 
 class RunPlan(NamedTuple):
@@ -209,12 +209,12 @@ class _Builder:
 
     # --- one step
 
-    def _forward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
+    def _forward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> ForwardStep:
         members = tuple(range(u.start - base, u.stop - base))
         first = self.ops[u.start]
         args = tuple(self._args(i, base, position) for i in range(u.start, u.stop))
         calls = tuple(self._call(i) for i in range(u.start, u.stop))
-        return Step(
+        return ForwardStep(
             members=members,
             at=self.facts.offset + u.start,
             target=u.target,
@@ -226,26 +226,24 @@ class _Builder:
             cast=self.facts.compute if first.autocast and not first.pure else None,
             pure=u.kind == "op" and first.pure,
             codes=self._takes_quantized(u),
-            takes_call=first.signature.fwd_call,
             live=any(op.live_call for op in self.ops[u.start : u.stop]),
             scopes=self.chain.scopes[u.start : u.stop],
             rule=u.rule or "",
             writes=self._writes(u, position),
         )
 
-    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> Step:
+    def _backward_step(self, u: _Unit, base: int, position: dict[Any, int]) -> BackwardStep:
         members = range(u.start, u.stop)
         last = self.ops[u.stop - 1]
         calls, later = _without_delayed(
             self.ops[u.start : u.stop], tuple(self._call(i) for i in members)
         )
         wanted = [(i - u.start, i, name) for i in members for name in self.chain.parameters[i]]
-        step = Step(
+        step = BackwardStep(
             members=tuple(i - base for i in members),
             at=self.facts.offset + u.start,
             target=u.target,
             kind=u.kind,
-            args=(),
             calls=calls,
             pure=u.kind == "op" and last.pure,
             empty=tuple(
@@ -302,6 +300,7 @@ class _Builder:
             store=None if roles is None else self._store(op, roles),
             name="" if roles is None else path_of(op) or self.names[i],
             scales=None if roles is None or roles.delayed is None else self._scales(op, i),
+            prefer=self.facts.settings.prefer,
         )
 
     def _check_stored(self, i: int, roles: Roles | None) -> None:
@@ -342,7 +341,10 @@ class _Builder:
         }
         if "x" in self.needs[u.start]:
             needs.add("x")
-        return self._keep(fused, frozenset(needs))
+        keep = self._keep(fused, frozenset(needs)).difference(fused.again)
+        return (
+            keep.union(fused.again) if self.facts.settings.dispatch_again and "x" in keep else keep
+        )
 
     def _keep(self, saver: Any, needs: frozenset[str]) -> frozenset[str]:
         """What to save; under a recompute policy everything but what the op declares that it can do without."""

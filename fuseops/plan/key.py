@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain as chained
 from itertools import starmap
-from operator import is_, itemgetter
+from operator import attrgetter, call, getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseops.ops.op import OF_EVERY_MODULE, Op
 from fuseops.torch_private import GLOBAL_HOOKS, any_autocast, tensor_guard
@@ -17,6 +18,16 @@ from .chain import Chain
 
 Tokens = tuple[int, int, int]  # process, model, scopes
 NEVER = Op.alias  # of the classes whose ops are none
+joined = chained.from_iterable
+DICT = attrgetter("__dict__")
+HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# what an instance of any op may hold that a plan depends on, beside hooks and buffers; two at least
+OF_OPS = frozenset(
+    {
+        *("training", "_parameters", "forward", "fwd", "bwd", "_local", "_around"),
+        *("reads", "writes", "delays", "accumulate_into_main_grad"),
+    }
+)
 
 
 class CallFacts(NamedTuple):
@@ -82,12 +93,7 @@ def op_facts(ops: Iterable[Op[Any]]) -> list[tuple[Any, ...]]:
             op.__class__ if not own["_modules"] else _written(op),
             own["training"],
             op.__class__.alias is not NEVER and op.alias,
-            not (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-            ),
+            not any(HOOKS(own)),
             "forward" in own or "fwd" in own or "bwd" in own,
             "_local" in own,
         )
@@ -147,6 +153,7 @@ def parameter_of(op: Op[Any], name: str) -> Tensor | None:
 
 def has_hooks(own: Mapping[str, Any]) -> bool:
     """Whether a module, given as its `__dict__`, has hooks on its forward or backward."""
+    # read one by one: dynamo knows no itemgetter
     return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
@@ -165,84 +172,79 @@ def hooked() -> bool:
 
 
 class Glance:
-    """Tells whether a call has the key of an earlier one, in half the time that the key takes. Eager only.
+    """Tells whether a call has the key of an earlier one, in a fifth of the time that the key takes. Eager only.
 
-    What it compares of the call and of ops are the fields of the key; for parameters torch's guard sees each field of
-    `ParameterFacts`, while the mode is as it was.
+    What it compares of the call are the fields of the key; of ops what their instances hold, object by object; for
+    parameters torch's guard sees each field of `ParameterFacts`, while the mode is as it was. Loops over ops are C's.
     """
 
-    def __init__(self, chain: Chain, key: PlanKey) -> None:
-        """Raises KeyError where a glance does not do: for tensors that are not registered."""
+    def __init__(self, chain: Chain, key: PlanKey, read: Collection[int] = ()) -> None:
+        """read: the ops whose own attributes conditions have read: sizes, options, kinds.
+
+        Raises KeyError where a glance does not do: for tensors that are not registered.
+        """
         self.chain, self.key = chain, key
-        self.facts = [*key.ops]
-        self.dicts: list[tuple[dict[str, Any], Any, Any]] = []
+        self.kinds, owns = [*map(type, chain.ops)], [*map(DICT, chain.ops)]
+        self.sizes = [*map(len, owns)]
+        # what the instances hold, read in one go
+        self.readers = [itemgetter(*_depends_on(own, i in read)) for i, own in enumerate(owns)]
+        self.values = [*joined(map(call, self.readers, owns))]
+        self.hooked = [*map(any, map(HOOKS, owns))]
+        self.aliasing = [op for op in chain.ops if op.__class__.alias is not NEVER]
+        self.aliases = [op.alias for op in self.aliasing]
         # where the parameters and buffers are that ops take, each tensor once (the guard wants them so); and the
         # other places of each, by its number, and those that are None, by -1
-        self.homes: list[tuple[dict[str, Any], str]] = []
+        self.homes: list[dict[str, Any]] = []
+        self.names: list[str] = []
         self.again: list[tuple[dict[str, Any], str, int]] = []
         found: dict[int, int] = {id(None): -1}
-        for op, names, facts in zip(chain.ops, chain.parameters, key.ops, strict=True):
-            own = op.__dict__
-            registered, buffers = own["_parameters"], own["_buffers"]
+        for own, names, facts in zip(owns, chain.parameters, key.ops, strict=True):
             if facts.local:
-                raise KeyError(op)
+                raise KeyError(names)
             for name in names:
-                home = registered if name in registered else buffers
+                home = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
                 known = found.get(id(home[name]))
                 if known is None:
                     found[id(home[name])] = len(self.homes)
-                    self.homes.append((home, name))
+                    self.homes.append(home)
+                    self.names.append(name)
                 else:
                     self.again.append((home, name, known))
-            self.dicts.append((own, registered, buffers))
         try:
-            self.alike = tensor_guard([home[name] for home, name in self.homes])
+            self.alike = tensor_guard([*map(getitem, self.homes, self.names)])
         except RuntimeError as error:  # sparse ones have no strides
             raise KeyError from error
 
     def fits(
         self, x: Tensor, side: Mapping[str, Any], tokens: Tokens, live: tuple[str, ...]
     ) -> bool:
-        """Whether `PlanKey.of` would give the key again."""
+        """Whether `PlanKey.of` would give the key again, and what conditions have read is the same."""
+        ops = self.chain.ops
         if call_facts(self.chain.outside, x, side, tokens, live) != self.key.call:
             return False
-        if op_facts(self.chain.ops) != self.facts:
+        owns = [*map(DICT, ops)]
+        if [*map(type, ops)] != self.kinds or [*map(len, owns)] != self.sizes:
             return False
-        for own, registered, buffers in self.dicts:
-            if own["_parameters"] is not registered or own["_buffers"] is not buffers:
-                return False
         try:
-            tensors = [home[name] for home, name in self.homes]
-            if not self.alike(*tensors):
+            if not all(map(is_, joined(map(call, self.readers, owns)), self.values)):
                 return False
-            again = self.again
-            return not again or all(
-                home[name] is (None if k < 0 else tensors[k]) for home, name, k in again
+            if [*map(any, map(HOOKS, owns))] != self.hooked:
+                return False
+            if self.aliasing and [op.alias for op in self.aliasing] != self.aliases:
+                return False
+            tensors = [*map(getitem, self.homes, self.names)]
+            return self.alike(*tensors) and (
+                not self.again
+                or all(h[name] is (None if k < 0 else tensors[k]) for h, name, k in self.again)
             )
-        except KeyError:
-            return False
-
-
-class Attributes:
-    """What the instances of some ops hold beside what every module holds: sizes, options, kinds."""
-
-    def __init__(self, ops: Iterable[nn.Module]) -> None:
-        self.found: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
-        for op in ops:
-            own = op.__dict__
-            names = [name for name in own if name not in OF_EVERY_MODULE]
-            read = itemgetter(*names, *names) if names else tuple  # twice: of one it gives no tuple
-            self.found.append((own, len(own), read, read(own) if names else ()))
-
-    def unchanged(self) -> bool:
-        """Whether all of them are the same objects."""
-        try:
-            for own, count, read, values in self.found:
-                if len(own) != count or (values and not all(map(is_, read(own), values))):
-                    return False
         except KeyError:  # one went, another came
             return False
-        return True
+
+
+def _depends_on(own: Mapping[str, Any], read: bool) -> list[str]:
+    """What an instance, given as its `__dict__`, holds that a plan may depend on.  read: by conditions"""
+    known = OF_OPS if not own["_buffers"] else OF_OPS | {"_buffers"}
+    return [n for n in own if n in known or (read and n not in OF_EVERY_MODULE)]
 
 
 def autocast_of(x: Tensor) -> torch.dtype | None:

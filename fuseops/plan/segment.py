@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from fuseops.kernels.registry import INTERPRET
 from fuseops.ops.local import Local
 from fuseops.ops.op import Call, Op
 from fuseops.ops.structure import Tap
@@ -31,42 +30,64 @@ class Slot(NamedTuple):
     op: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """One op or fused op, forward or backward."""
+    """One op or fused op, in one direction."""
 
     members: tuple[int, ...]  # indices in the segment
     at: int  # position of the first among all that the Sequential runs
     target: Any  # Op or FusedOp
     kind: str  # "op", "forward", "backward", "joint"
-    args: tuple[Args, ...]  # forward: keyword tensors of every member
     calls: tuple[Call, ...]
-    keep: frozenset[str] = frozenset()  # joint: fields to save
-    cast: Any = None  # forward: autocast dtype of the input, or None
-    pure: bool = False  # a level-1 op
-    codes: bool = False  # forward: x may be a Quantized; what that stands for, otherwise
-    # backward: the Saved of each member, or that of a joint target, with every field None
-    empty: tuple[Any, ...] = ()
-    takes_call: bool = False
-    takes_dside: bool = False
-    # what the fwd or bwd of a single op takes by keyword, besides tensors
+    # what the fwd or bwd of a single op takes by keyword, besides tensors: its call
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    pure: bool = False  # a level-1 op
     live: bool = False  # wants call.out and call.scratch
     scopes: tuple[str, ...] = ()  # of every member, the Sequential that it was written in
     writes: tuple[tuple[str, int], ...] = ()  # (name, position) of published side tensors
-    # backward: what is needed of every member's parameters and side inputs, and its position
+    rule: str = ""  # that made the target, if one did
+    first: int = field(init=False)  # of `members`
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a call of one op, which publishes nothing and wants nothing that lives for one call."""
+        return self.kind == "op" and not (self.pure or self.live or self.writes)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForwardStep(Step):
+    """The forward of one op or fused op."""
+
+    args: tuple[Args, ...]  # keyword tensors of every member
+    keep: frozenset[str] = frozenset()  # joint: fields to save
+    cast: Any = None  # autocast dtype of the input, or None
+    codes: bool = False  # x may be a Quantized; what that stands for, otherwise
+    plain: bool = field(init=False)  # nothing but a call of one op's `fwd`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", self.members[0])
+        object.__setattr__(self, "plain", self.single and self.cast is None)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BackwardStep(Step):
+    """The backward of one op or fused op."""
+
+    # the Saved of each member, or that of a joint target, with every field None
+    empty: tuple[Any, ...] = ()
+    takes_dside: bool = False
+    # what is needed of every member's parameters and side inputs, and its position
     params: tuple[tuple[int, str, int], ...] = ()  # (member, name, position)
     sides: tuple[tuple[int, str, int], ...] = ()
     main: tuple[tuple[int, str], ...] = ()  # (member, parameter) whose gradients go to main_grad
-    dx: bool = False  # backward: somebody needs the gradient of x
-    later: Step | None = None  # the part that waits for backward_dw
-    rule: str = ""  # that made the target, if one did
-    plain: bool = field(init=False)  # nothing but a call of one op's `fwd` or `bwd`
+    dx: bool = False  # somebody needs the gradient of x
+    later: BackwardStep | None = None  # the part that waits for backward_dw
+    plain: bool = field(init=False)  # nothing but a call of one op's `bwd`
 
     def __post_init__(self) -> None:
-        odd = self.pure or self.takes_dside or self.live or self.main or self.later is not None
-        odd = bool(odd or self.writes) or self.cast is not None
-        object.__setattr__(self, "plain", self.kind == "op" and not odd)
+        odd = self.takes_dside or self.main or self.later is not None
+        object.__setattr__(self, "first", self.members[0])
+        object.__setattr__(self, "plain", self.single and not odd)
 
 
 MOST_ROWS = 64  # of a segment: a saved shape may be another at each call
@@ -83,12 +104,24 @@ class Rows(list[Any]):
 
     constants: the fields that are none, and then None
     take: how to read them back: op, Saved class, and a getter from (*tensors, *constants)
+
+    Another call saves alike if its kept values have these `kinds`, those that `tensors_of` gives are different tensors,
+    each of `again` is one of them again (k is j), and `fixed_of` gives `fixed`.
     """
 
-    def __init__(
-        self, seg: Segment, places: Mapping[tuple[int, int], int | None], constants: Any
-    ) -> None:
+    def __init__(self, seg: Segment, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
+        """values: what is kept.  numbers: of each the number of its tensor, None for what is none"""
         super().__init__([None] * len(seg.ops))
+        first: dict[int, int] = {}
+        tensors = [(k, n) for k, n in enumerate(numbers) if n is not None]
+        self.again = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
+        self.kinds = [*map(type, values)]
+        self.tensors_of = _getter([*first.values()])
+        self.fixed_of = _getter([k for k, n in enumerate(numbers) if n is None])
+        self.fixed = self.fixed_of(values)
+        each = zip(seg.kept, numbers, values, strict=True)
+        constants = {at: v for at, n, v in each if n is None and v is not None}
+        places = dict(zip(seg.kept, numbers, strict=True))
         self.constants = (*constants.values(), None)
         back = {place: k - len(self.constants) for k, place in enumerate(constants)}
         self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
@@ -105,10 +138,10 @@ class Rows(list[Any]):
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
-    """The values at these places, one at least, in a sequence."""
+    """The values at these places, in a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1 or None))
+    return itemgetter(slice(places[0], places[0] + 1 or None) if places else slice(0))
 
 
 @dataclass(eq=False)
@@ -130,8 +163,8 @@ class Segment:
     ends: tuple[str, ...] = ()  # of them: those that nobody reads after the segment
     exports: tuple[str, ...] = ()  # published side tensors that leave the segment
     export_positions: tuple[int, ...] = ()
-    forward: tuple[Step, ...] = ()
-    backward: tuple[Step, ...] = ()
+    forward: tuple[ForwardStep, ...] = ()
+    backward: tuple[BackwardStep, ...] = ()
     slots: tuple[Slot, ...] = ()
     size: int = 0  # tensors in the node, inputs and published ones
     needs_grad: bool = False
@@ -146,9 +179,11 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
+    last_rows: Rows | None = None  # those of the last call
     random: bool = field(init=False)  # its backward rounds at random
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
-    quiet: bool = field(init=False)  # and none of them changes what kernels depend on
+    # and none of them changes what kernels depend on, which may run on the device
+    quiet: bool = field(init=False)
     inputs: int = field(init=False)  # how many tensors the node takes besides x
     # where the tensors of `params` are registered, none where some are not
     registered: tuple[tuple[Op[Any], str], ...] = field(init=False)
@@ -168,7 +203,7 @@ class Segment:
         self.local_reads = self._local_reads()
         run = [*self.ops, *(step.target for step in (*self.forward, *self.backward))]
         self.own = all(map(is_own, run))
-        self.quiet = self.own and not self.elsewhere
+        self.quiet = self.own and not self.elsewhere and (INTERPRET or self.device != "cpu")
         self.inputs = len(self.reads) + len(self.params)
         owners = [(self.ops[i], name) for i, name in self.params]
         plain = not self.local_reads and all(
@@ -191,11 +226,6 @@ class Segment:
                 }
         return tuple(found.items())
 
-    @functools.cached_property
-    def rows_of_others(self) -> Rows:
-        """The rows of a call whose kept fields are tensors, each another one."""
-        return Rows(self, dict(zip(self.kept, itertools.count(), strict=False)), {})
-
     def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
         """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""
         key = tuple([v if n is None else n for n, v in zip(numbers, values, strict=True)])
@@ -203,8 +233,6 @@ class Segment:
         if found is None:
             if len(self.distinct) >= MOST_ROWS:
                 self.distinct.clear()
-            each = zip(self.kept, numbers, values, strict=True)
-            constants = {at: v for at, n, v in each if n is None and v is not None}
-            places = dict(zip(self.kept, numbers, strict=True))
-            found = self.distinct[numbers, key] = Rows(self, places, constants)
+            found = self.distinct[numbers, key] = Rows(self, numbers, values)
+        self.last_rows = found
         return found

@@ -44,7 +44,6 @@ class Conditions(NamedTuple):
     shape       of the span's input; k is its last axis, rows the product of the others
     n           last axis of the span's output
     dtype       the compute dtype: autocast's, else the input's
-    capability  of the CUDA device, such as (9, 0); None elsewhere
     recipe      the precision recipe in force, or None
     needs       which gradients anyone wants, a set of names for each op
     training    the mode of the first op
@@ -59,7 +58,6 @@ class Conditions(NamedTuple):
     rows: int
     dtype: torch.dtype
     device: torch.device
-    capability: tuple[int, int] | None
     recipe: Recipe | None
     needs: tuple[frozenset[str], ...]
     training: bool

@@ -13,7 +13,7 @@ from fuseops.errors import FuseOpsError
 from fuseops.kernels import registry
 from fuseops.ops import names
 from fuseops.ops.op import Call, Grads, Out
-from fuseops.plan.segment import Segment, Step
+from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Step
 from fuseops.recipes import Quantized
 
 from . import buffers, checks, pure, second_order, weight_grads
@@ -66,7 +66,7 @@ def run_forward(
     entered: list[torch.dtype | None] = [None] * len(seg.ops)
     look = once.look
     for step in seg.forward:
-        first = step.members[0]
+        first = step.first
         entered[first] = x.dtype
         if type(x) is Quantized and not step.codes:
             x = x.dequantize()
@@ -88,7 +88,7 @@ def run_forward(
             x = x.to(step.cast)
         if step.kind == "op":
             keywords = {name: t[position] for name, position in step.args[0]}
-            if step.takes_call:
+            if step.keywords:
                 keywords["call"] = _calls(step, once)[0] if step.live else step.calls[0]
             if step.pure:
                 out = pure.run_fwd(step, x, keywords, seg.needs_grad, once.scratch)
@@ -143,7 +143,7 @@ def _calls(
     return tuple(calls) if main is None else weight_grads.with_buffers(calls, main)
 
 
-def _run_fused(step: Step, x: Any, t: list[Any], once: Once) -> Out:
+def _run_fused(step: ForwardStep, x: Any, t: list[Any], once: Once) -> Out:
     members = tuple([{name: t[position] for name, position in args} for args in step.args])
     calls = _calls(step, once) if step.live else step.calls
     if step.kind == "joint":
@@ -178,7 +178,7 @@ def run_backward(
     if once.out is not None:
         buffers.check_dy(once.out, dy)
     for step in seg.backward:
-        first, partly = step.members[0], False
+        first, partly = step.first, False
         if step.plain:
             if dy is None:
                 continue
@@ -222,7 +222,12 @@ def run_backward(
 
 
 def _run_step(
-    seg: Segment, step: Step, saved: Saved, dy: Any, dside: dict[str, Any] | None, once: Once
+    seg: Segment,
+    step: BackwardStep,
+    saved: Saved,
+    dy: Any,
+    dside: dict[str, Any] | None,
+    once: Once,
 ) -> Sequence[Grads]:
     """`_results`, and parameter gradients that do not go through autograd put where they belong."""
     if step.later is None and not step.main:
@@ -234,7 +239,7 @@ def _run_step(
 
 
 def _results(
-    step: Step,
+    step: BackwardStep,
     out: Sequence[weight_grads.Destinations] | None,
     saved: Saved,
     dy: Any,
@@ -256,7 +261,7 @@ def _taken(saved: Saved, i: int) -> Any:
 
 
 def _op_bwd(
-    step: Step, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
+    step: BackwardStep, saved: Any, dy: Any, dside: dict[str, Any] | None, once: Once, out: Any
 ) -> Grads:
     if step.pure:
         first = once.look is not None
@@ -275,7 +280,7 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _fused_bwd(
-    step: Step, saved: Saved, dy: Any, dside: dict[str, Any], once: Once, out: Any
+    step: BackwardStep, saved: Saved, dy: Any, dside: dict[str, Any], once: Once, out: Any
 ) -> Sequence[Grads]:
     calls = _calls(step, once, out) if step.live else step.calls
     bwd: Callable[..., Sequence[Grads]] = step.target.bwd
@@ -307,7 +312,7 @@ class Node(torch.autograd.Function):
             if not seg.checked_backward:
                 live.once = live.once._replace(look=FirstCall(seg, inputs))
             here = registry.thread
-            before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+            before, here.unseen = here.unseen, seg.quiet and registry.unseen()
             arrived, live.crossing = live.crossing, None
             try:
                 y, saved, ctx.entered = run_forward(seg, arrived or x, t, live.once)
@@ -371,7 +376,7 @@ def _backward_in(
         with torch_private.compiling():
             return run_backward(seg, saved, dy, dsides, entered, once)
     here = registry.thread
-    before, here.unseen = here.unseen, seg.quiet and _launches(seg) and registry.unseen()
+    before, here.unseen = here.unseen, seg.quiet and registry.unseen()
     try:
         if seg.device != "meta" and torch.is_autocast_enabled(seg.device):
             with torch.autocast(seg.device, enabled=False):
@@ -388,11 +393,6 @@ def _backward_in(
 
 
 _apply = torch_private.direct_apply(Node)
-
-
-def _launches(seg: Segment) -> bool:
-    """Whether kernels may run on the device of a segment."""
-    return registry.INTERPRET or seg.device != "cpu"
 
 
 def run_node(seg: Segment, live: Live, x: Any, inputs: Sequence[Any]) -> Any:

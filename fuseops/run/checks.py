@@ -13,7 +13,7 @@ from fuseops.ops.op import Grads, Op, Out
 from fuseops.ops.paths import path_of
 from fuseops.plan.chain import Chain
 from fuseops.plan.key import PlanKey
-from fuseops.plan.segment import Segment, Step
+from fuseops.plan.segment import BackwardStep, Segment, Step
 from fuseops.recipes import Quantized
 from fuseops.words import dtype_name
 
@@ -193,7 +193,7 @@ def unpublished(step: Step, name: str, side: Mapping[str, Any] | None) -> FuseOp
     )
 
 
-def check_complete(step: Step, results: Sequence[Grads], partly: bool) -> None:
+def check_complete(step: BackwardStep, results: Sequence[Grads], partly: bool) -> None:
     """Raise FuseOpsError where a backward left out a gradient that somebody needs.
 
     partly: some results of the step have no gradient, so it may leave out what only those depend on. So may a level-1
@@ -208,7 +208,7 @@ def check_complete(step: Step, results: Sequence[Grads], partly: bool) -> None:
         raise wrong_grads(step, results)
 
 
-def wrong_grads(step: Step, results: Any) -> FuseOpsError:
+def wrong_grads(step: BackwardStep, results: Any) -> FuseOpsError:
     """The error for a backward that is no Grads, or leaves out a gradient that somebody needs."""
     bwd = f"{type(step.target).__name__}.bwd"
     if step.kind != "op" and (not isinstance(results, tuple) or len(results) != len(step.members)):

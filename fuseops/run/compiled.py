@@ -294,7 +294,6 @@ class Unsized(NamedTuple):
     shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
-    is_cuda: bool
 
 
 class Told:
@@ -429,10 +428,8 @@ class Told:
             return None
         if any(site.rule not in BUILTIN_RULES for site in known.scan.candidates):
             return None  # a user's condition may read the shape
-        device = known.facts.device
-        x: Any = Unsized(
-            (*[UnknownRows()] * (axes - 1), *widths), dtype, device, device.type == "cuda"
-        )
+        shape = (*[UnknownRows()] * (axes - 1), *widths)
+        x: Any = Unsized(shape, dtype, known.facts.device)
         try:
             return run.reasons(known, x, {})
         except TypeError:

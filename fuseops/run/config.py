@@ -22,6 +22,7 @@ from .composed import Composed
 from .sides import check_module
 
 LEVELS = ("DEBUG", "INFO", "WARNING")
+PREFERENCES = ("speed", "memory")
 
 
 class _Unset:
@@ -39,6 +40,7 @@ def configure(
     recipe: Recipe | Mapping[str, Recipe | None] | None = _UNSET,
     rules: Iterable[Rule] = _UNSET,
     disable: Iterable[str] = _UNSET,
+    prefer: str = _UNSET,
 ) -> None:
     """Set what every call is planned under, for the process (no model) or for one model.
 
@@ -50,11 +52,13 @@ def configure(
     names of its ops, of which the first that matches counts; what none matches is high precision.
     rules: tried before the built-in ones; "pointwise" as of `fuseops.rules`.
     disable: names of rules that may not fire.
+    prefer: what is chosen where the faster way of a fused op holds more at its peak: "speed" (the default) or "memory".
+    Both give the same bits, but for the order of sums that `explain()` names; it says where there is such a choice.
     Raises FuseOpsError for a value of the wrong kind.
     """
     if isinstance(recipe, Mapping):
         recipe = _by_name(model, recipe)
-    override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable)
+    override = _override(fusion=fusion, recipe=recipe, rules=rules, disable=disable, prefer=prefer)
     if model is None:
         scopes.process.token = _replaced(scopes.process.token, override)
         return
@@ -99,6 +103,8 @@ def _override(**said: Any) -> Override:
     given = {name: value for name, value in said.items() if value is not _UNSET}
     if "fusion" in given and not isinstance(given["fusion"], bool):
         raise FuseOpsError(f"fusion must be True or False, got {given['fusion']!r}.")
+    if given.get("prefer", "speed") not in PREFERENCES:
+        raise FuseOpsError(f"prefer must be one of {PREFERENCES}, got {given['prefer']!r}.")
     if given.get("recipe") is not None and not isinstance(given["recipe"], Recipe):
         raise FuseOpsError(
             f"recipe must be a fuseops.recipes.Recipe or None, got {given['recipe']!r}."

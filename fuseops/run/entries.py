@@ -11,7 +11,7 @@ from fuseops.ops.scopes import Said
 from fuseops.plan.build import RunPlan
 from fuseops.plan.cover import Scan
 from fuseops.plan.facts import Facts
-from fuseops.plan.key import Attributes, Glance, PlanKey
+from fuseops.plan.key import Glance, PlanKey
 
 from .gate import GatedRun
 
@@ -36,14 +36,12 @@ class Last(NamedTuple):
     """What a call like the last one is known by, and its plans by shape of x.
 
     Conditions are asked once a shape, where all of them are those of built-in rules, which read sizes and attributes
-    of their ops.
+    of their ops; of others there are no plans here, and they are asked at each call.
     """
 
     glance: Glance
     entry: KnownPlans
-    # of the ops that conditions read; None: ask conditions at each call
-    attributes: Attributes | None
-    plans: dict[torch.Size, RunPlan]
+    plans: dict[torch.Size, RunPlan] | None
 
 
 class Entries(dict[PlanKey, KnownPlans]):

@@ -16,7 +16,7 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.registry import PLAIN
 from fuseops.ops.op import Grads, Out
-from fuseops.plan.segment import Segment, Step
+from fuseops.plan.segment import BackwardStep, ForwardStep, Segment, Step
 from fuseops.recipes import Quantized
 
 from . import checks
@@ -56,7 +56,7 @@ class FirstCall:
 
     # --- forward
 
-    def before_fwd(self, step: Step, x: Any, t: Sequence[Any]) -> None:
+    def before_fwd(self, step: ForwardStep, x: Any, t: Sequence[Any]) -> None:
         seg, first = self.seg, step.members[0]
         self.x[first] = Given.of(x)
         if seg.checked_forward:
@@ -73,7 +73,7 @@ class FirstCall:
         tensors = [(name, a) for name, a in (("x", x), *read) if isinstance(a, Tensor)]
         self.given = [Version(name, a, torch_private.version(a)) for name, a in tensors]
 
-    def after_fwd(self, step: Step, out: Out) -> None:
+    def after_fwd(self, step: ForwardStep, out: Out) -> None:
         if self.seg.checked_forward:
             return
         if not isinstance(out.y, Tensor | Quantized):
@@ -100,7 +100,7 @@ class FirstCall:
             if type(t) in PLAIN and not t.is_inference() and not torch_private.is_batched(t)
         ]
 
-    def after_bwd(self, step: Step, results: Sequence[Grads]) -> None:
+    def after_bwd(self, step: BackwardStep, results: Sequence[Grads]) -> None:
         self._check_unwritten(step, "bwd")
         if not step.pure:
             _check_names(self.seg, step, results)
@@ -235,7 +235,7 @@ def _check_gradient(step: Step, name: str, gradient: Any, expected: Given) -> No
         )
 
 
-def _given(step: Step, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
+def _given(step: BackwardStep, results: Sequence[Grads]) -> Iterator[tuple[str, Any, int]]:
     """Name, gradient and position of everything that is needed besides dx."""
     for member, name, position in step.params:
         yield name, (results[member].params or {}).get(name), position

@@ -12,27 +12,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import profiler
 
 from fuseops.plan.segment import Segment, Step
 
+S = TypeVar("S", bound=Step)
 NVTX = os.environ.get("FUSEOPS_NVTX", "0") == "1"
 
 
-class RangedSteps(tuple[Step, ...]):
+class RangedSteps(tuple[S, ...]):
     """Steps, each of which is in a range of the profile while a loop over them is at it."""
 
     labels: tuple[str, ...]
 
-    def __new__(cls, steps: Iterable[Step], labels: Iterable[str]) -> RangedSteps:
+    def __new__(cls, steps: Iterable[S], labels: Iterable[str]) -> RangedSteps[S]:
         made = super().__new__(cls, steps)
         made.labels = tuple(labels)
         return made
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[S]:
         for step, label in zip(tuple.__iter__(self), self.labels, strict=True):
             with _range(label):
                 yield step

@@ -18,7 +18,6 @@ from torch.nn.utils import parametrize
 
 from fuseops import kernels
 from fuseops.errors import FuseOpsError
-from fuseops.kernels.registry import arch_of
 from fuseops.ops import scopes
 from fuseops.ops.halves import check_halves
 from fuseops.ops.local import unwrapped
@@ -36,7 +35,7 @@ from fuseops.plan.cover import (
     scan,
 )
 from fuseops.plan.facts import Facts, needs_of, roles_of
-from fuseops.plan.key import Attributes, Glance, PlanKey, Tokens
+from fuseops.plan.key import Glance, PlanKey, Tokens
 from fuseops.plan.segment import Segment
 from fuseops.recipes import Quantized
 from fuseops.rules.builtin_rules import BUILTIN_RULES, POINTWISE
@@ -79,7 +78,7 @@ class Run:
         entry = self._entry_of(x, side, tokens, live)
         plan = self._plan_in(entry, x, side)
         last = self.last
-        if last is not None and last.entry is entry and last.attributes is not None:
+        if last is not None and last.entry is entry and last.plans is not None:
             if len(last.plans) >= MOST_SHAPES:
                 last.plans.clear()
             last.plans[x.shape] = plan
@@ -90,15 +89,12 @@ class Run:
     ) -> RunPlan | None:
         """The plan of a call like the last one, if nothing that it depends on has changed."""
         last = self.last  # once: another thread may put its own there
-        if last is None or not last.glance.fits(x, side, tokens, live):
+        if last is None or not last.plans or not last.glance.fits(x, side, tokens, live):
             return None
         try:
-            plan = last.plans.get(x.shape)
+            return last.plans.get(x.shape)
         except RuntimeError:  # a nested tensor, which `plan` refuses
             return None
-        if plan is None or last.attributes is None or not last.attributes.unchanged():
-            return None
-        return plan
 
     def _plan_in(self, entry: KnownPlans, x: Tensor, side: Mapping[str, Any]) -> RunPlan:
         self._check_shape(x, side)
@@ -148,26 +144,18 @@ class Run:
     ) -> KnownPlans:
         """The entry of this call. Most are calls like the one before, which takes no key to tell."""
         last = self.last  # once: another thread may put its own there
-        if (
-            last is not None
-            and last.glance.fits(x, side, tokens, live)
-            and (last.attributes is None or last.attributes.unchanged())
-        ):
+        if last is not None and last.glance.fits(x, side, tokens, live):
             return last.entry
         key = PlanKey.of(self.chain, x, side, tokens, live)
         entry = self.entries.latest(key) or self.entry(key)
         self.last = None
         with suppress(KeyError):
-            self.last = Last(Glance(self.chain, key), entry, self._attributes(entry), {})
+            candidates = entry.scan.candidates
+            asked = any(c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates)
+            read = {i for c in candidates for i in range(c.start, c.stop)}
+            glance = Glance(self.chain, key, () if asked else read)
+            self.last = Last(glance, entry, None if asked else {})
         return entry
-
-    def _attributes(self, entry: KnownPlans) -> Attributes | None:
-        """Of the ops that conditions may read; None where a user's may read more."""
-        candidates = entry.scan.candidates
-        if any(c.rule not in BUILTIN_RULES and c.rule is not POINTWISE for c in candidates):
-            return None
-        read = {i for c in candidates for i in range(c.start, c.stop)}
-        return Attributes([self.ops[i] for i in sorted(read)])
 
     def numbered(self, item: Any) -> int:
         """Put an object of this run into the table that traced code reads."""
@@ -208,7 +196,6 @@ class Run:
             rows=numel(shape[:-1]),
             dtype=facts.compute or x.dtype,
             device=x.device,
-            capability=divmod(arch_of(x.device), 10) if x.is_cuda else None,
             recipe=facts.settings.recipe,
             needs=entry.needs[start:stop],
             training=self.ops[start].training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,10 @@ from .run import Run
 from .sides import described
 from .splice import Spliced, opaque_reason, side_names_of, splice
 
+# what an op says of what it reads, writes and puts elsewhere; and of every class, what its ops run
+SAID = attrgetter("reads", "writes", "delays", "accumulate_into_main_grad", "_around")
+METHODS = attrgetter("forward", "__call__", "fwd", "bwd")
+
 
 class Runner:
     """The pieces of one Sequential (or one op that is called alone), rebuilt when what it runs changes."""
@@ -31,18 +36,15 @@ class Runner:
         self.planned, self.reads, self.writes = spliced.children, spliced.reads, spliced.writes
         self.pieces, self.takes = _pieces(spliced, alone, apart)
         modules = [child.module for child in self.planned]
-        self.said = [
-            (op, op.reads, op.writes, op.delays, op.accumulate_into_main_grad, op._around)
-            for op in modules
-            if isinstance(op, Op)
-        ]
+        self.ops = [op for op in modules if isinstance(op, Op)]
+        self.said = [*map(SAID, self.ops)]
         self.around = [
             (op, opaque_reason(op) is None)
-            for op in modules
-            if isinstance(op, Op) and op._around is not Op._around and not alone
+            for op in self.ops
+            if op._around is not Op._around and not alone
         ]
-        kinds: set[Any] = {type(op) for op in modules if isinstance(op, Op)}
-        self.kinds = [(k, k.forward, k.__call__, k.fwd, k.bwd) for k in kinds]
+        self.kinds = [*{type(op) for op in self.ops}]
+        self.methods = [*map(METHODS, self.kinds)]
         self.asking = [
             (module, names)
             for module in modules
@@ -74,18 +76,10 @@ class Runner:
         for nested in self.spliced.nested:
             if not nested.stands(settings):
                 return False
-        for op, reads, writes, delays, into_main_grad, around in self.said:
-            if op.reads is not reads or op.writes is not writes or op._around is not around:
-                return False
-            if op.delays is not delays or op.accumulate_into_main_grad is not into_main_grad:
-                return False
+        if [*map(SAID, self.ops)] != self.said or [*map(METHODS, self.kinds)] != self.methods:
+            return False
         for op, spliced in self.around:
             if (opaque_reason(op) is None) is not spliced:
-                return False
-        for kind, forward, call, fwd, bwd in self.kinds:
-            if kind.forward is not forward or kind.__call__ is not call:
-                return False
-            if kind.fwd is not fwd or kind.bwd is not bwd:
                 return False
         return not self.asking or all(side_names_of(m) == known for m, known in self.asking)
 

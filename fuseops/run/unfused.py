@@ -12,12 +12,12 @@ from fuseops.kernels.registry import meta
 from fuseops.ops import scopes
 from fuseops.ops.op import Op, Out, Precision
 from fuseops.ops.structure import Add
-from fuseops.plan.segment import Segment, Step
+from fuseops.plan.segment import ForwardStep, Segment
 from fuseops.recipes import Quantized
 from fuseops.torch_private import without_modes
 
 
-def unfused(seg: Segment, step: Step, x: Any, t: Sequence[Any]) -> Out | None:
+def unfused(seg: Segment, step: ForwardStep, x: Any, t: Sequence[Any]) -> Out | None:
     """y and the side outputs of the members, on the meta device; None where a member does not run there.
 
     A recipe changes no shape and no dtype, so that there is none here.

@@ -19,7 +19,7 @@ from fuseops.ops.op import Call, Grads, Op
 from fuseops.ops.packing import alias_of
 from fuseops.ops.scopes import DELAYED, WGRAD_HOOKS
 from fuseops.plan.facts import kept_fields
-from fuseops.plan.segment import Segment, Step
+from fuseops.plan.segment import BackwardStep, Segment
 from fuseops.recipes import Quantized
 
 from . import data_parallel
@@ -41,7 +41,7 @@ class Backward(Protocol):
     """The Grads of every member of a step, given what each may write into."""
 
     def __call__(
-        self, step: Step, out: Sequence[Destinations] | None = None
+        self, step: BackwardStep, out: Sequence[Destinations] | None = None
     ) -> Sequence[Grads]: ...
 
 
@@ -93,8 +93,8 @@ def _behind(node: Any) -> Any:
 
 
 def _as_asked(
-    step: Step, adds: Callable[[int, str], bool], position: Callable[[int, str], int]
-) -> Step:
+    step: BackwardStep, adds: Callable[[int, str], bool], position: Callable[[int, str], int]
+) -> BackwardStep:
     main = tuple((k, name) for k, name in step.main if adds(step.members[k], name))
     step = step if main == step.main else replace(step, main=main)
     if step.later is None:
@@ -114,7 +114,7 @@ def _as_asked(
 
 
 def elsewhere(
-    step: Step, ops: Sequence[Op[Any]], run: Backward, saved: Any, dy: Any
+    step: BackwardStep, ops: Sequence[Op[Any]], run: Backward, saved: Any, dy: Any
 ) -> list[Grads]:
     """The Grads of a step whose parameter gradients do not all go through autograd; those that do not are None.
 
@@ -237,11 +237,11 @@ class Delayed(NamedTuple):
     """What waits for `backward_dw`: how to compute it, and what it reads, at the versions that it had."""
 
     run: Backward
-    step: Step
+    step: BackwardStep
     reads: tuple[tuple[str, Tensor, int], ...]
 
 
-def delay(op: Op[Any], run: Backward, step: Step, saved: Any, dy: Any) -> None:
+def delay(op: Op[Any], run: Backward, step: BackwardStep, saved: Any, dy: Any) -> None:
     """Put the gradients of a step off until `backward_dw`."""
     fields = kept_fields(op.saves_for, op.Saved._fields, step.calls[0].needs)
     named = [("dy", dy), *((name, getattr(saved, name)) for name in fields if saved is not None)]
@@ -262,7 +262,7 @@ def take_delayed(module: nn.Module) -> Callable[[], int]:
     it is called: once.
     """
     taken = [
-        (path, op, op.__dict__.pop(DELAYED))
+        (path, op, _taken(op))
         for path, op in reversed(list(module.named_modules()))
         if op.__dict__.get(DELAYED)
     ]
@@ -271,6 +271,12 @@ def take_delayed(module: nn.Module) -> Callable[[], int]:
         return sum(_work_off(path, op, queue) for path, op, queue in taken)
 
     return run
+
+
+def _taken(op: nn.Module) -> list[Delayed]:
+    """What waits in an op, which has an empty queue now: without one it would be seen to have changed."""
+    queue, op.__dict__[DELAYED] = op.__dict__[DELAYED], []
+    return queue
 
 
 def run_delayed(module: nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel
 from fuseops.observe.travel import travel
+from fuseops.offload.planning.decided import DISPATCH
+from fuseops.offload.planning.plan import dropping
+from fuseops.offload.planning.profile import Profile
 
 RANKS, D, TOKENS, TOP_K, LAYERS = 4, 32, 64, 2, 3
 
@@ -29,12 +33,18 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def planned(mesh: DeviceMesh, network: float) -> Any:
+def stack(mesh: DeviceMesh, way: str) -> Any:
+    """Layers of experts, and tokens of this rank, on meta."""
     with torch.device("meta"):
-        layers = (fo.Residual(fo.MoE(D, D, 8, TOP_K)) for _ in range(LAYERS))
+        layers = (fo.Residual({"moe": fo.MoE(D, D, 8, TOP_K)}) for _ in range(LAYERS))
         model = nn.Sequential(*layers).to(torch.bfloat16)
         x = torch.zeros(TOKENS, D, dtype=torch.bfloat16, requires_grad=True)
-    parallelize_module(model, mesh, ExpertParallel(way="host_counts", tokens=TOKENS))
+    parallelize_module(model, mesh, ExpertParallel(way=way, tokens=TOKENS))
+    return model, x
+
+
+def planned(mesh: DeviceMesh, network: float) -> Any:
+    model, x = stack(mesh, "host_counts")
     hardware = replace(offload.Hardware.h200(), network=network)
     return offload.plan(model, x, layers="*", hardware=hardware, min_bytes=1)
 
@@ -63,3 +73,46 @@ def test_what_travels_takes_the_time_of_the_network(mesh: DeviceMesh) -> None:
 def test_nothing_that_has_values_travels_so() -> None:
     with pytest.raises(fo.FuseOpsError, match="dry runs"):
         travel(torch.ones(2, 2), 3, 8)
+
+
+@pytest.mark.parametrize("way", ["host_counts", "fixed_capacity", "peer_memory"])
+def test_a_budget_dispatches_again_and_its_peak_is_that_of_a_step_that_does(
+    mesh: DeviceMesh, way: str
+) -> None:
+    model, x = stack(mesh, way)
+    hardware = replace(offload.Hardware.h200(), network=330.0)
+    asked = partial(offload.plan, model, x, layers="*", hardware=hardware, min_bytes=1 << 40)
+    free = asked()
+    groups = [g for g in free.profile.recompute if g.kind == "dispatch"]
+    assert [g.name for g in groups] == [str(k) for k in range(LAYERS)]
+    names = {free.profile.saved[k].name for g in groups for k in g.saved}
+    assert names == {f"{k}.moe.fc1.x" for k in range(LAYERS)}
+    assert all(g.seconds > 0 and not any(g.instead) for g in groups)
+    with offload.dispatch_again():
+        least = asked().profile.peak
+    plan = asked(peak=free.before.peak - 1)
+    assert plan.fits and DISPATCH in plan.decisions.values(), plan.explain()
+    every = dropping(free, {("dispatch", g.name) for g in groups})
+    held = sum(free.profile.saved[k].nbytes for k in groups[0].saved)
+    if way == "peer_memory":  # in line, where it is read: later than the plan has it
+        assert least <= every.after.peak <= least + held
+    else:
+        assert every.after.peak == least
+    assert every.after.peak <= free.before.peak - held
+    assert "sent again to its experts" in every.explain()
+    assert every.to_json()["tensors"] and every.to_html()
+
+
+def test_what_stands_in_counts_where_nobody_else_saves_it(mesh: DeviceMesh) -> None:
+    """A frozen router saves no tokens of this rank."""
+    model, x = stack(mesh, "host_counts")
+    for layer in model:
+        layer["moe"]["router"].requires_grad_(False)
+    profile = offload.plan(model, x, layers="*", min_bytes=1).profile
+    assert Profile.from_json(profile.to_json()) == profile
+    for group in profile.recompute:
+        if group.kind == "dispatch":
+            (k,), (held,) = group.saved, group.instead
+            assert (
+                held == x.nbytes and group.gone(profile.saved)[k] == profile.saved[k].nbytes - held
+            )

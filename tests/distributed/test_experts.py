@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import again_laws
 import expert_laws
 import fsdp_laws
 import pytest
@@ -44,9 +45,19 @@ def test_a_checkpoint_of_two_ranks_is_read_by_others(
     fsdp_laws.finds(str(tmp_path), fsdp_laws.net(), alone, one)
 
 
-def test_a_rank_that_was_killed_is_named_by_the_one_that_waited() -> None:
+def test_a_rank_that_was_killed_is_named_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     both = Ranks(2)
     with pytest.raises(AssertionError) as raised:
-        both.run("expert_laws", "the_second_is_killed")
+        both.run("fsdp_laws", "the_second_is_killed_inside_a_dispatch", str(tmp_path))
     both.stop()
     assert str(raised.value) == "rank 1: died"
+    ranks.run("fsdp_laws", "goes_on", str(tmp_path))
+
+
+@pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])
+def test_dispatched_again(ranks: Ranks, law: str) -> None:
+    ranks.run("again_laws", law)
+
+
+def test_experts_of_torchtitan(ranks: Ranks) -> None:
+    ranks.run("titan_laws", "law_routed_experts_of_torchtitan_travel_by_every_way")

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
+from laws import DEVICE, DTYPES, ROWS, SEEDS, VALUES, WIDTHS, assert_matches, few, tensor
 
+from fuseops.errors import FuseOpsError
 from fuseops.kernels import activation as k
 from fuseops.kernels import reference
 from fuseops.kernels.reference import GATES
@@ -50,6 +51,26 @@ def test_scaled_backward(case, need_dprobs, need_y):
     x, dy, probs, kind, interleave = case
     assert_matches(k.scaled_act_bwd, dy, x, probs, kind, need_dprobs, need_y, interleave, sums=True)
     assert_matches(k.act_dprobs, dy, x, kind, interleave, sums=True)
+
+
+@given(cases(), st.booleans(), st.booleans())
+@few
+def test_scaled_backward_over_x_gives_the_same_bits(case, need_dprobs, need_y):
+    x, dy, probs, kind, interleave = case
+    x, dy, probs = (t.contiguous().to(DEVICE) for t in (x, dy, probs))
+    options = kind, need_dprobs, need_y, interleave
+    want = k.scaled_act_bwd.launcher(dy, x, probs, *options)
+    got = x.clone()
+    for one, other in zip(
+        (got, *k.scaled_act_bwd_into.launcher(got, dy, probs, *options)), want, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_written_over_is_contiguous():
+    x, dy = torch.randn(6, 40)[:, :32].to(DEVICE), torch.randn(6, 16).to(DEVICE)
+    with pytest.raises(FuseOpsError, match=r"x has strides .* expected contiguous"):
+        k.scaled_act_bwd_into.launcher(x, dy, x[:, 0], "swiglu")
 
 
 TORCH = {

@@ -125,12 +125,28 @@ def test_a_target_outside_of_the_vocabulary_is_nan():
 
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.integers(1, 1 << 20))
-def test_chunks_cover_the_rows_within_their_bytes(rows, vocab, chunk):
+def test_chunks_cover_the_rows_within_their_bytes_and_are_as_few(rows, vocab, chunk):
     slices = list(row_chunks(rows, vocab, 2, chunk))
     assert slices[0].start == 0 and slices[-1].stop == rows
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
     longest = max(s.stop - s.start for s in slices)
     assert longest <= 1 or longest * vocab * 2 <= chunk
+    assert len(slices) == max(-(-rows // max(chunk // (vocab * 2), 1)), 1)
+
+
+@given(
+    st.tuples(DTYPES, DTYPES),
+    st.sampled_from([(0,), (1,), (65, 33), (3, 4097)]),
+    st.booleans(),
+    SEEDS,
+)
+@few
+def test_a_gradient_is_scaled_into_another_dtype(dtypes, shape, strided, seed):
+    made, dtype = dtypes
+    t = tensor(shape, made, "normal", seed, strided)
+    scale = torch.tensor(0.3)
+    got = k.scaled_to.launcher(t.to(DEVICE), scale.to(DEVICE), dtype)
+    torch.testing.assert_close(got.cpu(), k.scaled_to.twin(t, scale, dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

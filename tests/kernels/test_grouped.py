@@ -99,7 +99,14 @@ def test_dswiglu(problem, seed, with_probs, gather):
     if gather:
         dy, index = gathered(len(dy), dy.shape[1], dy.dtype, seed)
     args = dy, weight, h, offs, None, probs, index
-    assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
+    want = assert_matches(grouped_glu_bwd.grouped_dswiglu, *args, sums=True)
+    over = h.to(DEVICE)
+    got = (
+        over,
+        *run(grouped_glu_bwd.grouped_dswiglu_into, over, dy, weight, offs, None, probs, index),
+    )
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
 
 
 @given(problems(), st.booleans(), st.booleans())

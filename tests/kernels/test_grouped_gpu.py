@@ -135,6 +135,10 @@ def test_many_tiles_that_go_on_through_an_activation(path, number, with_probs, w
         for _ in range(3):
             again = grouped_glu_bwd.grouped_dswiglu(dy, weight, h, offs, None, probs, index)
             assert all(map(torch.equal, got, again))
+        for _ in range(3):
+            over = h.clone()
+            rest = grouped_glu_bwd.grouped_dswiglu_into(over, dy, weight, offs, None, probs, index)
+            assert all(map(torch.equal, got, (over, *rest)))
     da, scale = k.grouped_mm(full, weight, offs), probs if with_probs else torch.ones(len(h)).cuda()
     want = scaled_act_bwd(da, h, scale, "swiglu", with_probs, True)
     for one, other in zip(got, (want[0], want[2], want[1]), strict=True):

@@ -576,3 +576,18 @@ def test_components_of_quantized_tensors_are_planned_each_by_its_name(record: bo
     scheduler.assert_matched()
     moved = {e.name: e.nbytes for e in scheduler.report().entries if e.decision == "moved"}
     assert moved["0.act.x.row"] == row.nbytes and not [n for n in moved if n.endswith("scale")]
+
+
+def test_a_tight_budget_asks_what_preferring_memory_gives() -> None:
+    """The rows of dy are not copied then: the step peaks as the plan of a model that prefers memory says."""
+    model = nn.Sequential(fo.MoE(1024, 512, 4, 4, dtype=torch.bfloat16))
+    x = torch.randn(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
+    ask = {"layers": "0", "hardware": Hardware.h200(), "min_bytes": 1024}
+    roomy = offload.plan(model, x, **ask, peak="1GiB")
+    peak = roomy.before.peak
+    tight = offload.plan(model, x, **ask, peak=peak - 1)
+    assert not roomy.lean and 0 < tight.lean < peak
+    assert "prefer='memory'" in str(tight) and "prefer='memory'" not in str(roomy)
+    fo.configure(model, prefer="memory")
+    lean = offload.plan(model, x, **ask, peak=tight.lean - 1)
+    assert lean.before.peak == tight.lean and not lean.lean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,24 @@ class AllToAll(Exchange):
             return self._summed(rows, slots), weights[0] if weights else None
 
         return end
+
+    def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
+        return self._swapped(*self._leaving(dy, slots, arrivals))
+
+    def begin_again(
+        self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
+    ) -> Callable[[], Tensor]:
+        rows, ready = self._begun(*self._leaving(x, slots, arrivals))
+
+        def end() -> Tensor:
+            ready()
+            return rows
+
+        return end
+
+    @abc.abstractmethod
+    def _leaving(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
+        """Rows of x (T, D) as they leave, and how many go to each rank and come from it; of equal parts, rows alone."""
 
     def _home(self, arrivals: Tensor) -> tuple[list[int], ...]:
         """Rows that go to each rank and that come from it, on their way back; none for equal parts."""

@@ -20,6 +20,8 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe.travel import travel
 
+from . import lost
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -98,6 +100,10 @@ class Exchange(abc.ABC):
     def group(self) -> Any:
         return self.mesh.get_group()
 
+    def watch(self) -> None:
+        """Have a rank that ends named by those that wait for it. A collective, the first time of a group."""
+        lost.watch(self.group, aloud=self.mesh.device_type == "cuda")
+
     @abc.abstractmethod
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
         """x (T, D), experts (T, K) int32 with -1 for a copy that was dropped, weights (T, K)."""
@@ -122,6 +128,12 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
         """dy (T, D) -> (C, D), what every partial sum gets; tokens: C."""
+
+    def begin_again(
+        self, x: Tensor, slots: Tensor, arrivals: Tensor, tokens: int
+    ) -> Callable[[], Tensor]:
+        """What arrived of x (T, D), sent once more: what is called for its C rows. Here nothing is done before."""
+        return lambda: self.collect_bwd(x, slots, arrivals, tokens)
 
     @abc.abstractmethod
     def no_arrivals(self, x: Tensor) -> Tensor:

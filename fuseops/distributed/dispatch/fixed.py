@@ -5,6 +5,8 @@ No host sync, so over NCCL a step can be captured, across hosts too. More travel
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,8 +55,8 @@ class FixedCapacity(AllToAll, Bounded):
     def bound(self, offs: Tensor, rows: int) -> None:
         K.bound_rows(offs, flag_of(self.group, offs.device), rows)
 
-    def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
-        return self._swapped(self._in_slots(dy, arrivals))
+    def _leaving(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
+        return (self._in_slots(x, arrivals),)
 
     def _in_slots(self, x: Tensor, filled: Tensor) -> Tensor:
         """Every slot's token; in empty slots one that nobody reads."""

@@ -4,6 +4,8 @@ backward. Nothing is dropped, and no buffer is larger than what travels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ class HostCounts(AllToAll):
     name = "all_to_all_single with counts read by the host (one sync a forward)"
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        self.watch()
         ends, index, slots, _ = K.route(self.members(experts), self.world)
         tokens, copies = self._sizes(ends, experts)
         arrivals = tokens.clone()
@@ -44,9 +47,9 @@ class HostCounts(AllToAll):
         sizes = torch.cat([mine, self._swapped(mine)], 1).t().long().cpu()
         return sizes[[0, 2]], sizes[3]
 
-    def collect_bwd(self, dy: Tensor, slots: Tensor, arrivals: Tensor, tokens: int) -> Tensor:
+    def _leaving(self, x: Tensor, slots: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
         sent = int(arrivals[0].sum())
-        return self._swapped(K.scatter_rows(dy, slots, all_of(sent, dy), sent), *arrivals.tolist())
+        return K.scatter_rows(x, slots, all_of(sent, x), sent), *arrivals.tolist()
 
     def _home(self, arrivals: Tensor) -> tuple[list[int], ...]:
         came, sent = arrivals.flip(0).tolist()

@@ -19,9 +19,9 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError, ShapeError
 from fuseops.ops.linear import high
 from fuseops.ops.op import Call, Grads, Op, Out
-from fuseops.ops.permute import ON_DX
+from fuseops.ops.permute import AGAIN, ON_DX, SENT, Sent
 from fuseops.ops.structure import Alias, NothingSaved
-from fuseops.recipes import Operand, Quantized, quantize
+from fuseops.recipes import Operand, Quantized, Roles, quantize
 
 from . import compiled
 from .codes import packed, travelling, travels, unpacked
@@ -87,6 +87,10 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         takes = f" on {e.takes}" if e.takes else ""
         return f"experts over {e.world} ranks, {e.local} here; {e.name}; {beside}{takes}"
 
+    @property
+    def together(self) -> Any:
+        return self.exchange.group
+
     def outside(self) -> dict[Any, int]:
         return self.exchange.outside()
 
@@ -105,7 +109,7 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
             )
         if weights.element_size() < 4:  # as `Routing` has them
             weights = weights.float()
-        scaling = travelling(call.precision.roles)
+        home, scaling = x, travelling(call.precision.roles)
         if isinstance(x, Quantized) and not travels(x.scaling):
             x = x.dequantize()
         if isinstance(x, Tensor) and scaling is not None:
@@ -114,8 +118,13 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         if isinstance(x, Quantized) and not plain:
             out = self._sent(packed(x), experts, weights, call)
             _arrive(call)
-            return out._replace(y=unpacked(out.y, x))
-        return self._sent(high(x), experts, weights, call)
+            out = out._replace(y=unpacked(out.y, x))
+        else:
+            out = self._sent(high(x), experts, weights, call)
+        if call.scratch is not None and out.saved is not None and isinstance(home, Tensor):
+            call.scratch[SENT] = Sent(out.y, home, out.saved.slots, out.saved.arrivals)
+            call.scratch[AGAIN] = self._begin_again
+        return out
 
     def _sent(self, x: Tensor, experts: Tensor, weights: Tensor, call: Call) -> Out:
         if torch.compiler.is_compiling():
@@ -147,6 +156,25 @@ class ExpertDispatch(Op[ExpertDispatchSaved]):
         """Send dx home while gradients of weights are made."""
         if self.exchange.beside or self.exchange.sums is not None:
             scratch[BEGUN] = dx, dprobs, self._returning(sums, dprobs, *saved[:-1])
+
+    def _begin_again(
+        self, home: Tensor, slots: Tensor, arrivals: Tensor, tokens: int, roles: Roles | None
+    ) -> Callable[[], Operand]:
+        """What arrived, sent once more: what is called where it is read."""
+        scaling = travelling(roles)
+        codes = None if scaling is None else quantize(home, scaling, col=False)
+        x = home if codes is None else packed(codes)
+        if torch_private.is_fake(x) or x.is_meta:
+            ready = self._again_in_a_dry_run(x, tokens)
+        else:
+            ready = self.exchange.begin_again(x, slots, arrivals, tokens)
+        return ready if codes is None else lambda: unpacked(ready(), codes)
+
+    def _again_in_a_dry_run(self, x: Tensor, tokens: int) -> Callable[[], Tensor]:
+        if not self.exchange.beside:
+            return lambda: self.exchange.in_a_dry_run(x, tokens)
+        rows = self.exchange.in_a_dry_run(x, tokens)
+        return lambda: rows
 
     def _compiled(self, x: Tensor, experts: Tensor, weights: Tensor) -> Out:
         number, factor = self.exchange.number, self.capacity_factor or 0.0
@@ -245,6 +273,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
 
     reads: tuple[str, ...] = ("slots", "arrivals")
     apart_when_compiled = True
+    live_call = True
     saves_for = {"x": ("slots", "arrivals", "tokens")}
 
     def __init__(self, exchange: Exchange) -> None:
@@ -253,7 +282,8 @@ class ExpertCollect(Op[ExpertCollectSaved]):
         if exchange.sums is not None:
             self.reads = (*self.reads, "like")
 
-    def fwd(self, x: Tensor, **side: Tensor) -> Out:
+    def fwd(self, x: Tensor, *, call: Call, **side: Tensor) -> Out:
+        (call.scratch or {}).pop(SENT, None)  # where nobody has saved what arrived
         slots, arrivals = side["slots"], side["arrivals"]
         saved = None
         if torch.compiler.is_compiling():
@@ -270,7 +300,7 @@ class ExpertCollect(Op[ExpertCollectSaved]):
             return self.exchange.in_a_dry_run(x, len(slots))
         return self.exchange.collect(x, slots, arrivals)
 
-    def bwd(self, saved: ExpertCollectSaved, dy: Tensor) -> Grads:
+    def bwd(self, saved: ExpertCollectSaved, dy: Tensor, *, call: Call) -> Grads:
         return Grads(self._spread(dy, *saved))
 
     def _spread(self, dy: Tensor, slots: Any, arrivals: Any, tokens: Any) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import ShapeError
+from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
@@ -221,10 +221,7 @@ class AdaptedLinear(Op[AdaptedLinearSaved]):
         return f"{self.width}, {self.out}"
 
     def out_shape(self, shape: Shape) -> Shape:
-        if not shape or shape[-1] != self.width:
-            raise ShapeError(
-                f"AdaptedLinear expects x to end in {self.width}, got shape {tuple(shape)}."
-            )
+        check_width(self, shape, self.width)
         return (*shape[:-1], self.out)
 
     def fwd(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseops import kernels as K
-from fuseops.errors import ShapeError
+from fuseops.ops.checks import check_width
 from fuseops.ops.op import Call, Grads, Op, Out, Shape
 from fuseops.ops.paths import LENT
 
@@ -91,8 +91,7 @@ class MLP(Op[MLPSaved]):
         return f"{self.kind}, {self.width}"
 
     def out_shape(self, shape: Shape) -> Shape:
-        if not shape or shape[-1] != self.width:
-            raise ShapeError(f"MLP expects x to end in {self.width}, got shape {tuple(shape)}.")
+        check_width(self, shape, self.width)
         return (*shape[:-1], self.out)
 
     def fwd(

@@ -13,6 +13,7 @@ from .activation import act_bwd_bias as act_bwd_bias
 from .activation import act_dprobs as act_dprobs
 from .activation import act_fwd as act_fwd
 from .activation import scaled_act_bwd as scaled_act_bwd
+from .activation import scaled_act_bwd_into as scaled_act_bwd_into
 from .activation import scaled_act_fwd as scaled_act_fwd
 from .add_mm import add_mm as add_mm
 from .bias import bias_bwd as bias_bwd
@@ -22,6 +23,7 @@ from .bias import grouped_bias_fwd as grouped_bias_fwd
 from .cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
 from .cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from .cross_entropy import linear_cross_entropy_grads as linear_cross_entropy_grads
+from .cross_entropy import scaled_to as scaled_to
 from .dropout import apply_dropout as apply_dropout
 from .dropout import dropout_mask as dropout_mask
 from .formats import Format as Format
@@ -47,6 +49,7 @@ from .fp8 import fp8_wgrad as fp8_wgrad
 from .fp8 import fp8_wgrad_into as fp8_wgrad_into
 from .grouped import group_tiles as group_tiles
 from .grouped import grouped_dswiglu as grouped_dswiglu
+from .grouped import grouped_dswiglu_into as grouped_dswiglu_into
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_into as grouped_mm_into
 from .grouped import grouped_swiglu as grouped_swiglu

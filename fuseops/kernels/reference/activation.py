@@ -181,6 +181,15 @@ def scaled_act_bwd(
     return dx, dprobs, y
 
 
+def scaled_act_bwd_into(
+    x: Tensor, dy: Tensor, probs: Tensor, kind: str, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """(dprobs, y) of scaled_act_bwd, whose dx is written over x."""
+    dx, *rest = scaled_act_bwd(dy, x, probs, kind, *options)
+    x.copy_(dx)
+    return rest[0], rest[1]
+
+
 def act_dprobs(dy: Tensor, x: Tensor, kind: str, *options: Any) -> Tensor:
     """dprobs of scaled_act_fwd alone, without reading probs: the row sum of dy * act_fwd(x)."""
     return (wide(dy) * _value(wide(x), kind, *options)).sum(-1)

@@ -21,16 +21,25 @@ class Loss(NamedTuple):
     temperature: float = 1.0
 
 
-def row_chunks(rows: int, vocab: int, itemsize: int, chunk_bytes: int) -> Iterator[slice]:
-    """Slices of rows, as few and as equal as keep the logits of each within `chunk_bytes`; of 128 rows a multiple.
+WHOLE = (1024, 512, 256, 128, 1)
+"""Rows that fill tiles and, of the input gradient of 4096 columns, turns of 132 multiprocessors (1024)."""
 
-    Of no rows one empty slice.
+
+def row_chunks(rows: int, vocab: int, itemsize: int, chunk_bytes: int) -> Iterator[slice]:
+    """Slices of rows, as few as keep the logits of each within `chunk_bytes`, and but for the last equal.
+
+    Their rows are a multiple of the largest of `WHOLE` that needs no further slice. Of no rows one empty slice.
     """
     most = max(chunk_bytes // max(vocab * itemsize, 1), 1)
     each = max(-(-rows // max(-(-rows // most), 1)), 1)
-    if each > 128:
-        each = min(-(-each // 128) * 128, max(most // 128 * 128, 128))
+    whole = (-(-each // unit) * unit for unit in WHOLE)
+    each = next((rounded for rounded in whole if rounded <= most), most)
     return (slice(start, min(start + each, rows)) for start in range(0, max(rows, 1), each))
+
+
+def scaled_to(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """t * scale in another dtype, of one number."""
+    return (wide(t) * scale).to(dtype)
 
 
 def linear_cross_entropy_fwd(

@@ -118,6 +118,21 @@ def grouped_dswiglu(
     return dh, a, dprobs
 
 
+def grouped_dswiglu_into(
+    h: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    tiles: Tensor | None = None,
+    probs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(a, dprobs) of grouped_dswiglu, whose dh is written over h."""
+    dh, a, dprobs = grouped_dswiglu(dy, weight, h, offs, None, probs, index)
+    h.copy_(dh)
+    return a, dprobs
+
+
 def grouped_wgrad(
     dy: Tensor,
     x: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fuseops.torch_private import storage_users
 
 from .host_memory import HostMemory
-from .protocol import Buf, Event, Lane, Place
+from .protocol import LANES, Buf, Event, Lane, Place
 
 POISON = 0xFF  # NaN in every float format, -1 in every integer
 
@@ -43,6 +43,7 @@ class CpuLanes:
         self._host = HostMemory(self.make, budget)
         self.arena = self._host.arena
         self._choose, self._poison = choose, poison
+        self._over = {lane: Event(lane) for lane in LANES}  # of lanes on which all has run
         self._queues: dict[Lane, deque[tuple[int, Entry]]] = {"d2h": deque(), "h2d": deque()}
 
     @staticmethod
@@ -67,17 +68,6 @@ class CpuLanes:
         elif self._poison and storage_users(data) == 1:
             data.fill_(POISON)
 
-    def op(
-        self,
-        lane: Lane,
-        reads: Sequence[Buf],
-        writes: Sequence[Buf],
-        cost: float,
-        fn: Callable[[], None] | None,
-    ) -> None:
-        if fn is not None:
-            self._put(lane, fn)
-
     def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
         pairs = [
             (target.data[offset : offset + source.nbytes], source.data)
@@ -89,7 +79,7 @@ class CpuLanes:
             self._put(lane, partial(_copy_all, pairs))
 
     def record(self, lane: Lane) -> Event:
-        return Event(lane)
+        return self._over[lane] if self._choose is None else Event(lane)
 
     def wait(self, lane: Lane, event: Event) -> None:
         if self._choose is None:

@@ -8,7 +8,7 @@ import functools
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,17 +46,6 @@ class CudaLanes:
         elif buf.owner != self.compute():  # another stream will reuse it: after all that we know of
             buf.owner.wait_stream(self.compute())  # type: ignore[attr-defined]
         buf.data = None
-
-    def op(
-        self,
-        lane: Lane,
-        reads: Sequence[Buf],
-        writes: Sequence[Buf],
-        cost: float,
-        fn: Callable[[], None] | None,
-    ) -> None:
-        if fn is not None:
-            fn()
 
     def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
         if lane == "compute":

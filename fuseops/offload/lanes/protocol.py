@@ -7,7 +7,7 @@ enqueues the same. Three kinds of lanes speak this protocol: a simulated clock, 
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 from fuseops.errors import FuseOpsError
@@ -72,16 +72,6 @@ class Lanes(Protocol):
         """Give bytes back. On the device that is a write on the compute lane; host bytes carry
         `after` to their next user.
         """
-
-    def op(
-        self,
-        lane: Lane,
-        reads: Sequence[Buf],
-        writes: Sequence[Buf],
-        cost: float,
-        fn: Callable[[], None] | None,
-    ) -> None:
-        """Enqueue work. cost: bytes on the copy lanes, seconds on the others."""
 
     def copy(self, lane: Lane, sources: Sequence[Buf], target: Buf, offsets: Sequence[int]) -> None:
         """Enqueue a copy of each source to its offset (bytes) in the target, which is free on the compute lane."""

@@ -252,10 +252,10 @@ class CostModel:
 
     def _drops(self, group: int) -> list[Hole]:
         saved, found = self.profile.saved, []
-        for k in self.profile.recompute[group].saved:
+        for k, nbytes in self.profile.recompute[group].gone(saved).items():
             end = again_at(self.profile, k)
             if saved[k].held < end:
-                found.append(Hole(saved[k].held, end, saved[k].nbytes))
+                found.append(Hole(saved[k].held, end, nbytes))
         return found
 
     def _segments(self) -> None:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from .hardware import Hardware
 from .planner import Limits
-from .profile import Profile
+from .profile import Profile, Recompute
 from .simulate import LinkSettings, Simulation, Window
 
 SCHEMA_VERSION = 1
-KEEP, OFFLOAD, QUANTIZE, RECOMPUTE = "keep", "offload", "quantize", "recompute"
+KEEP, OFFLOAD, QUANTIZE = "keep", "offload", "quantize"
+RECOMPUTE, DISPATCH = "recompute", "dispatch"
+MADE_AGAIN = (RECOMPUTE, DISPATCH)
 
 
 class PlannedTensor(NamedTuple):
@@ -40,6 +42,9 @@ class Decided:
     before      the step with nothing moved; after: under this plan
     free        bytes that can leave without a stall, as the simulation says: without a budget the
                 plan moves them all, and one that a budget of that peak keeps costs no time
+    dropped     what is made again
+    lean        peak of the step, nothing moved, if the model preferred memory (`fo.configure`); 0 where that is not
+                lower than `before.peak`, or the budget is not
     warnings    what the plan cannot do
     """
 
@@ -51,13 +56,19 @@ class Decided:
     before: Simulation
     after: Simulation
     free: int = 0
+    lean: int = 0
     warnings: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
-    recomputed: tuple[str, ...] = ()
+    dropped: tuple[Recompute, ...] = ()
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Layers that are recomputed as a whole."""
+        return tuple(group.name for group in self.dropped if group.kind == "module")
 
     @cached_property
     def decisions(self) -> dict[str, str]:
-        """Name -> "keep", "offload", "quantize" or "recompute", for everything that could move.
+        """Name -> "keep", "offload", "quantize", "recompute" or "dispatch", for everything that could move.
 
         Of several micro-batches: what leaves in one leaves, and the schedule keeps it again where it is read too soon.
         """

@@ -61,7 +61,7 @@ MORE_STYLE = """
 .fuseops summary h2{display:inline}
 .fuseops a{color:var(--forward)}
 .fuseops .offload{color:var(--joint);font-weight:600}
-.fuseops .recompute{color:var(--backward);font-weight:600}
+.fuseops .recompute,.fuseops .dispatch{color:var(--backward);font-weight:600}
 .fuseops .warning{color:var(--miss);background:var(--missback);border:1px solid var(--miss);
 border-radius:8px;padding:8px 12px;margin:0 0 12px}
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,13 @@ from fuseops.errors import FuseOpsError
 from fuseops.globs import as_globs
 from fuseops.offload.arguments import one_of, parse_bytes, whole_number
 from fuseops.offload.policy import DEFAULT_MIN_BYTES, Policy
+from fuseops.ops import scopes
+from fuseops.ops.permute import Permute
 from fuseops.words import size
 
 from . import html, text, trace
 from .cost_model import Choice, CostModel
-from .decided import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Decided, PlannedTensor
+from .decided import DISPATCH, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Decided, PlannedTensor
 from .hardware import Hardware
 from .planner import NOTHING, UNLIMITED, Limits, solve
 from .profile import Profile
@@ -62,8 +64,8 @@ class OffloadPlan(Decided):
     def __repr__(self) -> str:
         return (
             f"OffloadPlan({self.profile.model}, offload {size(self.bytes_of(OFFLOAD) + self.bytes_of(QUANTIZE))}, "
-            f"recompute {size(self.bytes_of(RECOMPUTE))}, peak {size(self.before.peak)} -> "
-            f"{size(self.after.peak)})"
+            f"recompute {size(self.bytes_of(RECOMPUTE))}, dispatch {size(self.bytes_of(DISPATCH))}, "
+            f"peak {size(self.before.peak)} -> {size(self.after.peak)})"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +143,19 @@ def plan(
     told = progress or silent
     profile = recorded(step, told) if record else dry_run(step, hardware, split)
     told("choosing what leaves", STAGES - 1, STAGES)
-    return plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+    found = plan_profile(profile, hardware, limits, layers=globs or tuple(units.values()))
+    return found if record else replace(found, lean=_lean(found, step, split))
+
+
+def _lean(found: OffloadPlan, step: ProfiledStep, split: Sequence[int] | None) -> int:
+    """The peak of a dry run where memory is preferred, 0 where that need not be known or is no lower."""
+    peak, hardware = found.limits.peak, found.hardware
+    chooses = any(isinstance(op, Permute) for op in step.model.modules())
+    if peak is None or found.before.peak <= peak or not chooses:
+        return 0
+    with scopes.scope((("prefer", "memory"),)):
+        other = simulate(dry_run(step, hardware, split), (), hardware, found.settings)
+    return other.peak if other.peak < found.before.peak else 0
 
 
 @functools.cache
@@ -162,6 +176,10 @@ def plan_profile(
     tried = [DEFAULT._replace(lag=lag) for lag in lags] if settings is None else [settings]
     solutions = (_solve(profile, hardware, limits, each) for each in tried)
     return _plan_of(min(solutions, key=lambda s: s.cost(limits)), hardware, limits, layers)
+
+
+HOW = {"module": "with its whole layer", "op": "by its op", "dispatch": "sent again to its experts"}
+"""By kind of what is made again."""
 
 
 class _Solved(NamedTuple):
@@ -212,12 +230,28 @@ def _plan_of(
         solved.after,
         free=solved.free,
         layers=layers,
-        recomputed=tuple(group.name for group in dropped if group.kind == "module"),
+        dropped=tuple(dropped),
     )
     warnings = tuple(_warnings(result, model))
     for warning in warnings:
         log.info("%s: %s", profile.model, warning)
     return replace(result, warnings=warnings)
+
+
+def dropping(plan: OffloadPlan, again: Collection[tuple[str, str]]) -> OffloadPlan:
+    """The plan where this is made again too, or instead.   again: (kind, name) of groups of the profile"""
+    profile, hardware, settings = plan.profile, plan.hardware, plan.settings
+    coded = frozenset(t.name for t in plan.tensors if t.decision == QUANTIZE)
+    model = CostModel(profile, hardware, settings, coded)
+    groups = {g: profile.recompute[k] for g, k in enumerate(model.groups)}
+    drop = {g for g, group in groups.items() if (group.kind, group.name) in again}
+    rivals = frozenset[int]().union(*(model.rivals[g] for g in drop))
+    drop |= {g for g, group in groups.items() if group in plan.dropped and g not in rivals}
+    gone = frozenset[int]().union(*(model.members[g] for g in drop))
+    leaves = {k for k, t in enumerate(plan.tensors) if t.decision in (OFFLOAD, QUANTIZE)}
+    leave = {n for n, saved in enumerate(model.items) if n not in gone and leaves & {*saved}}
+    solved = _Solved.of(model, Choice(frozenset(leave), frozenset(drop)), hardware)
+    return _plan_of(solved._replace(free=plan.free), hardware, plan.limits, plan.layers)
 
 
 def _solve(profile: Profile, hardware: Hardware, limits: Limits, settings: LinkSettings) -> _Solved:
@@ -285,9 +319,9 @@ def _planned(solved: _Solved, limits: Limits) -> Iterator[PlannedTensor]:
     for k, saved in enumerate(profile.saved):
         window, decision = after.windows.get(k), KEEP
         if k in dropped:
-            decision, group = RECOMPUTE, dropped[k]
-            how = "with its whole layer" if group.kind == "module" else "by its op"
-            reason = f"{how}, {group.seconds * 1e3:.2f} ms"
+            group = dropped[k]
+            decision = DISPATCH if group.kind == "dispatch" else RECOMPUTE
+            reason = f"{HOW[group.kind]}, {group.seconds * 1e3:.2f} ms"
         elif k in leave and k not in after.stayed:
             decision = OFFLOAD
             reason = "the link has room" if window and window.slack >= 0 else "the peak needs it"

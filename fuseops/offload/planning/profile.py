@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -90,10 +90,20 @@ class Recompute(NamedTuple):
     """Saved storages that can be dropped together, and what it costs to make them again."""
 
     name: str
-    kind: str  # "op": fields that the op declares; "module": a whole layer, by checkpoint
+    # "op": fields that the op declares; "dispatch": what arrived at experts, sent again; "module": a whole layer, by
+    # checkpoint
+    kind: str
     saved: tuple[int, ...]  # indices
     seconds: float  # of all calls together
     calls: int = 1
+    instead: tuple[int, ...] = ()  # bytes that are saved in the place of each
+
+    def gone(self, saved: Sequence[Saved]) -> dict[int, int]:
+        """Index -> bytes that are not there.   saved: of the profile"""
+        instead = self.instead or (0,) * len(self.saved)
+        return {
+            k: max(saved[k].nbytes - held, 0) for k, held in zip(self.saved, instead, strict=True)
+        }
 
 
 class Happening(NamedTuple):
@@ -237,7 +247,8 @@ class Profile:
             saved=tuple(_saved(s) for s in data["saved"]),
             calls=tuple(LayerCall(**call) for call in data["calls"]),
             recompute=tuple(
-                Recompute(**{**g, "saved": tuple(g["saved"])}) for g in data["recompute"]
+                Recompute(**{**g, "saved": tuple(g["saved"]), "instead": tuple(g["instead"])})
+                for g in data["recompute"]
             ),
             assumed=tuple(data["assumed"]),
             hardware=data["hardware"],

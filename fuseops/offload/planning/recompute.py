@@ -1,12 +1,15 @@
 """What a step could make again instead of keeping it, and how long that takes: whole layers, by
-checkpoint, and saved fields that ops declare they can do without.
+checkpoint, saved fields that ops declare they can do without, and tokens that came from other ranks.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from fuseops.offload.scopes import dispatch_again, recompute
 from fuseops.ops.op import FusedOp
 from fuseops.ops.op import Op as FuseOp
 
@@ -21,14 +24,18 @@ class SeenStep(NamedTuple):
     calls: tuple[LayerCall, ...]
 
 
-def recomputations(seen: SeenStep, again: Callable[[], SeenStep]) -> tuple[Recompute, ...]:
-    """All of them. again: the same step under `offload.recompute()`; asked for only where an op that
-    saved something declares what it can do without.
-    """
+def recomputations(
+    seen: SeenStep, inside: Callable[[AbstractContextManager[None]], SeenStep]
+) -> tuple[Recompute, ...]:
+    """All of them. inside: the same step in a scope; asked for only where something saved could be made again."""
+    ops = {s.op for s in seen.saved}
     able = {cls.__name__ for base in (FuseOp, FusedOp) for cls in _below(base) if cls.recomputes}
+    sent = {cls.__name__ for cls in _below(FusedOp) if cls.again}
     found = list(_layers(seen))
-    if any(s.op in able for s in seen.saved):
-        found += _fields(seen, again())
+    if ops & able:
+        found += _fields(seen, inside(recompute()), "op")
+    if ops & sent and any(op.lane == "network" for op in seen.ops):
+        found += _fields(seen, inside(dispatch_again()), "dispatch")
     return tuple(found)
 
 
@@ -58,9 +65,14 @@ def _layers(seen: SeenStep) -> Iterator[Recompute]:
         yield from _group(seen, layer, "module", members, seconds)
 
 
-def _fields(seen: SeenStep, without: SeenStep) -> Iterator[Recompute]:
-    """Of each layer, what is saved no more under `recompute()`, for the backward's longer time."""
-    kept = {(s.call, s.name) for s in without.saved}
+def _fields(seen: SeenStep, without: SeenStep, kind: str) -> Iterator[Recompute]:
+    """Of each layer, what is saved no more in another run, for the backward's longer time. What is saved in its place
+    counts against the largest of a call.
+    """
+    kept, before = ({(s.call, s.name) for s in step.saved} for step in (without, seen))
+    instead: dict[int, int] = defaultdict(int)
+    for s in without.saved:
+        instead[s.call] += 0 if (s.call, s.name) in before else s.nbytes
     times = [_backward_seconds(step) for step in (seen, without)]
     for layer, mine in _calls_by_layer(seen.calls).items():
         members = [
@@ -69,7 +81,11 @@ def _fields(seen: SeenStep, without: SeenStep) -> Iterator[Recompute]:
             if s.call in mine and s.nbytes and (s.call, s.name) not in kept
         ]
         seconds = sum(max(times[1].get(k, 0.0) - times[0].get(k, 0.0), 0.0) for k in mine)
-        yield from _group(seen, layer, "op", members, seconds)
+        for group in _group(seen, layer, kind, members, seconds):
+            by_size = sorted(members, key=lambda n: seen.saved[n].nbytes)
+            largest = {seen.saved[n].call: n for n in by_size}
+            there = {n: instead[call] for call, n in largest.items()}
+            yield group._replace(instead=tuple(there.get(n, 0) for n in members))
 
 
 def _group(

@@ -129,8 +129,10 @@ class _Step:
         self.profile, self.schedule, self.lanes = profile, schedule, lanes
         self.coding, self.coding_seconds = coding, 0.0
         groups = [profile.recompute[k] for k in recompute]
-        self.dropped = {k for group in groups for k in group.saved}
-        self.offload = offload - self.dropped
+        self.dropped: dict[int, int] = {}  # saved -> bytes that are not there
+        for group in groups:
+            self.dropped |= group.gone(profile.saved)
+        self.offload = offload - self.dropped.keys()
         self.again: dict[int, float] = defaultdict(float)  # position -> seconds of recomputation
         for group in groups:
             for call in {profile.saved[k].call for k in group.saved}:
@@ -330,15 +332,15 @@ def again_at(profile: Profile, k: int) -> int:
     return min(saved.read, backward) if backward >= 0 else saved.read
 
 
-def _absent(profile: Profile, dropped: set[int], managed: set[int]) -> list[int]:
+def _absent(profile: Profile, dropped: Mapping[int, int], managed: set[int]) -> list[int]:
     """Bytes at every position that the profile counts and the simulation does not, or counts
     itself.
     """
     change = [0] * (len(profile.ops) + 2)
     for k, saved in enumerate(profile.saved):
         if k in dropped:
-            change[saved.held] += saved.nbytes
-            change[max(saved.held, again_at(profile, k))] -= saved.nbytes
+            change[saved.held] += dropped[k]
+            change[max(saved.held, again_at(profile, k))] -= dropped[k]
         elif k in managed:
             change[saved.at] += saved.nbytes
             change[saved.freed] -= saved.nbytes

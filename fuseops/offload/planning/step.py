@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from fuseops.observe.memory import CudaMeter, Meter, StorageMeter, tensors_in
 from fuseops.observe.rehearse import unseen
 from fuseops.observe.untouched import held, main_grad_of, main_grads, nothing_waits, put_back
 from fuseops.offload.policy import Policy
-from fuseops.offload.scopes import recompute
 from fuseops.ops.op import Op as FuseOp
 
 from .hardware import ATTENTION_SAVES, Hardware
@@ -105,8 +104,8 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         _drop_gradients(new)
         return recorder.result()
 
-    def without() -> SeenStep:
-        with recompute():
+    def inside(scope: AbstractContextManager[None]) -> SeenStep:
+        with scope:
             return observe()
 
     with _untouched(step, cuda), _bordered(step):
@@ -119,7 +118,7 @@ def record(step: ProfiledStep, told: Progress = silent) -> Profile:
         told("recording", 2, STAGES)
         seen = observe()
         told("what can be made again", 3, STAGES)
-        groups = recomputations(seen, without)
+        groups = recomputations(seen, inside)
     # Together they are the plain step, where launches overlap what runs before, and a device that is
     # never idle is slower at what takes the most power: not alike in forward and backward.
     ops, scales = [], []
@@ -164,13 +163,13 @@ def dry_run(step: ProfiledStep, hardware: Hardware, split: Sequence[int] | None 
                 step.run(args, side)
         return recorder.result()
 
-    def without() -> SeenStep:
-        with recompute():
+    def inside(scope: AbstractContextManager[None]) -> SeenStep:
+        with scope:
             return observe()
 
     with _bordered(step):
         seen = observe()
-        groups = recomputations(seen, without)
+        groups = recomputations(seen, inside)
     return Profile(
         *(type(step.model).__name__, DRY_RUN, seen.ops, seen.saved, seen.calls),
         recompute=groups,

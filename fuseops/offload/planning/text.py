@@ -10,10 +10,20 @@ from typing import Any, NamedTuple
 from fuseops.offload.codes import BOUND
 from fuseops.words import size
 
-from .decided import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, SCHEMA_VERSION, Decided, PlannedTensor
+from .decided import (
+    DISPATCH,
+    KEEP,
+    MADE_AGAIN,
+    OFFLOAD,
+    QUANTIZE,
+    RECOMPUTE,
+    SCHEMA_VERSION,
+    Decided,
+    PlannedTensor,
+)
 
 HEADER = ("tensor", "bytes", "decision", "reason", "window", "slack")
-ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, KEEP)
+ORDER = (OFFLOAD, QUANTIZE, RECOMPUTE, DISPATCH, KEEP)
 TIMES = ("out ms", "back ms", "slack ms")
 
 
@@ -62,7 +72,7 @@ def rows(plan: Decided, every: bool = False) -> list[TableRow]:
     for tensor in plan.tensors:
         if tensor.nbytes:
             place = tensor.name if every else _without_layer(tensor)
-            reason = "" if tensor.decision == "recompute" else tensor.reason
+            reason = "" if tensor.decision in MADE_AGAIN else tensor.reason
             found[place, tensor.decision, reason].append(tensor)
     listed = [
         TableRow(_title(place, tensors), tuple(tensors)) for (place, *_), tensors in found.items()
@@ -111,6 +121,8 @@ def facts(plan: Decided) -> Iterator[tuple[str, str]]:
     budget = "none: what leaves without a stall" if peak is None else size(peak)
     yield "budget", f"{budget}; host {'without limit' if host is None else size(host)}"
     yield "peak", f"{size(before.peak)} {plan.owner(before)}, nothing moved"
+    if plan.lean:
+        yield "", f"{size(plan.lean)}, nothing moved, after fo.configure(model, prefer='memory')"
     yield "", f"{size(after.peak)} {plan.owner(after)}, by this plan"
     slower = (after.seconds / before.seconds - 1) * 100 if before.seconds else 0.0
     yield (
@@ -157,11 +169,11 @@ def _line(left: str, width: int, numbers: Sequence[str], widths: Sequence[int]) 
 
 
 def _sections(plan: Decided, every: bool) -> dict[tuple[str, str], list[TableRow]]:
-    """The table by decision and reason; what is recomputed has one time each in its reason."""
+    """The table by decision and reason; what is made again has one time each in its reason."""
     found: dict[tuple[str, str], list[TableRow]] = defaultdict(list)
     for row in rows(plan, every):
         decision, reason = row.tensors[0].decision, row.tensors[0].reason
-        found[decision, reason.split(",")[0] if decision == RECOMPUTE else reason].append(row)
+        found[decision, reason.split(",")[0] if decision in MADE_AGAIN else reason].append(row)
     return {key: found[key] for key in sorted(found, key=lambda key: ORDER.index(key[0]))}
 
 
@@ -176,6 +188,7 @@ def as_json(plan: Decided) -> dict[str, Any]:
         "limits": plan.limits._asdict(),
         "fits": plan.fits,
         "free_bytes": plan.free,
+        "lean_peak_bytes": plan.lean,
         "before": _outcome(plan, "before"),
         "after": _outcome(plan, "after"),
         "layers": list(plan.layers),

@@ -1,4 +1,4 @@
-"""Ranks of one machine that share its host memory."""
+"""Ranks that share the host memory of a machine, and those that send to each other what a plan has them make again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from fuseops.errors import FuseOpsError
 from fuseops.offload.arguments import one_of
+from fuseops.ops.op import Op as FuseOp
 
-from .plan import OffloadPlan, plan_profile
+from .plan import OffloadPlan, dropping, plan_profile
 
 
 def shares(budget: int, needs: Sequence[int]) -> list[int]:
@@ -56,3 +58,65 @@ def share_host(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
     if plan.after.host <= (limits.host or 0):
         return replace(plan, limits=limits)
     return plan_profile(plan.profile, plan.hardware, limits, plan.settings, layers=plan.layers)
+
+
+Again = frozenset[tuple[str, str]]
+"""(kind, name of the layer) of what is made again by sending."""
+
+
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of two ranks and more whose ranks run ops of the model together, in the order of those."""
+    ops = [op for op in model.modules() if isinstance(op, FuseOp)]
+    every = [o.together for op in ops for o in (*op._around[0], op, *op._around[1])]
+    found = {id(group): group for group in every if group is not None}
+    return [group for group in found.values() if dist.get_world_size(group) > 1]
+
+
+def sent_again(plan: OffloadPlan) -> Again:
+    """What a plan makes again that other ranks take part in."""
+    profile = plan.profile
+    sends = {
+        call.layer
+        for call in profile.calls
+        if any(op.lane == "network" for op in profile.ops[call.enter : call.leave])
+    }
+    return frozenset(
+        (g.kind, g.name)
+        for g in plan.dropped
+        if g.kind == "dispatch" or (g.kind == "module" and g.name in sends)
+    )
+
+
+def share_decisions(plan: OffloadPlan, group: dist.ProcessGroup) -> OffloadPlan:
+    """The plan of this rank where what one rank of a group makes again by sending all of them do: each then waits for
+    the same transfers. A collective: every rank of the group calls it.
+    """
+    one_of(plan, OffloadPlan, "share_decisions(plan, ...)", "an OffloadPlan")
+    mine = sent_again(plan)
+    every = frozenset[tuple[str, str]]().union(*_said(mine, group))
+    whole = {name for kind, name in every if kind == "module"}
+    every = frozenset((kind, n) for kind, n in every if kind == "module" or n not in whole)
+    return plan if every == mine else dropping(plan, every)
+
+
+def check_alike(made_again: Sequence[str], model: nn.Module) -> None:
+    """Raise FuseOpsError on every rank of a group where they make different things again. A collective.
+
+    made_again: names of layers that are recomputed, and of tensors that are dispatched again
+    """
+    for group in groups_of(model):
+        said = _said(sorted(made_again), group)
+        odd = next((rank for rank, other in enumerate(said) if other != said[0]), None)
+        if odd is not None:
+            one = sorted({*said[0]} ^ {*said[odd]})[0]
+            raise FuseOpsError(
+                f"ranks {dist.get_global_rank(group, 0)} and {dist.get_global_rank(group, odd)} run experts or layers "
+                f"together, and one of their plans makes {one!r} again, the other does not: each would wait for what "
+                "the other never sends. Pass plans through offload.share_decisions(plan, group)."
+            )
+
+
+def _said(mine: object, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found

@@ -34,5 +34,5 @@ class BiasAct(FusedOp):
             dh = K.act_bwd(dy, h, *form)
         grads = Grads(dh)
         if isinstance(first, Linear):
-            grads = linear_bwd(own, dh, replaced(call, needs=call.needs - {"bias"}))
+            grads = linear_bwd(own, dh, call, call.needs - {"bias"})
         return replaced(grads, params={**(grads.params or {}), **params}), Grads()

@@ -74,7 +74,8 @@ def why_apart(
         return "the reference runs"
     if not swiglu_bwd_path(dy, weight, h, dy_index):
         return "no path of the GEMM can, see its own"
-    if not EPILOGUE.says(rows, (*weight.shape, dy_index is not None), dy):
+    dims = (*weight.shape, dy_index is not None)
+    if last.prefer == "speed" and not EPILOGUE.says(rows, dims, dy):
         return "two kernels are faster for this shape"
     return None
 
@@ -85,14 +86,28 @@ def expected_why_apart(
     """`why_apart` of a backward whose dy and h are not there yet, or may be copied."""
     if torch.compiler.is_compiling():  # which can look neither into a cache nor at modes
         return "dy is traced, or quantized"
+    return why_apart(given, *_rows(given, calls), dy_index, calls, rows)
+
+
+def gathers(given: Operands, dy_index: Tensor, calls: tuple[Call, ...], rows: int) -> bool:
+    """Whether the GEMM that goes on through SwiGLU can read rows of dy by index. Others copy them."""
+    if expected_why_apart(given, dy_index, calls, rows) is not None:
+        return False
+    weight: Tensor = given.fc2.transpose(1, 2)  # type: ignore[union-attr]
+    dy, h = _rows(given, calls)
+    return swiglu_bwd_path(dy, weight, h, dy_index) == "gather"
+
+
+def _rows(given: Operands, calls: tuple[Call, ...]) -> tuple[Tensor, Tensor]:
+    """A row of dy, and one of h, that stand for many."""
     fc2: Tensor = given.fc2  # type: ignore[assignment]
     dtype = calls[2].precision.compute or fc2.dtype
     widths = fc2.shape[1], 2 * fc2.shape[2]
-    if torch.compiler.is_compiling() or torch_private.is_fake(fc2) or _somebody_sees():
+    if torch_private.is_fake(fc2) or _somebody_sees():
         dy, h = (fc2.new_empty(1, width, dtype=dtype) for width in widths)
     else:
         dy, h = (_row(width, dtype, fc2.device) for width in widths)
-    return why_apart(given, dy, h, dy_index, calls, rows)
+    return dy, h
 
 
 def _somebody_sees() -> bool:
@@ -114,10 +129,12 @@ def in_words(why: str | None) -> str:
 
 
 def run(
-    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call
+    given: Operands, dy: Tensor, h: Tensor, dy_index: Tensor | None, call: Call, spare: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, the activation, dprobs"""
+    """Runs the GEMM of fc2's input gradient through SwiGLU.   -> dh, over a spare h, the activation, dprobs"""
     offs: Tensor = given.offs  # type: ignore[assignment]
     weight: Tensor = call.precision.cast(given.fc2).transpose(1, 2)  # type: ignore[union-attr]
     tiles = tiles_of(call, offs, h.shape[0])
+    if spare:
+        return h, *K.grouped_dswiglu_into(h, dy, weight, offs, tiles, given.probs, dy_index)
     return K.grouped_dswiglu(dy, weight, h, offs, tiles, given.probs, dy_index)

@@ -141,7 +141,7 @@ class Front:
         elif self.add is not None:
             first = Grads(None, side={self.add.reads[0]: None})
         if len(self.ops) == 1:
-            return (first._replace(params=params),)
+            return (Grads(first.x, params),)
         return first, *[Grads()] * (len(self.ops) - 2), Grads(None, params)
 
 

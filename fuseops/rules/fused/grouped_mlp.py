@@ -24,7 +24,7 @@ from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
 from fuseops.ops.splits import check_splits
 from fuseops.ops.tiles import tiles_of
 from fuseops.recipes import Operand
-from fuseops.torch_private import is_fake
+from fuseops.torch_private import held_once, is_fake
 
 from . import dswiglu, quantized_mlp
 
@@ -236,8 +236,8 @@ class GroupedMLP(FusedOp):
         """Of fc1, the activation and fc2: what their calls need, and no work for anything else.
 
         held: h and dy, which are taken out. source: the rows of x, for a product of that many features. finish: what
-        becomes of dx (R, D). h goes before the gradients of weights are made, dy when fc2's is there, and the rows of
-        dx before the last of them: there the peak would be.
+        becomes of dx (R, D). dh is written over an h that nobody else holds. Another one goes before the gradients of
+        weights are made, dy when fc2's is there, and the rows of dx before the last of them: there the peak would be.
         """
         first, act, last = calls
         if first.precision.roles is not None:
@@ -249,6 +249,7 @@ class GroupedMLP(FusedOp):
         dw2: Params = {}
         below = Grads()
         dy: Tensor = held.pop()
+        spare = not torch.compiler.is_compiling() and (held[0] is None or held_once(held))
         h, a, dh, dprobs = held.pop(), None, None, None
         if h is None and not last.needs.isdisjoint(("x", *WEIGHTS)):
             x, x_index = source(s.fc1.shape[1])  # type: ignore[union-attr]
@@ -263,10 +264,10 @@ class GroupedMLP(FusedOp):
         )
         da, above = above.x, replaced(above, x=None)
         if fused:
-            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last)
+            dh, a, dprobs = dswiglu.run(operands, dy, h, dy_index, last, spare)
         elif da is not None:
             wanted = bool(first.needs), "probs" in act.needs, not last.needs.isdisjoint(WEIGHTS)
-            dh, dprobs, a = self.activation_bwd(da, h, s, *wanted)
+            dh, dprobs, a = self.activation_bwd(da, h, s, *wanted, spare)
             del da
         if not last.needs.isdisjoint(WEIGHTS) and a is None:
             a = self.activation(h, s)
@@ -293,8 +294,9 @@ class GroupedMLP(FusedOp):
         need_dh: bool,
         need_dprobs: bool,
         need_a: bool,
+        spare: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dh, dprobs and the activation, in one pass over h."""
+        """dh, dprobs and the activation, in one pass over h. dh takes the place of a spare h where a kernel runs."""
         kind, *options = s.form  # type: ignore[misc]
         probs = s.probs
         if not need_dh:
@@ -303,9 +305,12 @@ class GroupedMLP(FusedOp):
             if not need_a:
                 return K.act_bwd(da, h, kind, *options), None, None
             probs = torch.ones(h.shape[:-1], device=h.device)  # exact
-        dh, dprobs, a = K.scaled_act_bwd(
-            da, h, probs, kind, need_dprobs, need_a, *options  # type: ignore[arg-type]
-        )  # fmt: skip
+        wanted: Any = (probs, kind, need_dprobs, need_a, *options)
+        if spare and h.is_contiguous() and K.scaled_act_bwd_into.launches((h, da, probs), {}):
+            dh = h
+            dprobs, a = K.scaled_act_bwd_into(h, da, *wanted)
+        else:
+            dh, dprobs, a = K.scaled_act_bwd(da, h, *wanted)
         return dh, dprobs, a if need_a else None
 
 

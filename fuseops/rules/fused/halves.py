@@ -5,16 +5,18 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fuseops import torch_private
-from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd, only
+from fuseops.ops.linear import LinearSaved, grad_in_turn, linear_bwd
 from fuseops.ops.op import Call, Grads, replaced
 from fuseops.recipes import Operand
 
 WeightGrad = Callable[[Operand], Tensor]
+X, WEIGHT, BIAS = frozenset({"x"}), frozenset({"weight"}), frozenset({"bias"})
 
 
 def forward_only(call: Call) -> Call:
     """The call of a forward whose backward makes x again, and the columns of it that a recipe asks for."""
-    return replaced(call, needs=call.needs - {"weight"})
+    roles = call.precision.roles
+    return call if roles is None else replaced(call, needs=call.needs - WEIGHT)
 
 
 def backward(
@@ -26,28 +28,25 @@ def backward(
     """
     if dy is None:
         return Grads(None, dict.fromkeys(call.needs - {"x"})), None
-    roles, needs, lead = call.precision.roles, call.needs, dy.shape[:-1]
-    dx: Tensor | None = None
-    params: dict[str, Tensor | None] = {}
-    if "bias" in needs:
-        params |= linear_bwd(LinearSaved(None, None), dy, only(call, "bias")).params or {}
-    q, given = dy, dy
-    if roles is not None:
-        q, (given, _) = grad_in_turn(dy, call, roles, stays=stays)
-    shaped = isinstance(dy, Tensor)
-    del dy
-    if "x" in needs:
-        dx = linear_bwd(LinearSaved(None, weight), q, only(call, "x")).x
-        if shaped:
-            dx = dx.view(*lead, dx.shape[-1])  # type: ignore[union-attr]
+    needs, given = call.needs, dy
+    if call.precision.roles is None:
+        found = linear_bwd(LinearSaved(None, weight), dy, call, needs - WEIGHT)
+    else:
+        lead = dy.shape[:-1] if isinstance(dy, Tensor) else None
+        none = LinearSaved(None, None)
+        own = linear_bwd(none, dy, call, BIAS).params if "bias" in needs else {}
+        q, (given, _) = grad_in_turn(dy, call, call.precision.roles, stays=stays)
+        del dy
+        dx = linear_bwd(LinearSaved(None, weight), q, call, X).x if "x" in needs else None
+        found = Grads(dx if dx is None or lead is None else dx.view(*lead, dx.shape[-1]), own)
     if "weight" not in needs:
-        return Grads(dx, params), None
+        return found, None
 
     def weight_grad(x: Operand) -> Tensor:
-        found = linear_bwd(LinearSaved(x, None), given, only(call, "weight")).params or {}
-        return found["weight"]  # type: ignore[return-value]
+        params = linear_bwd(LinearSaved(x, None), given, call, WEIGHT).params or {}
+        return params["weight"]  # type: ignore[return-value]
 
-    return Grads(dx, params), weight_grad
+    return found, weight_grad
 
 
 def shaped(rows: Tensor, like: Operand) -> Tensor:

@@ -102,4 +102,4 @@ class TapLinear(FusedOp):
             dx = tap.bwd(saved[0], own.x, dside=dside).x  # type: ignore[assignment]
         if weight_grad is not None:
             own.params["weight"] = weight_grad(saved[1].x)  # type: ignore[index, arg-type]
-        return Grads(dx), replaced(own, x=None)
+        return Grads(dx), Grads(None, own.params)

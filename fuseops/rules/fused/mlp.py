@@ -30,7 +30,7 @@ from fuseops.ops.linear import (
     weight_rows,
     wgrad_input,
 )
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, numel, replaced
 from fuseops.recipes import Operand
 from fuseops.torch_private import is_fake
 
@@ -43,6 +43,8 @@ from .halves import backward, forward_only, shaped
 # tiles leave multiprocessors idle. The first is of fc1, the second of fc2's input gradient.
 SWIGLU = Switch("mlp_swiglu", "EPILOGUE", lambda rows, dims: rows >= 4096)
 DSWIGLU = Switch("mlp_dswiglu", "EPILOGUE", lambda rows, dims: rows >= 512)
+SLOWER = "two kernels are faster for this shape"
+NO_PATH = "no path of the GEMM can, see its own"
 
 
 class DenseMLPSaved(NamedTuple):
@@ -133,7 +135,7 @@ class DenseMLP(FusedOp):
             h, a = K.grouped_swiglu(rows, weight[None], _one_group(rows))
             return _shaped(h, y), _shaped(a, y)
         hidden = self.hidden(s, y, call)
-        if self.why_not_codes(s.form, hidden, calls) is None:
+        if call.precision.roles and self.why_not_codes(s.form, hidden, calls) is None:
             return hidden, coded_swiglu.forward(_rows(hidden), None, None, calls[-1])
         return hidden, K.act_fwd(high(hidden), *s.form)  # type: ignore[misc]
 
@@ -158,9 +160,7 @@ class DenseMLP(FusedOp):
         bias = self._bias_grads(dh[0], calls[self.at + 1 : self.last - 1])
         own, weight_grad = backward(s.fc1, dh.pop(), first)
         dx = [own.x if own.x is None else own.x.view(*lead, own.x.shape[-1])]  # type: ignore[misc]
-        own = replaced(own, x=None)
-        if self.front.norm is None:
-            own = replaced(own, x=dx.pop())
+        own = Grads(dx.pop() if self.front.norm is None else None, own.params)
         front = self.front.bwd(s, dx.pop() if dx else None, calls[: self.at], dside)
         if weight_grad is not None:
             own.params["weight"] = weight_grad(self.front.again(s, first, columns=True))  # type: ignore[index]
@@ -189,7 +189,7 @@ class DenseMLP(FusedOp):
             dh, a = _shaped(dh, dy), _shaped(a, dy)
             del rows, given
         else:
-            between, grads = [h, grads.x], replaced(grads, x=None)
+            between, grads = [h, grads.x], Grads(None, grads.params)
             del h
             dh, a = self._activation_bwd(s.form, between, calls)
             h = None
@@ -210,7 +210,8 @@ class DenseMLP(FusedOp):
         da, h = between.pop(), between.pop()
         if h is None or form is None:
             return None, None
-        if da is not None and first.needs and self.why_not_codes(form, h, calls) is None:
+        codes = da is not None and first.needs and first.precision.roles
+        if codes and self.why_not_codes(form, h, calls) is None:
             rows = _rows(da)
             if coded_swiglu.whole_squares(rows):
                 return coded_swiglu.backward(rows, _rows(h), None, None, first, last)[:2]
@@ -246,12 +247,11 @@ class DenseMLP(FusedOp):
             why = "fc1 has a bias"
         if why is not None:
             return why
-        rows, weight = y.reshape(-1, y.shape[-1]), weight[None]
-        if not K.grouped_swiglu.launches((rows, weight), {}):
+        if not K.grouped_swiglu.launches((y, weight), {}):
             return "the reference runs"
-        if not swiglu_path(rows, weight):
-            return "no path of the GEMM can, see its own"
-        return _data_says(SWIGLU.says(len(rows), tuple(weight.shape[1:]), y))
+        if not SWIGLU.says(numel(y.shape[:-1]), tuple(weight.shape), y):
+            return SLOWER
+        return None if swiglu_path(_rows(y), weight[None]) else NO_PATH
 
     def why_apart_bwd(self, s: DenseMLPSaved, dy: Any, h: Any, call: Call) -> str | None:
         """Why the activation's backward is a kernel of its own; None where the GEMM of fc2 goes on through it."""
@@ -260,12 +260,12 @@ class DenseMLP(FusedOp):
         why = _why_no_epilogue(s.form, dy, call, h.dtype)
         if why is not None:
             return why
-        rows, weight = dy.reshape(-1, dy.shape[-1]), s.fc2[None].transpose(1, 2)
-        if not K.grouped_dswiglu.launches((rows, h, weight), {}):
+        if not K.grouped_dswiglu.launches((dy, h, s.fc2), {}):
             return "the reference runs"
-        if not swiglu_bwd_path(rows, weight, h.reshape(-1, h.shape[-1])):
-            return "no path of the GEMM can, see its own"
-        return _data_says(DSWIGLU.says(len(rows), tuple(weight.shape[1:]), dy))
+        if not DSWIGLU.says(numel(dy.shape[:-1]), tuple(s.fc2.shape[::-1]), dy):
+            return SLOWER
+        path = swiglu_bwd_path(_rows(dy), s.fc2[None].transpose(1, 2), _rows(h))
+        return None if path else NO_PATH
 
     def choices(self, x: Any, t: tuple[Tensors, ...], calls: tuple[Call, ...]) -> str:
         first, last, act = t[self.at], t[-1], form_of(self.act)
@@ -317,10 +317,6 @@ def _why_no_epilogue(form: Form | None, x: Any, call: Call, dtype: torch.dtype) 
     if x.dtype is not dtype:
         return "the operands differ in dtype"
     return None
-
-
-def _data_says(one_kernel: bool) -> str | None:
-    return None if one_kernel else "two kernels are faster for this shape"
 
 
 def _in_words(gemm: str, act: str, why: str | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fuseops.ops.linear import linear
-from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
+from fuseops.ops.op import Call, FusedOp, Grads, Op, Out
 
 from .front import Front, Tensors
 from .halves import backward, forward_only, shaped
@@ -60,7 +60,7 @@ class NormLinear(FusedOp):
     ) -> tuple[Grads, ...]:
         call = calls[-1]
         own, weight_grad = backward(s.weight, dy, call)
-        dx, own = [own.x], replaced(own, x=None)
+        dx, own = [own.x], Grads(None, own.params)
         front = self.front.bwd(s, dx.pop(), calls[:-1], dside)
         if weight_grad is not None:
             own.params["weight"] = weight_grad(self.front.again(s, call, columns=True))  # type: ignore[index]

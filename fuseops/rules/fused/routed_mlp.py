@@ -2,13 +2,15 @@
 
 The routed copy of x is never saved: fc1's GEMM reads the tokens by index, and so does its weight gradient. With Combine
 inside, the gradient of y is read by index too, in fc2's input gradient and weight gradient. A layer saves x (T, D),
-h (R, 2F), probs, offs, index and pos, and no other activation.
+h (R, 2F), probs, offs, index and pos, and no other activation. Where x arrived from other ranks it may be sent again
+in the backward instead: what was sent is saved then, which others save too.
 Where a routed copy, made for a moment, is faster than reading by index, a `Space` says so for the shape.
 Shapes: x (T, D), pos (T, K), index (R,), y (T, D) with Combine, else (R, D).
 Numerics: as of `GroupedMLP`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,9 @@ from fuseops.ops.activations import Form
 from fuseops.ops.checks import check_pos, check_rows
 from fuseops.ops.linear import saved_input
 from fuseops.ops.op import Call, FusedOp, Grads, Op, Out, replaced
-from fuseops.ops.permute import ON_DX, Combine
+from fuseops.ops.permute import AGAIN, ON_DX, SENT, Combine, SendsAgain, Sent
 from fuseops.recipes import Operand
+from fuseops.words import size
 
 from . import dswiglu
 from .grouped_mlp import GroupedMLP, GroupedMLPSaved, Rows, Tensors, without_h
@@ -43,6 +46,9 @@ class RoutedMLPSaved(NamedTuple):
     up2: Tensor | None
     index: Tensor | None  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     pos: Tensor | None
+    home: Tensor | None = None  # in the place of x, as the tokens of this rank were sent
+    slots: Tensor | None = None
+    arrivals: Tensor | None = None
 
 
 # Whether routed rows are copied for the GEMMs that read them; tuned as tiles are. By default from a weight's width on:
@@ -52,6 +58,14 @@ class RoutedMLPSaved(NamedTuple):
 FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
+
+
+OTHER = {"speed": "memory", "memory": "speed"}
+SAID = {
+    "speed": "rows of dy are copied, {}: prefer='memory' reads them by index, which takes longer",
+    "memory": "rows of dy are read by index (prefer='memory'): a copy, {}, is faster",
+}
+"""Where the two ways differ, in words."""
 
 
 def _moved(name: str) -> str:
@@ -68,10 +82,14 @@ class RoutedMLP(FusedOp):
     recipes = True
     takes_quantized = True
     recomputes = GroupedMLP.recomputes
+    again = ("home", "slots", "arrivals")
     names = {
         **{field: _moved(name) for field, name in GroupedMLP.names.items()},
         "index": "0.index",
         "pos": "0.pos",
+        "home": "0.home",
+        "slots": "0.slots",
+        "arrivals": "0.arrivals",
     }
 
     def __init__(self, *members: Op[Any]) -> None:
@@ -95,6 +113,9 @@ class RoutedMLP(FusedOp):
         self, x: Operand, t: tuple[Tensors, ...], calls: tuple[Call, ...], keep: frozenset[str]
     ) -> Out:
         check_rows(self.members[0], x)
+        sent: Sent | None = (calls[0].scratch or {}).pop(SENT, None)
+        if "home" not in keep or (sent is not None and sent.arrived is not x):
+            sent = None
         index, pos = t[0]["index"], t[0]["pos"]
         check_pos("Permute", pos, x.shape[0])
         s = self.mlp.inputs(x, t[1:4])
@@ -109,6 +130,8 @@ class RoutedMLP(FusedOp):
         del a
         if self.combines:
             y = K.combine_fwd(y, pos, offs, None, self.sums)
+        if sent is not None:
+            return Out(y, RoutedMLPSaved(*replaced(s, x=None, h=h), index, pos, *sent[1:]))
         return Out(y, RoutedMLPSaved(*replaced(s, x=x, h=h), index, pos))
 
     def bwd(
@@ -119,6 +142,7 @@ class RoutedMLP(FusedOp):
         dside: Mapping[str, Tensor | None],
     ) -> tuple[Grads, ...]:
         index, pos = held[0].index, held[0].pos
+        arrived = _arrived(held[0], calls)
         fields: tuple[Any, ...] = held.pop()[: len(GroupedMLPSaved._fields)]
         s, taken = without_h(GroupedMLPSaved._make(fields))
         del fields  # it names h
@@ -130,7 +154,7 @@ class RoutedMLP(FusedOp):
             dy, dy_index = _rows(dy, index, pos, offs, self._copies_dy(dy, s, index, calls))  # type: ignore[assignment]
 
         def source(*width: int) -> Rows:
-            x: Tensor = s.x  # type: ignore[assignment]
+            x = arrived()
             if calls[1].precision.roles is not None:
                 return x, index  # its codes are permuted
             return _rows(x, index, pos, offs, _copies(FC1, x, index, *width))
@@ -154,10 +178,17 @@ class RoutedMLP(FusedOp):
         if calls[1].precision.roles is not None:
             return ""
         index, s = t[0]["index"], self.mlp.inputs(x, t[1:4])
-        gathers = self.combines and not self._copies_dy(x, s, index, calls)
-        by = index if gathers else None
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), by, calls[1:4], index.shape[0])
-        return dswiglu.in_words(why)
+        copies = self.combines and self._copies_dy(x, s, index, calls)
+        by = index if self.combines and not copies else None
+        given, rows = self.mlp.operands(s), index.shape[0]
+        said = dswiglu.in_words(dswiglu.expected_why_apart(given, by, calls[1:4], rows))
+        prefer = calls[3].prefer
+        other = tuple(replaced(c, prefer=OTHER[prefer]) for c in calls)
+        if not self.combines or self._copies_dy(x, s, index, other) == copies:
+            return said
+        fc2: Tensor = s.fc2  # type: ignore[assignment]
+        held = size(rows * fc2.shape[1] * x.element_size())
+        return f"{said}; {SAID[prefer].format(held)}"
 
     def _copies_dy(
         self, dy: Tensor, s: GroupedMLPSaved, index: Tensor | None, calls: tuple[Call, ...]
@@ -169,8 +200,22 @@ class RoutedMLP(FusedOp):
             return True
         if index is None or s.fc2 is None:
             return False
-        why = dswiglu.expected_why_apart(self.mlp.operands(s), None, calls[1:4], index.shape[0])
+        given, rows = self.mlp.operands(s), index.shape[0]
+        if calls[3].prefer == "memory" and dswiglu.gathers(given, index, calls[1:4], rows):
+            return False
+        why = dswiglu.expected_why_apart(given, None, calls[1:4], rows)
         return _copies(FC2_DSWIGLU if why is None else FC2_BWD, dy, index, s.fc2.shape[2])
+
+
+def _arrived(saved: RoutedMLPSaved, calls: tuple[Call, ...]) -> Callable[[], Any]:
+    """x as it was in the forward: what was saved, or what arrives once more, which is on its way from here on."""
+    x, offs, pos = saved.x, saved.offs, saved.pos
+    if saved.home is None:
+        return lambda: x
+    sends: SendsAgain = (calls[0].scratch or {})[AGAIN]
+    tokens, roles = pos.shape[0], calls[1].precision.roles  # type: ignore[union-attr]
+    ready = sends(saved.home, saved.slots, saved.arrivals, tokens, roles)
+    return cache(lambda: saved_input(ready(), calls[1], offs, by_index=True))
 
 
 def _copies(space: Switch, x: Operand, index: Tensor | None, width: int) -> bool:
