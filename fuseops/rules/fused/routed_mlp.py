@@ -57,7 +57,7 @@ class RoutedMLPSaved(NamedTuple):
 # those of fc2's gradients serve two GEMMs, the first of which ends in dSwiGLU where that is fused.
 FC1 = Switch("routed_fc1", "COPY", lambda rows, dims: dims[0] >= 4096)
 FC2_BWD = Switch("routed_fc2_bwd", "COPY", lambda rows, dims: dims[0] >= 4096)
-FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] >= 512)
+FC2_DSWIGLU = Switch("routed_fc2_dswiglu", "COPY", lambda rows, dims: dims[0] > 512)
 
 
 OTHER = {"speed": "memory", "memory": "speed"}
