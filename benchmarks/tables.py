@@ -33,6 +33,7 @@ wrote the file, and its docstring says what is timed. Candidates run in turns in
 - **share of copy**: bandwidth over that of a copy of the same bytes in the same run. Peers listed are the faster ones.
 - **share of floor**: the same of a kernel that reads and writes those bytes in the proportion of the case, and of an
   empty launch for each launch beyond the first (in files without `mixed`: of the copy).
+- **gemms_alone**: of the loss, the ratio to that peer that its three products would have without anything else.
 - **settled**: GEMMs of an expert MLP in microseconds, at the clock that each candidate settles at; ratios as above.
 - **00, 01, 10, 11**: microseconds of a step of the dense MLP with SwiGLU (first digit) and its backward (second) at the
   end of their GEMMs, 1, or as kernels of their own, 0.
@@ -102,7 +103,7 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
     for name, value in result.items():
         if isinstance(value, dict) and value and all(is_way(v) for v in value.values()):
             yield table(ways(name, value))
-        elif name in ("settled", "cells") and (rows := compared(value)):
+        elif name in ("settled", "cells") and (rows := compared(name, value)):
             yield table(keyed(name, rows))
         elif name == "cells" and isinstance(value, list):
             yield table(keyed("two GPUs", outcomes(value)))
@@ -118,13 +119,16 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Iterator[str]]:
             yield table([[name, ""], *([key, cell(v)] for key, v in flat(value))])
 
 
-def compared(cells: Any) -> dict[str, dict[str, Any]]:
+def compared(title: str, cells: Any) -> dict[str, dict[str, Any]]:
     """Single calls that ran at their own clock: microseconds, and ratios with their intervals."""
     found = {}
     for name, c in cells.items() if isinstance(cells, dict) else ():
         if "gain" in c:
             found[name] = {"takes": c["takes"], **c["us"], "gain": c["gain"]}
-        elif "ratios" in c and name.endswith("/uniform"):
+        elif "pj_per_flop" in c:
+            rates = {f"{peer}, pJ/FLOP": pj for peer, pj in c["pj_per_flop"].items()}
+            found[name] = rates | {f"over {peer}": r for peer, r in c["ratios"].items()}
+        elif "ratios" in c and (title == "settled" or name.endswith("/uniform")):
             found[name] = c["us"] | {f"over {peer}": r for peer, r in c["ratios"].items()}
         elif "over_titan" in c:
             found[name] = c["us"] | {n: c[n] for n in ("over_titan", "over_host_counts")}

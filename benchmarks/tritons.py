@@ -4,8 +4,8 @@
 
 A process cannot hold two Tritons, so each has a worker of its own on the same GPU, told span by span when to run: no
 two run at once, and none waits long enough to cool the GPU. The steps are whole MoE layers (`moe_layer.py`), the GEMMs
-of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the installed Triton's time over the
-other's, round by round, with the interval of their median: above 1 the other is faster.
+of their experts (`grouped_problems.py`) and kernels bound by memory. Ratios are the other Triton's time over that of
+the installed one, round by round, with the interval of their median: below 1 the other is faster.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def compare(workers: dict[str, Worker], kind: str, name: str, options: Any) -> d
     """Medians and ratios of each step."""
     import measure
 
-    asked = [worker.ask("make", kind, name) for worker in workers.values()]
+    with ThreadPoolExecutor() as pool:  # kernels compile side by side
+        asked = list(pool.map(lambda worker: worker.ask("make", kind, name), workers.values()))
     found = {}
     for step in asked[0]:
         timers = {
@@ -155,8 +157,9 @@ def compare(workers: dict[str, Worker], kind: str, name: str, options: Any) -> d
             for release, worker in workers.items()
         }
         us = measure.in_rounds(timers, options.rounds, heat=1)
-        mine, other = us.values()
-        found[f"{name}/{step}"] = {"us": measure.medians(us), "other": measure.paired(other, mine)}
+        (_, mine), (other, theirs) = us.items()
+        ratios = {other: measure.paired(mine, theirs)}
+        found[f"{name}/{step}"] = {"us": measure.medians(us), "ratios": ratios}
         print(f"{name}/{step}", found[f"{name}/{step}"], flush=True)
     return found
 
@@ -167,6 +170,7 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="folder that holds another triton")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", nargs="*", default=tuple(MAKE), choices=tuple(MAKE))
+    parser.add_argument("--only", nargs="*", default=LAYERS, help="layers and GEMMs of these sizes")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--span", type=float, default=0.2, help="seconds of a step in a round")
     options = parser.parse_args()
@@ -175,18 +179,23 @@ def main() -> None:
         return
     if options.other is None or options.out is None:
         parser.error("--other and --out are needed")
-    started = {"installed": Worker(None), "other": Worker(str(options.other))}
-    report: dict[str, Any] = {
-        "environment": {name: worker.ask("environment") for name, worker in started.items()},
-        "failed": {},
+    import measure
+
+    started = Worker(None), Worker(str(options.other))
+    found = [worker.ask("environment") for worker in started]
+    workers = {each["triton"]: worker for each, worker in zip(found, started, strict=True)}
+    command = measure.environment()["command"]
+    environment = {**found[0], "triton": " and ".join(workers), "command": command}
+    report: dict[str, Any] = {"environment": environment, "settled": {}, "failed": {}}
+    names = {
+        "layer": [name for name in LAYERS if name in options.only],
+        "gemms": [name for name in GEMMS if name in options.only],
+        "memory_bound": ("65536x4096",),
     }
-    workers = {report["environment"][name]["triton"]: worker for name, worker in started.items()}
-    names = {"layer": LAYERS, "gemms": GEMMS, "memory_bound": ("65536x4096",)}
     for kind in options.parts:
-        report[kind] = {}
         for name in names[kind]:
             try:
-                report[kind] |= compare(workers, kind, name, options)
+                report["settled"] |= compare(workers, kind, name, options)
             except RuntimeError as error:
                 report["failed"][f"{kind}/{name}"] = str(error)
                 print(kind, name, error, flush=True)

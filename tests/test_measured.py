@@ -350,7 +350,7 @@ def test_gemms_that_settled_stand_in_the_table_with_their_ratios() -> None:
     ratio = {"ratio": 1.05, "interval": [1.04, 1.06]}
     us = {"fuseops": 10.0, "torch": 10.5}
     cells = {"a/fc1/fwd/uniform": {"us": us, "ratios": {"torch": ratio}}, "a/fc1/fwd/zipf": {}}
-    rows = tables().keyed("settled", tables().compared(cells))
+    rows = tables().keyed("settled", tables().compared("settled", cells))
     assert rows == [["settled", "fuseops", "torch", "over torch"],
                     ["a/fc1/fwd/uniform", "10", "10.5", "1.050 (1.040-1.060)"]]  # fmt: skip
 

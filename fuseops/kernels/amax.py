@@ -21,7 +21,7 @@ from torch import Tensor
 from fuseops.kernels import reference, tiles
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
-from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, loses_columns, too_large
+from fuseops.kernels.quantize import FORMATS, fp8_op, fp8_rows, too_large
 from fuseops.kernels.registry import tensor_bytes
 from fuseops.kernels.tiles import cdiv, require
 
@@ -69,7 +69,7 @@ def quantize_groups(
     """(rows, columns, scale) of x, one scale a group, or one for all."""
     x = fp8_rows(x, dtype)
     rows, n = x.shape
-    if not x.numel() or too_large(x) or (col and loses_columns(x)):
+    if not x.numel() or too_large(x):
         return reference.quantize_groups(x, offs, dtype, row, col)
     groups = 0 if offs is None else len(offs)
     blocks = cdiv(rows, BLOCK) if offs is None else rows // BLOCK + groups

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels.configs import Config
-from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES, WGRAD_SUMS
+from fuseops.kernels.grouped_paths import MM_SPACES, WGRAD_SPACES
 from fuseops.kernels.grouped_paths import mm_path as mm_path
 from fuseops.kernels.grouped_paths import wgrad_path as wgrad_path
 from fuseops.kernels.launch import device, launch, num_sms
@@ -192,9 +192,7 @@ def launch_wgrad(g: Gradient) -> None:
     if g.index is not None and path != "gather":
         launch_wgrad(g.gathered())
         return
-    sums = path == "pingpong" and g.dw.dtype == torch.float32
-    space = WGRAD_SUMS if sums else WGRAD_SPACES[path]
-    config = dict(space.pick(g.rows, tuple(g.dw.shape), g.x))
+    config = dict(WGRAD_SPACES[path].pick(g.rows, tuple(g.dw.shape), g.x))
     if path in ("gather", "pingpong"):
         _launch_wgrad_rings(g, path, config)
         return

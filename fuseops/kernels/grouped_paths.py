@@ -123,11 +123,6 @@ def _wgrad_ring_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Conf
     return _wgrad_ring_candidates(dims, itemsize)[rows < 512 * dims[0]]
 
 
-def _wgrad_sums_default(rows: int, dims: tuple[int, ...], itemsize: int) -> Config:
-    """Float32 takes twice the stores, which wide tiles do not hide: they are for longer products."""
-    return _wgrad_ring_candidates(dims, itemsize)[rows < 8192 * dims[0]]
-
-
 def _wgrad_gather_candidates(dims: tuple[int, ...], itemsize: int) -> list[Config]:
     return [_wgrad_ring(WIDE_RING)]
 
@@ -141,7 +136,6 @@ WGRAD_GATHER = Space("grouped_wgrad_gather", _wgrad_gather_candidates, dims=GEMM
 WGRAD_PINGPONG = Space(
     "grouped_wgrad_pingpong", _wgrad_ring_candidates, _wgrad_ring_default, dims=GEMM
 )
-WGRAD_SUMS = Space("grouped_wgrad_sums", _wgrad_ring_candidates, _wgrad_sums_default, dims=GEMM)
 WGRAD_TMA = Space("grouped_wgrad_tma", _wgrad_candidates, _wgrad_default, dims=GEMM)
 WGRAD_POINTER = Space("grouped_wgrad", _pointer_candidates, dims=GEMM)
 MM_SPACES = {"gather": MM_GATHER, "pingpong": MM_PINGPONG, "tma": MM_TMA, "pointer": MM_POINTER}

@@ -25,7 +25,7 @@ from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
 from fuseops.kernels.micro_gemm import SM_100
-from fuseops.kernels.quantize import FORMATS, loses_columns, too_large
+from fuseops.kernels.quantize import FORMATS, too_large
 from fuseops.kernels.reference.formats import E2M1, LARGEST, micro_format
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
@@ -100,7 +100,7 @@ def quantize_micro(
     )
     x = as_rows(x)
     turned = layout == "col"
-    if not x.numel() or too_large(x) or (turned and loses_columns(x)):
+    if not x.numel() or too_large(x):
         return reference.quantize_micro(x, data, layout, offs, amax, swizzle)
     rows, k = x.shape
     columns = (rows // 128 + groups if groups else cdiv(rows, 128)) * 128

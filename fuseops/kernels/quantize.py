@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fuseops.kernels import reference, tiles
-from fuseops.kernels.configs import Config, Space, triton_release
+from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch, overlap
 from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
@@ -95,7 +95,7 @@ def quantize_group_blocks(x: Tensor, offs: Tensor, dtype: torch.dtype) -> tuple[
     x = fp8_rows(x, dtype)
     rows, n = x.shape
     require(offs.dim() == 1 and len(offs) > 0, f"offs is {tuple(offs.shape)}, expected (E,).")
-    if too_large(x) or loses_columns(x):
+    if too_large(x):
         return reference.quantize_group_blocks(x, offs, dtype)
     blocks = rows // 128 + len(offs)
     col = x.new_empty(n, blocks * 128, dtype=dtype)
@@ -115,14 +115,6 @@ def fp8_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     require(x.dim() == 2, f"x is {tuple(x.shape)}, expected (R, N).")
     require(dtype in FORMATS, f"dtype is {dtype}, expected one of {', '.join(map(str, FORMATS))}.")
     return as_rows(x)
-
-
-def loses_columns(x: Tensor) -> bool:
-    """Whether Triton's code would lose elements at the end of a group's columns, as that of 3.9 does on an H200.
-
-    Torch makes them there, until it is known why.
-    """
-    return x.is_cuda and triton_release() == "3.9"
 
 
 def too_large(x: Tensor) -> bool:
