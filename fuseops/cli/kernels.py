@@ -77,12 +77,13 @@ def described() -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for release in dict.fromkeys((configs.triton_release(), aot.PINNED)):
         rows, mine = aot.read_table(release), {r["kernel"] for r in records}
+        triton = aot.table_version(release) if rows else ""
         for key, row in rows.items():
             kernel, rest = key.split(" ", 1)
             variant, arch = rest.rsplit(" sm_", 1)
             if kernel not in mine:
                 said = {"kernel": kernel, "variant": variant, "arch": int(arch)}
-                records.append({**said, "triton": aot.table_version(release), **row})
+                records.append({**said, "triton": triton, **row})
     return records
 
 

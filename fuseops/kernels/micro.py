@@ -9,8 +9,7 @@ and what belongs to no row, are zeros. One read a layout.
 Swizzled scales are in blocks of 128 x 4, as `reference.swizzled` says and the tensor cores of Blackwell read them; of
 rows in groups, those of group g begin at block offs[g-1] // 128 + g, so that no tile reads those of two groups.
 Layout: rows of x may be strided. No look at `offs` on the host.
-Hardware: sm_89 and later could convert; it ran on no GPU yet, so it is what Blackwell takes alone. Others run the
-reference, as sizes and strides beyond 2^24 do.
+Hardware: sm_89 and later, which convert to FP8; others run the reference, as sizes and strides beyond 2^24 do.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from torch import Tensor
 from fuseops.kernels import reference
 from fuseops.kernels.configs import Config, Space
 from fuseops.kernels.launch import device, launch
-from fuseops.kernels.micro_gemm import SM_100
-from fuseops.kernels.quantize import FORMATS, too_large
+from fuseops.kernels.quantize import FORMATS, fp8_op, too_large
 from fuseops.kernels.reference.formats import E2M1, LARGEST, micro_format
-from fuseops.kernels.registry import kernel_op
 from fuseops.kernels.tiles import as_rows, cdiv, pow2, require
 
 LAYOUTS = ("row", "col")
@@ -74,7 +71,7 @@ def _fake(
     return codes, x.new_empty(scale, dtype=torch.uint8)
 
 
-@kernel_op(twin=reference.quantize_micro, fake=_fake, min_arch=SM_100, cases=_cases)
+@fp8_op(twin=reference.quantize_micro, fake=_fake, cases=_cases)
 def quantize_micro(
     x: Tensor,
     data: torch.dtype,

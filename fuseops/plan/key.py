@@ -153,7 +153,13 @@ def parameter_of(op: Op[Any], name: str) -> Tensor | None:
 
 def has_hooks(own: Mapping[str, Any]) -> bool:
     """Whether a module, given as its `__dict__`, has hooks on its forward or backward."""
-    return any(HOOKS(own))
+    # read one by one: dynamo knows no itemgetter
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
 
 
 def hooked() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -106,12 +104,24 @@ class Rows(list[Any]):
 
     constants: the fields that are none, and then None
     take: how to read them back: op, Saved class, and a getter from (*tensors, *constants)
+
+    Another call saves alike if its kept values have these `kinds`, those that `tensors_of` gives are different tensors,
+    each of `again` is one of them again (k is j), and `fixed_of` gives `fixed`.
     """
 
-    def __init__(
-        self, seg: Segment, places: Mapping[tuple[int, int], int | None], constants: Any
-    ) -> None:
+    def __init__(self, seg: Segment, numbers: Sequence[int | None], values: Sequence[Any]) -> None:
+        """values: what is kept.  numbers: of each the number of its tensor, None for what is none"""
         super().__init__([None] * len(seg.ops))
+        first: dict[int, int] = {}
+        tensors = [(k, n) for k, n in enumerate(numbers) if n is not None]
+        self.again = [(k, first[n]) for k, n in tensors if first.setdefault(n, k) != k]
+        self.kinds = [*map(type, values)]
+        self.tensors_of = _getter([*first.values()])
+        self.fixed_of = _getter([k for k, n in enumerate(numbers) if n is None])
+        self.fixed = self.fixed_of(values)
+        each = zip(seg.kept, numbers, values, strict=True)
+        constants = {at: v for at, n, v in each if n is None and v is not None}
+        places = dict(zip(seg.kept, numbers, strict=True))
         self.constants = (*constants.values(), None)
         back = {place: k - len(self.constants) for k, place in enumerate(constants)}
         self.take: list[tuple[int, type[Any], Callable[[Any], Any]]] = []
@@ -128,10 +138,10 @@ class Rows(list[Any]):
 
 
 def _getter(places: Sequence[int]) -> Callable[[Any], Any]:
-    """The values at these places, one at least, in a sequence."""
+    """The values at these places, in a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1 or None))
+    return itemgetter(slice(places[0], places[0] + 1 or None) if places else slice(0))
 
 
 @dataclass(eq=False)
@@ -169,6 +179,7 @@ class Segment:
     kept: tuple[tuple[int, int], ...] = field(init=False)  # (owner, field) of all that is saved
     # where the fields of every Saved are among the saved tensors, by the number of the tensor that each kept one is
     distinct: dict[tuple[Any, ...], Rows] = field(default_factory=dict)
+    last_rows: Rows | None = None  # those of the last call
     random: bool = field(init=False)  # its backward rounds at random
     own: bool = field(init=False)  # fuseops knows what its ops do: all of them are fuseops' own
     # and none of them changes what kernels depend on, which may run on the device
@@ -215,11 +226,6 @@ class Segment:
                 }
         return tuple(found.items())
 
-    @functools.cached_property
-    def rows_of_others(self) -> Rows:
-        """The rows of a call whose kept fields are tensors, each another one."""
-        return Rows(self, dict(zip(self.kept, itertools.count(), strict=False)), {})
-
     def rows(self, numbers: tuple[int | None, ...], values: Sequence[Any]) -> Rows:
         """The rows of a call whose kept fields are the saved tensors of these numbers, or these values."""
         key = tuple([v if n is None else n for n, v in zip(numbers, values, strict=True)])
@@ -227,8 +233,6 @@ class Segment:
         if found is None:
             if len(self.distinct) >= MOST_ROWS:
                 self.distinct.clear()
-            each = zip(self.kept, numbers, values, strict=True)
-            constants = {at: v for at, n, v in each if n is None and v is not None}
-            places = dict(zip(self.kept, numbers, strict=True))
-            found = self.distinct[numbers, key] = Rows(self, places, constants)
+            found = self.distinct[numbers, key] = Rows(self, numbers, values)
+        self.last_rows = found
         return found

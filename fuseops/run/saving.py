@@ -39,10 +39,16 @@ def pack(
     slots: dict[int, int] | None = None if traced else {}
     if slots is not None:  # the common case: plain tensors and constants, in calls that save alike
         values = [(own := saved[owner]) and own[k] for owner, k in seg.kept]
-        kinds = {*map(type, values)}
-        if kinds <= PLAIN and len({*map(id, values)}) == len(values):
-            return values, seg.rows_of_others
-        if kinds <= (OWN if seg.own else PLAIN_OR_NONE):
+        last = seg.last_rows
+        if last is not None and [*map(type, values)] == last.kinds:
+            distinct = last.tensors_of(values)
+            if (
+                len({*map(id, distinct)}) == len(distinct)
+                and last.fixed_of(values) == last.fixed
+                and (not last.again or all(values[k] is values[j] for k, j in last.again))
+            ):
+                return distinct, last
+        if {*map(type, values)} <= (OWN if seg.own else PLAIN_OR_NONE):
             plain = [v if type(v) in PLAIN else None for v in values]
             flat: dict[int, Any] = dict(zip(map(id, plain), plain, strict=True))
             flat.pop(NONE, None)

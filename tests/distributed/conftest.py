@@ -14,6 +14,7 @@ NOT_IN_2_11 = {
     "law_pretraining_resumes_bit_for_bit": MESHES,
     "law_steps_equal_one_process": MESHES,
     "test_a_checkpoint_of_two_ranks_is_read_by_others": MESHES,
+    "test_a_rank_that_was_killed_is_named_and_training_goes_on": MESHES,
     "law_zero_bubble": "torch 2.11 starts no backward at a Function written in Python",
     "law_zbv": "torch 2.11 sends to the rank itself, which gloo refuses",
     "law_zbv_with_a_dw_builder": "torch 2.11 sends to the rank itself, which gloo refuses",

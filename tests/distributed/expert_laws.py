@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import os
 import pickle
-import signal
-import sys
 import tempfile
-import time
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel, check_overflow, tp_plan
-from fuseops.distributed.dispatch import lost, overflow, symmetric
+from fuseops.distributed.dispatch import overflow, symmetric
 from fuseops.integrations import hf
 from fuseops.observe.memory import outside_bytes
 from fuseops.rules.fused import grouped_mlp
@@ -486,26 +480,6 @@ def an_overflow_is_said() -> None:
     raises("on rank 1 more tokens", check_overflow)
     check_overflow()
     raises("agreed on", lambda: moe(torch.cat([x, x])))
-
-
-def the_second_is_killed() -> None:
-    """While the first waits for it, whose error says so wherever it ends the process."""
-    lost.LATE = 0.1
-    lost.watch(dist.group.WORLD)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            dist.barrier()
-            raise AssertionError("the barrier was passed")
-        except RuntimeError as error:
-            late = time.monotonic() + 20
-            while not (told := said.getvalue()) and time.monotonic() < late:
-                time.sleep(0.01)  # as where nothing in Python would say it
-            sys.excepthook(type(error), error, None)
-    assert told.startswith("fuseops: rank 1 has ended (process "), told
-    assert "rank 1 has ended (process " in said.getvalue()[len(told) :], said.getvalue()
 
 
 def raises(said: str, make: Any) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
+import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fuseops as fo
 from fuseops import offload
 from fuseops.distributed import ExpertParallel, clip_grad_norm_, expert_placement, param_groups
+from fuseops.distributed.dispatch import HostCounts, lost
 
 D, TOKENS, STEPS = 6, 5, 3
 BLOCKS = fo.recipes.Float8BlockScaling()
@@ -126,18 +132,53 @@ def finds(folder: str, model: Net, alone: Net, one: torch.optim.AdamW) -> None:
     same(model, optimizer, alone, one)
 
 
-def law_pretraining_resumes_bit_for_bit() -> None:
-    """From a checkpoint in the middle, on the same mesh; on another mesh, within rounding."""
+def losses(*options: str) -> list[float]:
+    """Of the steps of examples/pretrain.py."""
     path = ROOT / "examples" / "pretrain.py"
     spec: Any = importlib.util.spec_from_file_location("pretrain", path)
     spec.loader.exec_module(pretrain := importlib.util.module_from_spec(spec))
-    cpu = torch.device("cpu")
+    given = ["--dim", "16", "--layers", "1", "--context", "16", "--batch", "2", *options]
+    return pretrain.train(pretrain.parsed(given), torch.device("cpu"))
+
+
+TRAINED = ("--ep", "2", "--every", "2")
+
+
+def the_second_is_killed_inside_a_dispatch(folder: str) -> None:
+    """Of the fourth step of a training that saves every second one; the error of the first says so wherever it ends."""
+    lost.LATE = 0.1
+    lost._look_aside()  # as over NCCL
+    sent, calls = HostCounts.dispatch, []
+
+    def dispatch(self: HostCounts, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sent(self, *args)
+
+    HostCounts.dispatch = dispatch  # type: ignore[method-assign]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            losses(*TRAINED, "--steps", "6", "--out", folder)
+            raise AssertionError("the step had an end")
+        except RuntimeError as error:
+            late = time.monotonic() + 20
+            while not (told := said.getvalue()) and time.monotonic() < late:
+                time.sleep(0.01)  # as where nothing in Python would say it
+            sys.excepthook(type(error), error, None)
+    assert told.startswith("fuseops: rank 1 has ended (process "), told
+    assert "rank 1 has ended (process " in said.getvalue()[len(told) :], said.getvalue()
+
+
+def goes_on(folder: str) -> None:
+    """From the last checkpoint, which is whole: the third step is that of a training that nobody has stopped."""
+    whole = losses(*TRAINED, "--steps", "3")
+    assert losses(*TRAINED, "--steps", "3", "--out", folder) == whole[2:]
+
+
+def law_pretraining_resumes_bit_for_bit() -> None:
+    """From a checkpoint in the middle, on the same mesh; on another mesh, within rounding."""
     with SharedFolder() as folder:
-
-        def losses(*options: str) -> list[float]:
-            given = ["--dim", "16", "--layers", "1", "--context", "16", "--batch", "2", *options]
-            return pretrain.train(pretrain.parsed(given), cpu)
-
         out = ["--out", str(folder)]
         whole = losses("--ep", "2", "--steps", "4")
         assert losses("--ep", "2", "--steps", "2", *out) == whole[:2]

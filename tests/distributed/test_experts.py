@@ -45,12 +45,13 @@ def test_a_checkpoint_of_two_ranks_is_read_by_others(
     fsdp_laws.finds(str(tmp_path), fsdp_laws.net(), alone, one)
 
 
-def test_a_rank_that_was_killed_is_named_by_the_one_that_waited() -> None:
+def test_a_rank_that_was_killed_is_named_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     both = Ranks(2)
     with pytest.raises(AssertionError) as raised:
-        both.run("expert_laws", "the_second_is_killed")
+        both.run("fsdp_laws", "the_second_is_killed_inside_a_dispatch", str(tmp_path))
     both.stop()
     assert str(raised.value) == "rank 1: died"
+    ranks.run("fsdp_laws", "goes_on", str(tmp_path))
 
 
 @pytest.mark.parametrize("law", [n for n in vars(again_laws) if n.startswith("law_")])

@@ -2,6 +2,8 @@
 
 import torch
 
+from fuseops.kernels.registry import KERNEL_OPS, arch_of
+
 E4M3 = torch.float8_e4m3fn
 
 
@@ -14,11 +16,7 @@ def fp8_samples(offs):
         torch.randint(-2, 3, shape).float().to(E4M3)
         for shape in ((6, 32), (e, 16, 32), (16, 128 * e), (32, 128 * e))
     )
-    used = torch.zeros(128 * e, dtype=torch.bool)
-    for group, (start, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
-        used[128 * group : 128 * group + end - start] = True
-    for t in (dy, cols):
-        t.view(torch.uint8).masked_fill_(~used, 0)
+    dy, cols = columns_of(dy, offs), columns_of(cols, offs)
     columns = dy, torch.full((1, e), 0.5), cols, torch.full((1, e), 2.0), "square", offs
     return {
         "fp8_mm": (x, torch.full((1, 6), 2.0), w, torch.full((e, 1, 1), 0.5), "block", offs),
@@ -33,6 +31,13 @@ def fp8_samples(offs):
         "fp8_wgrad": columns,
         "fp8_wgrad_into": (torch.randn(e, 16, 32), *columns),
     }
+
+
+def columns_of(codes, offs):
+    """Codes (K, 128 E) that are zeros where no group of at most 128 tokens has one, as those of quantized columns."""
+    begins = torch.cat((offs.new_zeros(1), offs[:-1]))
+    used = torch.arange(128) < (offs - begins)[:, None]
+    return codes.view(torch.uint8).masked_fill(~used.flatten(), 0).view(codes.dtype)
 
 
 def tiles(*shape):
@@ -91,9 +96,9 @@ def samples() -> dict[str, tuple]:
             offs,
         ),
         "micro_wgrad": (
-            torch.randn(8, 384).to(E4M3),
+            columns_of(torch.randn(8, 384).to(E4M3), offs),
             *tiles(1, 3),
-            torch.randn(5, 384).to(E4M3),
+            columns_of(torch.randn(5, 384).to(E4M3), offs),
             *tiles(1, 3),
             offs,
         ),
@@ -132,3 +137,12 @@ def samples() -> dict[str, tuple]:
         "add_mm": (y.bfloat16(), torch.rand(6, 3), torch.randn(3, 16).bfloat16()),
         "wide_mm": (y.bfloat16(), dy.bfloat16()),
     }
+
+
+def names_here() -> list[str]:
+    """Those whose kernel runs where the tests do: on a GPU those of later architectures run their twin."""
+    names = sorted(samples())
+    if not torch.cuda.is_available():
+        return names
+    arch = arch_of(torch.device("cuda", torch.cuda.current_device()))
+    return [name for name in names if KERNEL_OPS[name].min_arch <= arch]

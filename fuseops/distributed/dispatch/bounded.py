@@ -67,6 +67,7 @@ class Bounded(Exchange):
                 raise FuseOpsError(
                     "ExpertDispatch: the ranks have not agreed on a size yet. Run one step before the capture."
                 )
+            self.watch()
             tokens = torch.tensor([max(len(x), 1, self.tokens)], device=x.device)
             dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.group)
             self.tokens, self.agreed = 16 * math.ceil(int(tokens) / 16), True

@@ -20,6 +20,8 @@ from fuseops import torch_private
 from fuseops.errors import FuseOpsError
 from fuseops.observe.travel import travel
 
+from . import lost
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -97,6 +99,10 @@ class Exchange(abc.ABC):
     @property
     def group(self) -> Any:
         return self.mesh.get_group()
+
+    def watch(self) -> None:
+        """Have a rank that ends named by those that wait for it. A collective, the first time of a group."""
+        lost.watch(self.group, aloud=self.mesh.device_type == "cuda")
 
     @abc.abstractmethod
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:

@@ -21,6 +21,7 @@ class HostCounts(AllToAll):
     name = "all_to_all_single with counts read by the host (one sync a forward)"
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor) -> Arrived:
+        self.watch()
         ends, index, slots, _ = K.route(self.members(experts), self.world)
         tokens, copies = self._sizes(ends, experts)
         arrivals = tokens.clone()

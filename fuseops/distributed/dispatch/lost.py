@@ -1,15 +1,16 @@
 """Names the rank that has ended, in the error of one that waited for it in vain.
 
-A kernel that waits too long for another rank traps, and the CUDA error that follows comes up wherever the host is then.
-Ranks that write to each other's memory are processes of one host: each knows those of the others, and an exception that
-ends this one says which of them are gone. Where NCCL's own thread meets the error first and aborts, Python says
-nothing any more: so a thread looks for processes that are gone, and writes to stderr while this one is still there.
+A kernel that waits too long for another rank traps, and the CUDA error that follows comes up wherever the host is then;
+gloo names a socket. So each rank knows the processes of the others on its host, and an exception that ends it says
+which of them are gone. Where NCCL's own thread meets the error first and aborts, Python says nothing any more: so a
+thread looks for processes that are gone, and writes to stderr while this one is still there.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,23 +24,27 @@ import torch.distributed as dist
 LATE = 3.0
 """Seconds that a process may be gone, with its groups still open here, before that is said."""
 
-_processes: dict[Any, list[int]] = {}
-"""By group: the process of every rank."""
+_processes: dict[Any, dict[int, int]] = {}
+"""By group: the process of every rank on this host."""
 
 
-def watch(group: Any) -> None:
-    """Know the processes of a group. A collective, the first time."""
-    if group not in _processes:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, os.getpid(), group=group)
-        _processes[group] = found
-        _install()
+def watch(group: Any, aloud: bool = False) -> None:
+    """Know the processes of a group. A collective, the first time.   aloud: whether a thread looks for them"""
+    if group in _processes:
+        return
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (socket.gethostname(), os.getpid()), group=group)
+    here = socket.gethostname()
+    _processes[group] = {rank: pid for rank, (host, pid) in enumerate(found) if host == here}
+    _install()
+    if aloud:
+        _look_aside()
 
 
 def ended() -> Iterator[str]:
     """A sentence for every rank of a watched group whose process is gone."""
-    for group, processes in _processes.items():
-        for rank, process in enumerate(processes):
+    for group, processes in [*_processes.items()]:  # a thread asks, too
+        for rank, process in processes.items():
             if not runs(process):
                 where = dist.get_global_rank(group, rank)
                 yield f"rank {where} has ended (process {process}), and this one waited for it."
@@ -68,6 +73,10 @@ def _install() -> None:
         before(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+@functools.cache
+def _look_aside() -> None:
     threading.Thread(target=_look, name="fuseops-lost", daemon=True).start()
 
 

@@ -15,7 +15,6 @@ from fuseops import kernels as K
 from fuseops.errors import FuseOpsError
 from fuseops.kernels.peers import layout
 
-from . import lost
 from .bounded import Bounded
 from .exchange import Arrived
 from .overflow import flag_of
@@ -60,7 +59,6 @@ def fabric_of(group: Any, nbytes: int, device: torch.device) -> Fabric:
 def _made(group: Any, nbytes: int, device: torch.device) -> Fabric:
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    lost.watch(group)
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
     inside = (

@@ -78,24 +78,33 @@ def quantize_micro_kernel(
         mask=(rows < end - row0)[:, None] & (cols < K - col0)[None, :],
         other=0.0,
     ).to(tl.float32)
-    if COL:
-        x = tl.trans(x)
     HIGH: tl.constexpr = BLOCK_N if COL else 128
     WIDE: tl.constexpr = 128 if COL else BLOCK_N
-    x = tl.reshape(x, (HIGH, WIDE // WIDTH, WIDTH))
-    if FP4:
-        lost = tl.max((x != x).to(tl.int32), axis=2) > 0
-        bits, inverse = e4m3_scale(amax_of(x, 2), tl.load(amax_ptr + group), lost)
+    AXIS: tl.constexpr = 1 if COL else 2
+    if COL:
+        x = tl.reshape(x, (128 // WIDTH, WIDTH, BLOCK_N))
     else:
-        bits, inverse = e8m0_scale(amax_of(x, 2), LARGEST)
-    q = x * inverse[:, :, None]
+        x = tl.reshape(x, (128, BLOCK_N // WIDTH, WIDTH))
+    if FP4:
+        lost = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
+        bits, inverse = e4m3_scale(amax_of(x, AXIS), tl.load(amax_ptr + group), lost)
+    else:
+        bits, inverse = e8m0_scale(amax_of(x, AXIS), LARGEST)
+    q = x * tl.expand_dims(inverse, AXIS)
     # codes: at the tile's place in (R, K) or (K, C), two in a byte of FP4
     PACK: tl.constexpr = 2 if FP4 else 1
     if FP4:
-        low, high = tl.split(tl.reshape(e2m1_codes(q), (HIGH, WIDE // 2, 2)))
+        q = e2m1_codes(q)
+        if COL:
+            q = tl.trans(tl.reshape(q, (64, 2, BLOCK_N)), (0, 2, 1))
+        else:
+            q = tl.reshape(q, (128, BLOCK_N // 2, 2))
+        low, high = tl.split(q)
         codes = (low | high << 4).to(tl.uint8)
     else:
-        codes = tl.reshape(q, (HIGH, WIDE)).to(code_ptr.dtype.element_ty)
+        codes = tl.reshape(q, (128, BLOCK_N)).to(code_ptr.dtype.element_ty)
+    if COL:  # turned as bytes, a quarter of what they came from
+        codes, bits = tl.trans(codes), tl.trans(bits)
     if COL:
         first, place, until, width = col0, block * 128, K, C
     else:

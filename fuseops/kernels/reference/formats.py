@@ -54,7 +54,9 @@ def whole_inverse(amax: Tensor) -> Tensor:
 def e4m3_scale(amax: Tensor, data: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """(scale, the inverse of it and the one of the whole tensor).   whole: amax of the tensor, as amax broadcasts"""
     inverse_of_whole = whole_inverse(whole)  # type: ignore[arg-type]
-    scale = saturate(amax * (inverse_of_whole / E2M1_MAX), E4M3)
+    # by a tensor: GPUs multiply by the inverse of a number, which rounds twice
+    sixth = inverse_of_whole / torch.full_like(inverse_of_whole, E2M1_MAX)
+    scale = saturate(amax * sixth, E4M3)
     inverse = 1 / (scale.float() * (1 / inverse_of_whole))
     return scale, torch.where(scale.float() == 0, 0.0, inverse.clamp(max=FLT_MAX))
 
