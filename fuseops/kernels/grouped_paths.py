@@ -28,6 +28,7 @@ GLUON_TESTED = ("3.6", "3.8", "3.9")
 # activations that a product can end in, and those that it can go back through
 ENDS = {"swiglu": "SwiGLU", "clamped_swiglu": "clamped SwiGLU", "srelu": "squared ReLU"}
 BACK = ("swiglu", "srelu")
+RAN = {"swiglu": 0, "clamped_swiglu": 1, "srelu": 0}  # how gate and up lay where a GPU has run it
 
 
 def _tile(m: int, n: int, k: int, group: int, parts: int, per_sm: int, warps: int) -> Config:
@@ -206,7 +207,7 @@ def act_path(
     of 256, or alternate; "" where the activation is a pass of its own.
     """
     path, n = mm_path(x, weight, None, index), weight.shape[1]
-    fits = kind in ENDS and interleave < 2 and weight.stride(2) == 1
+    fits = RAN.get(kind) == interleave and weight.stride(2) == 1
     fits = fits and (n % 256 == 0 or kind == "srelu" or interleave == 1)
     return path if path in SWIGLU_SPACES and fits else ""
 

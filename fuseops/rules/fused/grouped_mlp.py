@@ -200,8 +200,9 @@ class GroupedMLP(FusedOp):
         kernel for it, data that says so.
         """
         kind, *options = s.form  # type: ignore[misc]
-        scales_bias = s.bias1 is not None and self.scale1
-        if kind not in ENDS or scales_bias or s.down1 is not None:
+        # a bias has run on a GPU before clamped SwiGLU alone
+        apart = s.bias1 is not None and (self.scale1 or kind != "clamped_swiglu")
+        if kind not in ENDS or apart or s.down1 is not None:
             return False
         if self.scaled and (s.probs.shape != (rows,) or s.probs.dtype is not torch.float32):  # type: ignore[union-attr]
             return False
